@@ -1,0 +1,87 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Everything else is for people who work on Lockstride.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+GPUS := $(shell nvidia-smi -L 2>/dev/null | wc -l)
+HAS_GPU := $(filter-out 0,$(GPUS))
+DEMO_RANKS := $(if $(filter 1,$(GPUS)),1,2)
+comma := ,
+EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev,dev)
+PINNED := $(if $(HAS_GPU),,-c constraints.txt)
+
+.PHONY: demo install test lint typecheck pytest fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+
+demo: $(STAMP)  ## two ranks complete the demo prompts: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
+	  --model models/demo --input models/demo/prompts.jsonl --output out/demo.jsonl --overwrite --show 3
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PINNED) torch
+	$(BIN)/python -m pip install -q $(PINNED) -e '.[$(EXTRAS)]'
+	touch $(STAMP)
+
+test: lint typecheck pytest  ## what CI runs
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(STAMP)
+	$(BIN)/mypy
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+fuzz: $(STAMP)  ## the long form of the scheduler fuzzer: 1,000,000 seeds on every core
+	$(BIN)/python -m tests.schedule.fuzz --seeds 1000000
+
+test-kill: $(STAMP)  ## 300 kills of generate and of sweeps, 20,210 bad lines, 20,000 mutated weight files: ten minutes
+	$(BIN)/python -m tests.launch.kill_anywhere --kills 240 --seed 1
+	$(BIN)/python -m tests.launch.kill_anywhere --kills 60 --seed 1 --engine real
+	$(BIN)/python -m tests.launch.kill_sweep --kills 150 --seed 1
+	$(BIN)/python -m tests.launch.kill_sweep --kills 150 --seed 1 --under slurm
+	$(BIN)/python -m tests.launch.bad_input --generated 20000 --long-line 100
+	$(BIN)/python -m tests.models.weights_fuzz --mutations 20000
+
+test-batches: $(STAMP)  ## 1,000 random batches through the whole front end against the plainest engine: ten minutes
+	$(BIN)/python -m tests.engine.random_batches --seeds 1000
+
+test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every depth, 450 random lives: fifteen minutes
+	$(BIN)/python -m pytest -n 2 -m long tests/engine/test_dealt_groups.py tests/engine/test_groups_lifecycle.py
+
+test-faults: $(STAMP)  ## every fault, phase and rank under torchrun; the table of docs/measurements.md
+	rm -f out/faults.jsonl
+	$(BIN)/python -m tests.faults
+
+measure-gpu:  ## every GPU figure of docs/measurements.md, into out/measure; PARTS="latency-8b ..." for some of them
+	$(PYTHON) -m tests.gpu.measure --out out/measure $(if $(PARTS),--parts $(PARTS))
+
+test-network: $(STAMP)  ## two nodes over links that are slow, lossy or cut: minutes, as root; the tables of docs/measurements.md
+	LOCKSTRIDE_NETWORK_TESTS=required $(BIN)/python -m pytest tests/network
+	$(BIN)/python -m tests.network
+
+bench-schedule: $(STAMP)
+	$(BIN)/python -m tests.schedule.bench
+
+# Not part of `make test`: these start a real Slurm and must run one after the other. They skip where Slurm is not
+# installed (Debian: apt-get install slurmctld slurmd slurm-client munge iproute2), unless LOCKSTRIDE_SLURM_TESTS=required.
+test-slurm: $(STAMP)  ## jobs of slurm/ on a throw-away Slurm: more than 40 ways to run and to end, about ten minutes
+	$(BIN)/python -m pytest -m slurm tests/slurm
+
+test-slurm-ci: $(STAMP)  ## those of them that CI has time for, about three minutes
+	$(BIN)/python -m pytest -m 'slurm and not long' tests/slurm
+
+test-gpu:  ## on a machine with GPUs; uses the Python that holds its torch
+	$(PYTHON) -m pytest -p no:cacheprovider -m 'gpu or multigpu' tests
+
+diagram: $(STAMP)  ## redraws what the documents show of the code
+	$(BIN)/python -m docs.draw_scheduling
+	$(BIN)/python -m docs.draw_control
+	$(BIN)/python -m docs.draw_timeline
+
+clean:
+	rm -rf out .pytest_cache .mypy_cache .ruff_cache

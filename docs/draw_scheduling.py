@@ -1,0 +1,139 @@
+"""Draws the generated parts of docs/scheduling.md from the code they describe: the states, and a worked timeline.
+
+    python -m docs.draw_scheduling           rewrites them (make diagram)
+    python -m docs.draw_scheduling --check   exit code 1 when they are not current
+
+Knows: the transition table, the scheduler's verbs, and the markers in the document.
+Does not know: what the text around the markers says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import deque
+from pathlib import Path
+
+from docs.scripted_device import Part, ScriptedDevice
+from runtime.schedule.chain import TRANSITIONS, State
+from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+
+DOCUMENT = Path(__file__).with_name("scheduling.md")
+
+
+# ---- the states ----
+
+
+def state_diagram() -> str:
+    """The transition table as a Mermaid diagram. A trigger that leads from a state to itself does not exist."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.WAITING.value}"]
+    for state, row in TRANSITIONS.items():
+        lines += [f"    {state.value} --> {following.value} : {trigger.value}" for trigger, following in row.items()]
+    lines += [f"    {state.value} --> [*]" for state, row in TRANSITIONS.items() if not row]
+    return "\n".join([*lines, "```"])
+
+
+# ---- a worked timeline ----
+
+PARTS = (
+    Part("A", prompt=3, max_tokens=3),
+    Part("B", prompt=2, max_tokens=9, stops_after=3),
+    Part("C", prompt=3, max_tokens=4, arrives=5),  # before step 5
+)
+
+
+def timeline(depth: int = 2) -> str:
+    """Every step of three requests, as a table: what was planned, the two counts after it, and what then landed."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            rows=2, slots=4, blocks=16, block_size=4, max_model_len=32, decode_buckets=(1, 2), depth=depth, width=1
+        )
+    )
+    device = ScriptedDevice(PARTS)
+    in_flight: deque[StepResult | None] = deque()
+    fences: dict[int, list[str]] = {}  # step: whose slot and blocks return when it lands
+    rows = [
+        "| step N | `plan()` | A | B | C | `land()` | what it meant |",
+        "| ---: | --- | --- | --- | --- | --- | --- |",
+    ]
+    while scheduler.step == 0 or scheduler.unfinished or in_flight:
+        for request_id, part in enumerate(PARTS):
+            if part.arrives == scheduler.step:
+                scheduler.submit(device.arrival(request_id))
+        step = planned = landed = meant = ""
+        if scheduler.unfinished:
+            step, plan = f"{scheduler.step}", scheduler.plan()
+            planned = _planned(plan, device)
+            in_flight.append(None if plan is None else device.run(plan))
+        counts = [_counts(scheduler, request_id) for request_id in range(len(PARTS))]
+        if len(in_flight) > depth or not scheduler.unfinished:
+            ghosts = scheduler.counters.ghost_rows
+            last_steps = {id_: sequence.last_step for id_, sequence in scheduler._sequences.items()}
+            result = in_flight.popleft()
+            output = scheduler.land(scheduler.step - len(in_flight) - 1, result)
+            landed = f"{output.step}"
+            for ended in output.finished:
+                fences.setdefault(last_steps[ended.request_id], []).append(PARTS[ended.request_id].name)
+            meant = _meaning(output, scheduler.counters.ghost_rows - ghosts, fences.get(output.step, []))
+        rows.append(f"| {step} | {planned} | {' | '.join(counts)} | {landed} | {meant} |")
+    return "\n".join(rows)
+
+
+def _planned(plan: StepPlan | None, device: ScriptedDevice) -> str:
+    if plan is None:
+        return "void"
+    kind = "prefill" if plan.kind is StepKind.PREFILL else "decode"
+    return f"{kind} {' '.join(name for name, _ in device.rows(plan))}"
+
+
+def _counts(scheduler: Scheduler, request_id: int) -> str:
+    sequence = scheduler._sequences.get(request_id)
+    if sequence is None:
+        return ""
+    return f"{sequence.planned_tokens}/{sequence.landed_tokens} {sequence.state.value}"
+
+
+def _meaning(output: StepOutput, ghosts: int, freed: list[str]) -> str:
+    gained = [
+        PARTS[row].name for row, count in zip(output.request_ids, output.counts, strict=True) if row >= 0 and count
+    ]
+    parts = [f"a token for {' and '.join(gained)}"] if gained else []
+    parts += [f"**{PARTS[ended.request_id].name} ends: {ended.reason.label}**" for ended in output.finished]
+    if ghosts:
+        parts.append("the ghost row of B is dropped")
+    parts += [f"slot and blocks of {name} are free" for name in freed]
+    return "; ".join(parts)
+
+
+# ---- the document ----
+
+DRAWN = {"states": state_diagram, "timeline": timeline}
+
+
+def redrawn(text: str) -> str:
+    """``text`` with everything between ``<!-- drawn: NAME -->`` and ``<!-- end -->`` drawn anew."""
+    for name, draw in DRAWN.items():
+        pattern = re.compile(rf"(<!-- drawn: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"the document needs exactly one pair of <!-- drawn: {name} --> and <!-- end -->")
+        drawn = f"{draw()}\n"
+        text = pattern.sub(lambda match, drawn=drawn: match[1] + drawn + match[2], text)  # type: ignore[misc]
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 when the drawings are old")
+    options = parser.parse_args()
+    text = DOCUMENT.read_text()
+    current = redrawn(text)
+    if options.check:
+        return int(current != text)
+    DOCUMENT.write_text(current)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a person starts: the only place that reads the command line and the environment, or opens user-facing files."""

@@ -1,0 +1,91 @@
+"""`python -m launch COMMAND` and the console script `lockstride`.
+
+Knows: which command is which function, and which errors are the user's. Does not know: what a command does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from launch.bench_options import BenchCommand
+from launch.doctor_options import DoctorCommand
+from launch.options import Command, parse
+from launch.rendezvous import MeetingError, RendezvousError, discover
+from launch.sweep_options import SweepCommand
+from runtime.observe.parent import die_with_parent
+
+FAILED = 1
+USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Raises SystemExit(2) for a command line that does not parse."""
+    command = parse(sys.argv[1:] if arguments is None else arguments)
+    _log_as(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
+    if isinstance(command, DoctorCommand):
+        from launch import doctor
+
+        return doctor.run(command)  # where torch cannot be imported, too
+    if isinstance(command, SweepCommand):
+        from launch import sweep  # it is no rank, but starts those of its points
+
+        return sweep.run(command, os.environ)
+    _end_with_launcher()
+    try:
+        discover(os.environ)
+    except RendezvousError as error:  # before torch is imported, which takes seconds, and minutes on some file systems
+        return _refused(command, error)
+    from torch.distributed.elastic.multiprocessing.errors import record  # after parsing: --help needs no torch
+
+    code: int | None = record(_run)(command)
+    return 0 if code is None else code
+
+
+def _end_with_launcher() -> None:
+    """A rank does not outlive torchrun's agent or Slurm's step daemon, however those end."""
+    if sys.platform == "linux" and ("RANK" in os.environ or "SLURM_STEP_ID" in os.environ):
+        die_with_parent()
+
+
+def _log_as(rank: str) -> None:
+    """The leader tells what happens, the others only what is wrong, under their own names."""
+    name, level = ("lockstride", logging.INFO) if rank == "0" else (f"lockstride rank {rank}", logging.WARNING)
+    logging.basicConfig(level=level, format=f"{name} %(levelname)s: %(message)s", stream=sys.stderr)
+
+
+def _run(command: Command | BenchCommand) -> int:
+    from launch import bench
+    from launch.bench_trace import BenchError
+    from launch.generate import UsageError, run
+    from launch.open_engine import open_engine
+    from launch.results_file import ResultsFileError, ResultsWriteError
+    from models.checkpoint import WeightsError
+    from models.config import ModelConfigError
+    from runtime.config import ConfigError
+    from runtime.execute.kv_pool import KvMemoryError
+    from runtime.execute.step_graph import CaptureError
+    from runtime.text import TokenizerError
+
+    of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
+    of_the_model = (ModelConfigError, WeightsError, KvMemoryError, CaptureError)
+    try:
+        if isinstance(command, BenchCommand):
+            return bench.run(command, os.environ, open_engine)
+        return run(command, os.environ, open_engine)
+    except (MeetingError, ResultsWriteError, BenchError) as error:
+        print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
+        return FAILED
+    except (*of_the_command_line, *of_the_model) as error:
+        return _refused(command, error)
+
+
+def _refused(command: Command | BenchCommand, error: Exception) -> int:
+    print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

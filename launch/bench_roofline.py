@@ -1,0 +1,103 @@
+"""The floor of a decode step: the time its bytes and its arithmetic need on a device, and nothing else.
+
+Knows: how many weights and KV bytes a shape reads a step, and how they divide over ranks. Does not know: engines,
+kernels, communication (all-reduce is not counted), or how fast anything really is.
+
+Every weight is read once a step, the embedding left out and the language-model head in. Each group of GEMMs takes the
+larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
+    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers."""
+
+    dense: int
+    expert: int
+    experts: int
+    experts_per_token: int
+    kv_heads: int
+    kv_per_head: int
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Shape:
+        """Of a model folder's config.json."""
+        return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Shape:
+        """Keys as transformers writes them; those of Qwen3-MoE where there are experts."""
+        hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or hidden // heads
+        experts = config.get("num_experts") or 0
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        feed_forward = experts * hidden if experts else 3 * hidden * config["intermediate_size"]
+        return cls(
+            dense=layers * (attention + feed_forward) + config["vocab_size"] * hidden,
+            expert=3 * layers * hidden * config["moe_intermediate_size"] if experts else 0,
+            experts=experts,
+            experts_per_token=config["num_experts_per_tok"] if experts else 0,
+            kv_heads=kv_heads,
+            kv_per_head=2 * layers * head_dim,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Of one decode step on one rank."""
+
+    weight_bytes: float
+    kv_bytes: float
+    seconds: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+
+def decode_floor(
+    shape: Shape,
+    *,
+    batch: int,
+    length: float,
+    ranks: int,
+    value_bytes: int,
+    bytes_per_s: float,
+    flop_per_s: float,
+    groups: int = 1,
+) -> Floor:
+    """``length``: average tokens of KV a row. ``ranks`` share the experts whole, and each of ``groups`` of them every
+    other weight matrix, for rows of its own: the fullest group counts."""
+    rows, tensor = -(-batch // groups), ranks // groups
+    gemms = [(shape.dense / tensor, 2 * shape.dense * rows / tensor)]
+    if shape.experts:
+        active = _experts_of_the_fullest_rank(shape, batch, ranks)
+        gemms.append((shape.expert * active, 2 * shape.expert * shape.experts_per_token * batch / ranks))
+    weight_bytes = value_bytes * sum(values for values, _ in gemms)
+    kv_heads = max(1.0, shape.kv_heads / tensor)
+    kv_bytes = value_bytes * rows * length * kv_heads * shape.kv_per_head
+    seconds = sum(max(value_bytes * values / bytes_per_s, flop / flop_per_s) for values, flop in gemms)
+    return Floor(weight_bytes, kv_bytes, seconds + kv_bytes / bytes_per_s)
+
+
+def _experts_of_the_fullest_rank(shape: Shape, batch: int, ranks: int) -> float:
+    """Experts that at least one of ``batch`` tokens asks for, on the rank with most of them, expected under uniform
+    routing: the largest of ``ranks`` binomial counts."""
+    here = shape.experts // ranks
+    asked = 1 - (1 - shape.experts_per_token / shape.experts) ** batch
+    at_most = expected = 0.0
+    for count in range(here):
+        at_most += comb(here, count) * asked**count * (1 - asked) ** (here - count)
+        expected += 1 - at_most**ranks
+    return expected

@@ -1,0 +1,194 @@
+"""ModelConfig: the shape of a model, read once from config.json and generation_config.json and frozen.
+
+Knows: how transformers 4 and 5 spell each fact, and which options of a checkpoint Lockstride does not implement.
+Does not know: tensor parallelism, files of weights, sampling defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.config_reader import ConfigReader
+from models.layers.rope import Rope, YarnRope, rope_from_parameters
+from models.routed_experts import RoutedExperts, read_routed_experts
+
+MOST_LAYERS = 10_000
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ModelConfigError(ValueError):
+    """A model folder whose configuration is absent, malformed, or asks for something that is not implemented."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Facts of a decoder-only transformer. Sizes are those of the whole model, not of one rank.
+
+    ``dtype`` is what the checkpoint was saved in. ``max_length`` is the longest sequence (prompt and completion) its
+    positions cover. ``rotary_dim`` leading dims of each head are rotated. ``experts`` describes the layers that have
+    experts, which do not use ``intermediate_size``; None where no layer has.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rms_norm_eps: float
+    max_length: int
+    rope: Rope
+    dtype: torch.dtype
+    tied_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    experts: RoutedExperts | None = None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read ``folder``/config.json and, where it exists, generation_config.json. Raises ModelConfigError."""
+        folder = Path(folder)
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ModelConfigError(
+                f"{folder} holds no config.json; --model must be a folder as transformers' save_pretrained writes it"
+            )
+        generation_path = folder / "generation_config.json"
+        generation = read_json_object(generation_path) if generation_path.is_file() else {}
+        try:
+            return cls.from_dict(read_json_object(path), generation)
+        except ValueError as error:
+            raise ModelConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From the parsed content of config.json and generation_config.json (whose eos ids win). Raises ValueError."""
+        _refuse_unimplemented(config)
+        read = ConfigReader(config)
+        heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
+        head_dim = read.size("head_dim", hidden_size // heads)
+        kv_heads = read.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        max_positions = read.size("max_position_embeddings")
+        rope_parameters = _rope_parameters(config)
+        rope = rope_from_parameters(rope_parameters, max_positions)
+        share = ConfigReader(rope_parameters).number("partial_rotary_factor", 1.0)
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
+        rotary_dim = int(head_dim * share)
+        if rotary_dim % 2 or not rotary_dim:
+            raise ValueError(
+                f"the rotated part of a head must be even, but head_dim {head_dim} rotates {rotary_dim} dims"
+            )
+        eos = _token_ids((generation or {}).get("eos_token_id")) or _token_ids(config.get("eos_token_id"))
+        bos = _token_ids(config.get("bos_token_id"))
+        architecture = _architecture(config)
+        return cls(
+            architecture=architecture,
+            vocab_size=read.size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read.size("intermediate_size"),
+            layers=read.size("num_hidden_layers", most=MOST_LAYERS),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            max_length=_max_length(rope, max_positions),
+            rope=rope,
+            dtype=_dtype(config),
+            tied_embeddings=read.flag("tie_word_embeddings"),
+            attention_bias=read.flag("attention_bias"),
+            mlp_bias=read.flag("mlp_bias"),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=eos,
+            experts=read_routed_experts(architecture, config),
+        )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelConfigError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ValueError(f"'architectures' must name one architecture, not {names!r}")
+    return names[0]
+
+
+def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        raise ValueError("quantized checkpoints ('quantization_config') are not supported; use the bfloat16 checkpoint")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"'layer_types' must be a list, not {layer_types!r}")
+    sliding = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    first_sliding = ConfigReader(config).number("max_window_layers", 0)
+    if any(kind != "full_attention" for kind in layer_types) or (
+        sliding and not layer_types and first_sliding < ConfigReader(config).number("num_hidden_layers", 0)
+    ):
+        raise ValueError("sliding-window attention is not supported; only 'full_attention' layers are")
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes everything in rope_parameters; transformers 4 rope_theta beside rope_scaling."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"rope parameters must be an object, not {given!r}")
+    parameters = dict(given)
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ValueError("rope parameters that differ by layer type are not supported")
+    if parameters.get("rope_theta") is None:
+        parameters["rope_theta"] = config.get("rope_theta") or 10000.0
+    if config.get("partial_rotary_factor") is not None:
+        parameters.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if config.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return parameters
+
+
+def _max_length(rope: Rope, max_positions: int) -> int:
+    """YaRN checkpoints often keep the original context in max_position_embeddings; the factor says the real one."""
+    if isinstance(rope, YarnRope):
+        extended = int(rope.original_context * rope.factor)
+        if extended >= 2**31:
+            raise ValueError(f"yarn extends {rope.original_context} positions to {extended}, which is too many")
+        return max(max_positions, extended)
+    return max_positions
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported dtypes are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """A token id, a list of them, or nothing."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31 for token in ids):
+        raise ValueError(f"token ids must be non-negative integers below 2**31, not {value!r}")
+    return tuple(ids)

@@ -1,0 +1,46 @@
+"""Typed reads of a parsed config.json.
+
+Knows: that a null counts as absent, and how a wrong value is refused. Does not know: any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_HUGE = 1e30  # no number of a model is larger; NaN and infinity, which Python's JSON accepts, are not smaller
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader:
+    """Typed reads of a parsed JSON object; a null counts as absent. Every read raises ValueError naming the key."""
+
+    config: Mapping[str, Any]
+
+    def size(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """A number of things: from 1 to ``most``."""
+        value = self.config.get(key)
+        if value is None:
+            if default is None:
+                raise ValueError(f"the key {key!r} is missing")
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key!r} must be a positive integer, not {value!r}")
+        if value > most:
+            raise ValueError(f"{key!r} must be at most {most}, not {value}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_HUGE < value < _HUGE:
+            raise ValueError(f"{key!r} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{key!r} must be true or false, not {value!r}")
+        return bool(value)

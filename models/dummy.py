@@ -1,0 +1,67 @@
+"""Dummy weights: deterministic random values that need no files and do not depend on the tensor-parallel size.
+
+Knows: a hash of (seed, tensor name, full shape, index) that any rank can evaluate for its own piece, on any device.
+Does not know: which parameters a model has.
+
+Every value is a function of its index in the full tensor, so that the shards of a dummy model are shards of one model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_CHUNK = 1 << 24  # values hashed at once: 128 MiB of int64
+
+
+class DummyTensor:
+    """A full tensor that exists only as a rule; index it with slices to make a piece (see parallel.shard.Sliceable).
+
+    Values are uniform with mean ``centre`` and standard deviation 1 / sqrt(last dim), which keeps activations of any
+    model size near 1.
+    """
+
+    def __init__(
+        self, seed: int, name: str, full_shape: tuple[int, ...], centre: float, device: torch.device | str
+    ) -> None:
+        text = f"{seed}:{name}:{','.join(map(str, full_shape))}"
+        self._key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        self._centre = centre
+        self._reach = math.sqrt(3.0 / full_shape[-1])  # of U(-reach, reach), whose variance is reach^2 / 3
+        self._columns = full_shape[-1]
+        self._device = device
+        if len(full_shape) > 2:
+            raise NotImplementedError(f"dummy weights of {len(full_shape)} dims ({name})")
+
+    def __getitem__(self, ranges: tuple[slice, ...]) -> Tensor:
+        piece = torch.empty([r.stop - r.start for r in ranges], dtype=torch.float32, device=self._device)
+        self.fill(piece, ranges)
+        return piece
+
+    def fill(self, target: Tensor, ranges: tuple[slice, ...]) -> None:
+        """Write the piece at ``ranges`` into ``target``, which has its shape, in steps that need little memory."""
+        *rows, columns = ranges
+        target_2d = target if rows else target.unsqueeze(0)
+        first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
+        step = max(1, _CHUNK // max(1, columns.stop - columns.start))
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            target_2d[start - first : stop - first].copy_(self._rows(start, stop, columns))
+
+    def _rows(self, start: int, stop: int, columns: slice) -> Tensor:
+        row = torch.arange(start, stop, dtype=torch.int64, device=self._device).unsqueeze(1)
+        column = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=self._device)
+        h = _mix(_mix(row + (self._key & _MASK)) + column + (self._key >> 32))
+        return (h >> 8).float().mul_(2 * self._reach * 2.0**-24).add_(self._centre - self._reach)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (Wellons' lowbias32) on int64 lanes."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)

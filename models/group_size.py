@@ -1,0 +1,55 @@
+"""Over how many tensor-parallel ranks a model can be split, and what to type where it cannot.
+
+Knows: which numbers of a model a group's size must divide. Does not know: how anything is split (parallel/).
+"""
+
+from __future__ import annotations
+
+from models.config import ModelConfig
+from parallel.shard import HeadShard, divisors
+
+
+def require_legal_size(config: ModelConfig, size: int, *, whole_experts: bool = False, groups: int = 1) -> None:
+    """Raise ValueError, naming the legal sizes, where the model cannot be split over ``size`` ranks.
+
+    ``groups`` of that size share the experts, which are whole then.
+    """
+    if groups > 1 and config.experts is not None and config.experts.count % (groups * size):
+        raise ValueError(
+            f"{config.experts.count} experts cannot be split evenly over {groups} groups of {size} ranks; use a number "
+            f"of ranks, in all, out of {divisors(config.experts.count)}"
+        )
+    legal = legal_sizes(config, whole_experts)
+    if size in legal:
+        return
+    hint = ""
+    if size in legal_sizes(config, not whole_experts):
+        hint = ", or leave out --expert-parallel" if whole_experts else ", or type --expert-parallel"
+    split = [f"{name} {number}" for name, number in _divided(config, whole_experts).items()]
+    raise ValueError(
+        f"{config.architecture} with {config.heads} heads, {config.kv_heads} key/value heads and {' and '.join(split)} "
+        f"cannot be split over {size} tensor-parallel ranks; use a tensor-parallel size out of {legal}{hint}"
+    )
+
+
+def legal_sizes(config: ModelConfig, whole_experts: bool) -> list[int]:
+    """Every group size that splits the model, ascending."""
+    numbers = _divided(config, whole_experts).values()
+    return [
+        size
+        for size in HeadShard.legal_sizes(config.heads, config.kv_heads)
+        if all(number % size == 0 for number in numbers)
+    ]
+
+
+def _divided(config: ModelConfig, whole_experts: bool) -> dict[str, int]:
+    """What the group's size must divide, heads aside: name -> number."""
+    experts = config.experts
+    found = {}
+    if experts is None or len(experts.layers) < config.layers:
+        found["intermediate size"] = config.intermediate_size
+    if experts is not None and experts.layers and whole_experts:
+        found["number of experts"] = experts.count
+    elif experts is not None and experts.layers:
+        found["intermediate size of an expert"] = experts.intermediate_size
+    return found

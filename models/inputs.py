@@ -1,0 +1,65 @@
+"""StepInputs: everything a forward pass needs beside the weights. There is no global context.
+
+Knows: the tensors of one step and their shapes. Shape letters: T tokens of the step, B rows, P pages a row,
+R rows that need logits, H query heads, K key/value heads, D head_dim, S page size.
+Does not know: requests, slots or schedules; who filled the tensors (runtime/execute).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """Every row has ``query_len`` new tokens (T = B * query_len) and its lengths live on the device.
+
+    page_table_BP int32: physical page of each logical page; entries past a row's length are any valid page.
+    kv_lengths_B int32: tokens of KV to attend to, the new ones included.
+    max_kv_length: the host's bound for a row (the page table covers it); never read from the device.
+    """
+
+    page_table_BP: Tensor
+    kv_lengths_B: Tensor
+    query_len: int
+    max_kv_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttention:
+    """Rows with different numbers of new tokens, packed; all lengths are known on the host.
+
+    query_lengths[i] new tokens of row i, the last of its kv_lengths[i] tokens (prefix hits and earlier chunks come
+    before). page_table_BP as in DecodeAttention. ``planned`` is filled by the attention backend once a step and reused
+    by all layers (an object of the backend's own, None for the reference kernels).
+    """
+
+    page_table_BP: Tensor
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    planned: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """token_ids_T int64; positions_T int64; kv_slots_T int64: page * S + offset where each token's KV is written
+    (page 0 is the trash page: masked rows point into it). logit_rows_R int64 indexes T, None means all T rows.
+    real_T bool: tokens that are not masked; a decoder with experts derives it from kv_slots_T where it is None.
+    exchange_rows: rows that every group brings to each exchange where groups share experts, at least T; None means T.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
+    attention: DecodeAttention | PrefillAttention
+    logit_rows_R: Tensor | None = None
+    real_T: Tensor | None = None
+    exchange_rows: int | None = None
+
+
+def empty_kv_layer(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
+    """One layer's paged KV, [2, pages, S, K, D] (index 0 keys, 1 values; the NHD layout), zeroed."""
+    return torch.zeros(2, pages, page_size, kv_heads, head_dim, dtype=dtype, device=device)

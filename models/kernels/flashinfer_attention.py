@@ -1,0 +1,129 @@
+"""Prefill attention by FlashInfer 0.6.13: its paged wrapper, planned on the host.
+
+Knows: FlashInfer's argument orders, workspaces and limits. Does not know: decode (models/kernels/attention_triton.py).
+
+FlashInfer compiles its prefill for each dtype and head_dim once a machine, for about a minute: ``build_ahead`` starts
+that beside the loading of weights, and the first plan waits for what is left of it.
+
+Prefill plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so
+each wrapper of a small ring is planned again only after the device has passed its last plan (an event, not a stream).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, get_batch_prefill_module
+from torch import Tensor
+
+from models.inputs import PrefillAttention
+
+log = logging.getLogger(__name__)
+
+PREFILL_HEAD_DIMS = (64, 128, 256)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+_PREFILL_WORKSPACE = 256 << 20
+_WRAPPERS = 4  # more prefill steps than a chain keeps in flight
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A wrapper of the ring and the event after which its pinned plan may be written again."""
+
+    wrapper: Any
+    copied: torch.cuda.Event
+
+
+class PagedPrefill:
+    """Packed causal prefill: fa3 on sm_90, fa2 before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend = backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+        self._builder: threading.Thread | None = None
+        # Steps run in order on one stream, so the ring may share the workspace that only kernels touch.
+        workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
+        event: Any = torch.cuda.Event  # untyped in some versions of torch
+        self._ring = itertools.cycle(
+            [
+                _Planned(BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend), event())
+                for _ in range(_WRAPPERS)
+            ]
+        )
+
+    def build_ahead(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Begin to compile what these need, in a thread: compilers are other processes. Nothing where they are refused.
+
+        FlashInfer's own file lock lets one rank of a node build, and the others wait for it.
+        """
+        if self.supports(dtype, head_dim):
+            self._builder = threading.Thread(
+                target=_build, args=(self._backend, dtype, head_dim), name="build-prefill", daemon=True
+            )
+            self._builder.start()
+
+    @staticmethod
+    def supports(dtype: torch.dtype, head_dim: int) -> bool:
+        return dtype in HALF_DTYPES and head_dim in PREFILL_HEAD_DIMS
+
+    def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
+        """A planned wrapper for these rows. Lengths come from the host, page numbers from the device table."""
+        if self._builder is not None:
+            self._builder.join()
+            self._builder = None
+        page = kv_layer.shape[2]
+        width = inputs.page_table_BP.shape[1]
+        pages = [-(-length // page) for length in inputs.kv_lengths]
+        wanted = [row * width + index for row, count in enumerate(pages) for index in range(count)]
+        indices = inputs.page_table_BP.reshape(-1).index_select(0, _pinned(wanted).to(self._device, non_blocking=True))
+        planned = next(self._ring)
+        planned.copied.synchronize()
+        planned.wrapper.plan(
+            _pinned(_starts(inputs.query_lengths)),
+            _pinned(_starts(pages)),
+            indices,
+            _pinned([(length - 1) % page + 1 for length in inputs.kv_lengths]),
+            heads,
+            kv_heads,
+            head_dim,
+            page,
+            causal=True,
+            sm_scale=head_dim**-0.5,
+            q_data_type=kv_layer.dtype,
+            kv_data_type=kv_layer.dtype,
+            seq_lens=_pinned(inputs.kv_lengths),
+        )
+        planned.copied.record()
+        return planned.wrapper
+
+    @staticmethod
+    def run(q_THD: Tensor, kv_layer: Tensor, planned: Any, scale: float) -> Tensor:
+        usual = q_THD.shape[-1] ** -0.5
+        if scale != usual:  # the plan was made before the scale was known
+            q_THD = q_THD * (scale / usual)
+        out_THD: Tensor = planned.run(q_THD, (kv_layer[0], kv_layer[1]))
+        return out_THD
+
+
+def _build(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    """As the wrapper's ``plan`` asks for it; FlashInfer remembers the module. An error will come again there."""
+    plain = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
+    try:
+        get_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *plain)
+    except Exception as error:
+        log.warning("FlashInfer's prefill for %s with head_dim %d could not be built: %s", dtype, head_dim, error)
+
+
+def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+def _pinned(values: tuple[int, ...] | list[int]) -> Tensor:
+    """int32 in pinned memory: its copy to the device is asynchronous, and FlashInfer reads it without a sync."""
+    return torch.tensor(values, dtype=torch.int32).pin_memory()

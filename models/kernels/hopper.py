@@ -1,0 +1,220 @@
+"""The Kernels protocol on NVIDIA GPUs: Triton kernels, FlashInfer attention, cuBLAS; made for Hopper (sm_90).
+
+Knows: which kernel of attention and of experts serves which shape, and the workspaces they share; norms and products
+are hopper_products.py's. Does not know: models, steps or graphs.
+
+One object serves one stream: its kernels share workspaces whose safety is stream order. Everything a decode step calls
+is capturable after one warm-up call of the same shape outside a capture, on a stream that waited for the current one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.inputs import DecodeAttention, PrefillAttention
+from models.kernels import attention_triton, experts_triton, rope_triton, route_triton
+from models.kernels.autotune import ChoiceTable
+from models.kernels.flashinfer_attention import PagedPrefill
+from models.kernels.hopper_products import HopperProducts
+from models.kernels.reference import ReferenceKernels
+
+_ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
+_SHARED_BYTES = 200 << 10  # of the 227 KiB that one program may have
+_MOST_FLOAT32_ROWS = 32  # query rows of a kv head; the float32 kernel spills beyond, and the compiler takes minutes
+
+
+class HopperKernels(HopperProducts):
+    """See the module. ``choices`` overrules the shipped table of choices.
+
+    Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
+    """
+
+    name = "hopper"
+
+    def __init__(self, device: torch.device | str, *, choices: ChoiceTable | None = None) -> None:
+        device = torch.device(device)
+        reason = unsupported(device)
+        if reason is not None:
+            raise RuntimeError(f"HopperKernels cannot run on {device}: {reason}")
+        super().__init__(device, choices)
+        self._reference = ReferenceKernels()
+        self._prefill = PagedPrefill(device)
+        self._attention_partial = torch.empty_like(self._partial)
+        self._attention_counters = torch.zeros(_ATTENTION_PROGRAMS, dtype=torch.int32, device=device)
+
+    # -- experts ------------------------------------------------------------------------------------------------------
+
+    def route_top_k(
+        self,
+        logits_TE: Tensor,
+        choices: int,
+        renormalise: bool,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return route_triton.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
+
+    def expert_mlp(
+        self, x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor
+    ) -> Tensor:
+        if not experts_triton.supports(gate_up_G2IN, down_GNI):
+            return self._reference.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC)
+        return experts_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def rope_and_cache(
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        cos_sin_LR: Tensor,
+        positions_T: Tensor,
+        kv_slots_T: Tensor,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        if (q_norm_D is None) != (k_norm_D is None):  # no architecture has this; the kernel norms both or neither
+            return self._reference.rope_and_cache(
+                qkv_TX,
+                heads,
+                kv_heads,
+                head_dim,
+                q_norm_D,
+                k_norm_D,
+                eps,
+                cos_sin_LR,
+                positions_T,
+                kv_slots_T,
+                kv_layer,
+            )
+        return rope_triton.rope_and_cache(
+            qkv_TX,
+            heads,
+            kv_heads,
+            head_dim,
+            q_norm_D,
+            k_norm_D,
+            eps,
+            cos_sin_LR,
+            positions_T,
+            kv_slots_T,
+            kv_layer,
+            self.pdl,
+        )
+
+    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+        heads, kv_heads = q_THD.shape[1], kv_layer.shape[3]
+        if q_THD.dtype == torch.float32 and heads // kv_heads * inputs.query_len > _MOST_FLOAT32_ROWS:
+            return self._reference.decode_attention(q_THD, kv_layer, inputs, scale)
+        return self._triton_attention(q_THD, heads, kv_layer, inputs, scale, None)
+
+    def rope_cache_attend(
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        cos_sin_LR: Tensor,
+        positions_T: Tensor,
+        kv_slots_T: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+    ) -> Tensor:
+        both_or_neither = (q_norm_D is None) == (k_norm_D is None)
+        float32_fits = qkv_TX.dtype != torch.float32 or heads // kv_heads <= _MOST_FLOAT32_ROWS
+        if inputs.query_len == 1 and both_or_neither and float32_fits:
+            rotation = attention_triton.Rotation(q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T)
+            return self._triton_attention(qkv_TX, heads, kv_layer, inputs, scale, rotation)
+        q_THD = self.rope_and_cache(
+            qkv_TX, heads, kv_heads, head_dim, q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T, kv_layer
+        )
+        return self.decode_attention(q_THD, kv_layer, inputs, scale)
+
+    def build_prefill_ahead(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Compile prefill for these in the background, where that is still to be done."""
+        self._prefill.build_ahead(dtype, head_dim)
+
+    def plan_prefill(
+        self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
+    ) -> PrefillAttention:
+        if not self._prefill.supports(kv_layer.dtype, head_dim):
+            return inputs
+        planned = self._prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer)
+        return PrefillAttention(inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, planned)
+
+    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        if inputs.planned is None:
+            return self._reference.prefill_attention(q_THD, kv_layer, inputs, scale)
+        return self._prefill.run(q_THD, kv_layer, inputs.planned, scale)
+
+    def _triton_attention(
+        self,
+        q_TX: Tensor,
+        heads: int,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        rotation: attention_triton.Rotation | None,
+    ) -> Tensor:
+        rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
+        query_rows = heads // kv_heads * inputs.query_len
+        row_bytes = attention_triton.padded_dim(head_dim) * kv_layer.element_size()
+        block_n, stages, warps = _attention_blocks(
+            rows * kv_heads, attention_triton.power_of_two_above(query_rows), row_bytes
+        )
+        splits = attention_triton.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, _ATTENTION_PROGRAMS)
+        room = self._attention_partial.numel()
+        while attention_triton.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
+            splits //= 2
+        return attention_triton.decode_attention(
+            q_TX,
+            heads,
+            kv_layer,
+            inputs,
+            scale,
+            self._attention_partial,
+            self._attention_counters,
+            rotation=rotation,
+            block_n=block_n,
+            splits=splits,
+            stages=stages,
+            warps=warps,
+            pdl=self.pdl,
+        )
+
+
+def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int, int, int]:
+    """(keys a block, stages, warps): what was fastest on an H200 for this many (row, kv head) pairs, made to fit.
+
+    Keys and values of a block are held (stages - 1) / 2 times over, beside about three tiles of query rows.
+    """
+    block_n, stages, warps = 64, 5, 4
+    if pairs >= 512:
+        stages = 3
+    elif pairs >= 256:
+        block_n, warps = 32, 2
+    while block_n > 16 and row_bytes * (block_n * (stages - 1) + 3 * query_rows) > _SHARED_BYTES:
+        block_n //= 2
+    return block_n, stages, warps
+
+
+def unsupported(device: torch.device) -> str | None:
+    """Why HopperKernels cannot run on ``device``, with what to do about it; None where it can."""
+    if device.type != "cuda":
+        return f"it is a {device.type} device; these kernels need an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return (
+            f"its compute capability is {major}.{minor}; the Triton kernels need bfloat16 tensor cores (8.0 or later)"
+        )
+    return None

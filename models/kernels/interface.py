@@ -1,0 +1,174 @@
+"""The operations a model is written in. One implementation a platform: torch reference, FlashInfer + Triton on GPUs.
+
+Knows: the mathematical contract of each operation. Does not know: which implementation runs (models/kernels/select.py).
+All tensors of one call live on one device; weights and activations share a dtype; outputs are fresh unless said.
+Shape letters as in models/inputs.py, plus N hidden size, I intermediate size (this rank's share), E experts of a layer,
+G those of them that this rank holds (a share of), C experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from models.inputs import DecodeAttention, PrefillAttention
+
+
+class Kernels(Protocol):
+    """What every implementation offers. Each is graph-safe on its device for decode shapes (no host sync).
+
+    The three operations at the end have a body: the composition that defines them. An implementation that names this
+    Protocol as its base inherits them, and overrides one where a single kernel is faster. Models call them wherever
+    the composition occurs.
+    """
+
+    name: str
+
+    def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
+        """Choose by measurement how the products seen so far are computed; returns how many were measured.
+
+        For start-up, after a rehearsal and before any capture. ``folder`` keeps measurements for the next start.
+        ``share(make)`` is what ``make()`` returned on rank 0, on every rank; all ranks call this together, and run the
+        same kernels afterwards. Nothing here, where there is nothing to choose from.
+        """
+        return 0
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) in float32, cast back, times weight (Zhang & Sennrich 2019)."""
+        ...
+
+    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """residual' = x + residual; returns (rms_norm(residual'), residual'). May overwrite both inputs."""
+        ...
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """silu(first half) * second half, [T, I]."""
+        ...
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x @ weight^T (+ bias), [T, O]."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        cos_sin_LR: Tensor,
+        positions_T: Tensor,
+        kv_slots_T: Tensor,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        """Split packed qkv (heads*D | kv_heads*D | kv_heads*D), RMS-norm q and k per head where weights are given,
+        rotate both (NeoX halves over the first R = cos_sin.shape[1] dims; float32 cache, cos | sin halves), write k and
+        v into ``kv_layer`` [2, pages, S, K, D] at ``kv_slots_T``; return q [T, H, D].
+        """
+        ...
+
+    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+        """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D].
+
+        The launch right before this one may have made q, but not lengths or pages: they may be read before it ends.
+        """
+        ...
+
+    def plan_prefill(
+        self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
+    ) -> PrefillAttention:
+        """Host-side work shared by all layers of one prefill step; returns ``inputs`` with ``planned`` set."""
+        ...
+
+    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        """Causal attention of packed rows over their pages (their new KV is already written), [T, H, D]."""
+        ...
+
+    def route_top_k(
+        self,
+        logits_TE: Tensor,
+        choices: int,
+        renormalise: bool,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The ``choices`` likeliest experts of each token: float32 weights [T, C] and int32 local numbers [T, C].
+
+        Weights are the softmax over all E experts in float32, largest first (of equal ones the lower id first), scaled
+        to a sum of 1 where ``renormalise``. ``local_E`` int32: number of each expert on this rank, -1 for those of
+        other ranks. Tokens that are not ``real_T`` (bool) go nowhere: all their local numbers are -1. ``load_E`` int64
+        counts the real tokens that chose each expert, on whichever rank it is; it is added to in place.
+        """
+        ...
+
+    def expert_mlp(
+        self, x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor
+    ) -> Tensor:
+        """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
+
+        Terms with g = -1 are left out: a token without others gets zeros, whatever its x holds. Fixed shapes: which
+        experts are asked, and by how many tokens, stays on the device.
+        """
+        ...
+
+    def add_norm_linear(
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        weight_ON: Tensor,
+        bias_O: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """residual' = x + residual (x where None); returns (linear(rms_norm(residual'), weight, bias), residual').
+
+        May overwrite x and residual.
+        """
+        hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
+        return self.linear(hidden_TN, weight_ON, bias_O), residual_TN
+
+    def add_norm_gate_up(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (silu_mul(linear(rms_norm(residual'), gate_up)) [T, I], residual'), the latter as in add_norm_linear.
+
+        May overwrite x and residual.
+        """
+        hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
+        return self.silu_mul(self.linear(hidden_TN, gate_up_2IN)), residual_TN
+
+    def rope_cache_attend(
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        cos_sin_LR: Tensor,
+        positions_T: Tensor,
+        kv_slots_T: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+    ) -> Tensor:
+        """decode_attention(rope_and_cache(...)), [T, H, D]; ``positions_T`` are the rows' last positions.
+
+        As in decode_attention, lengths, pages, positions and slots are older than the launch that made qkv.
+        """
+        q_THD = self.rope_and_cache(
+            qkv_TX, heads, kv_heads, head_dim, q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T, kv_layer
+        )
+        return self.decode_attention(q_THD, kv_layer, inputs, scale)
+
+    def _add_norm(self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if residual_TN is None:
+            return self.rms_norm(x_TN, norm_N, eps), x_TN
+        return self.add_rms_norm(x_TN, residual_TN, norm_N, eps)

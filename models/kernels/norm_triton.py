@@ -1,0 +1,93 @@
+"""RMSNorm with an optional residual add, and SiLU-mul, one Triton launch each.
+
+Knows: row kernels over contiguous [T, N] activations. Does not know: who norms what, or which graph captures it.
+
+``pdl``: see models/kernels/dependent_launch.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    N,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * N
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row + cols, mask=mask, other=0.0)
+    if ADD:
+        x = (x.to(tl.float32) + tl.load(residual_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + row + cols, x, mask=mask)
+    x = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+    tl.store(out_ptr + row + cols, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_up_ptr + row * 2 * width + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + cols, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x_TN: Tensor, residual_TN: Tensor | None, weight_N: Tensor, eps: float, pdl: bool) -> Tensor:
+    """rms_norm(x + residual) * weight, [T, N]; the sum, rounded to x's dtype, replaces ``residual_TN`` in place."""
+    rows, width = x_TN.shape
+    out_TN = torch.empty_like(x_TN)
+    if rows == 0:
+        return out_TN
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(rows,)](
+        x_TN,
+        x_TN if residual_TN is None else residual_TN,
+        weight_N,
+        out_TN,
+        eps,
+        width,
+        BLOCK=block,
+        ADD=residual_TN is not None,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 512)),
+        launch_pdl=pdl,
+    )
+    return out_TN
+
+
+def silu_mul(gate_up_T2I: Tensor, pdl: bool) -> Tensor:
+    """silu(first half) * second half, [T, I]."""
+    rows, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+    out_TI = torch.empty(rows, width, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
+    if rows == 0:
+        return out_TI
+    block = min(1024, triton.next_power_of_2(width))
+    _silu_mul_kernel[(rows, triton.cdiv(width, block))](
+        gate_up_T2I, out_TI, width, BLOCK=block, PDL=pdl, num_warps=max(1, block // 256), launch_pdl=pdl
+    )
+    return out_TI

@@ -1,0 +1,162 @@
+"""Every operation in plain torch: the real path on CPUs, and what the GPU kernels are tested against.
+
+Knows: the arithmetic, with float32 inside whatever the dtype. Does not know: speed tricks, except not to gather pages
+that no row of a step reaches.
+Shape letters as in models/inputs.py; Q new tokens a row, L is the longest KV length of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.inputs import DecodeAttention, PrefillAttention
+from models.kernels.interface import Kernels
+
+
+class ReferenceKernels(Kernels):
+    """The Kernels protocol for any device and float dtype."""
+
+    name = "reference"
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+        x = x_TN.float()
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype) * weight_N
+
+    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual_TN = x_TN + residual_TN
+        return self.rms_norm(residual_TN, weight_N, eps), residual_TN
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        gate, up = gate_up_T2I.chunk(2, dim=-1)
+        return F.silu(gate.float()).to(gate.dtype) * up
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        return F.linear(x_TN, weight_ON, bias_O)
+
+    def rope_and_cache(
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        cos_sin_LR: Tensor,
+        positions_T: Tensor,
+        kv_slots_T: Tensor,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        qkv_THD = qkv_TX.view(-1, heads + 2 * kv_heads, head_dim)
+        q, k, v = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
+        if q_norm_D is not None:
+            q = self.rms_norm(q, q_norm_D, eps)
+        if k_norm_D is not None:
+            k = self.rms_norm(k, k_norm_D, eps)
+        cos_sin_TR = cos_sin_LR[positions_T]
+        keys, values = kv_layer.flatten(1, 2)  # [pages * S, K, D] each, views
+        keys.index_copy_(0, kv_slots_T, _rotate(k, cos_sin_TR))
+        values.index_copy_(0, kv_slots_T, v)
+        return _rotate(q, cos_sin_TR)
+
+    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+        rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
+        longest = inputs.max_kv_length
+        if q_THD.device.type == "cpu":  # reading a length is free here; on a GPU it would stall the step
+            longest = max(1, int(inputs.kv_lengths_B.max()))
+        keys_BLKD, values_BLKD = _gather(kv_layer, inputs.page_table_BP, longest)
+        # Query i of a row with n tokens sees keys [0, n - new + i]. A row without tokens sees key 0 of the trash page,
+        # so that its (ignored) result stays finite.
+        last_BQ = inputs.kv_lengths_B.unsqueeze(1) - new + torch.arange(new, device=q_THD.device)
+        positions_L = torch.arange(keys_BLKD.shape[1], device=q_THD.device)
+        visible_BQL = positions_L <= last_BQ.clamp(min=0).unsqueeze(-1)
+        # What lies past a row's end belongs to nobody and may be NaN, which a weight of 0 would not silence.
+        known_BL11 = (positions_L < inputs.kv_lengths_B.unsqueeze(1))[:, :, None, None]
+        keys_BLKD, values_BLKD = keys_BLKD.where(known_BL11, 0), values_BLKD.where(known_BL11, 0)
+        q_BQHD = q_THD.view(rows, new, *q_THD.shape[1:])
+        return _attend(q_BQHD, keys_BLKD, values_BLKD, visible_BQL, scale).flatten(0, 1)
+
+    def plan_prefill(
+        self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
+    ) -> PrefillAttention:
+        return inputs
+
+    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        outputs = []
+        packed = torch.split(q_THD, list(inputs.query_lengths))
+        for q_QHD, length, pages_P in zip(packed, inputs.kv_lengths, inputs.page_table_BP, strict=True):
+            keys_BLKD, values_BLKD = _gather(kv_layer, pages_P.unsqueeze(0), length)
+            new = q_QHD.shape[0]
+            visible_BQL = None
+            if new < length:
+                last_Q = torch.arange(length - new, length, device=q_THD.device)
+                visible_BQL = torch.arange(length, device=q_THD.device) <= last_Q[None, :, None]
+            outputs.append(_attend(q_QHD.unsqueeze(0), keys_BLKD, values_BLKD, visible_BQL, scale)[0])
+        return torch.cat(outputs)
+
+    def route_top_k(
+        self,
+        logits_TE: Tensor,
+        choices: int,
+        renormalise: bool,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        scores_TE = logits_TE.to(_wide(logits_TE)).softmax(-1)
+        ordered_TE, experts_TE = scores_TE.sort(stable=True, dim=-1, descending=True)
+        weights_TC, experts_TC = ordered_TE[:, :choices], experts_TE[:, :choices]
+        if renormalise:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+        if load_E is not None:
+            load_E.scatter_add_(0, experts_TC.flatten(), real_T.to(load_E.dtype).repeat_interleave(choices))
+        return weights_TC, torch.where(real_T[:, None], local_E[experts_TC], -1)
+
+    def expert_mlp(
+        self, x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor
+    ) -> Tensor:
+        # Every expert sees every token, and what nobody asked for is masked: the shapes do not depend on the choices.
+        out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
+        for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up_G2IN, down_GNI, strict=True)):
+            chosen_TC = local_TC == g
+            weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
+            term_TN = F.linear(self.silu_mul(F.linear(x_TN, gate_up_2IN)), down_NI) * weight_T1
+            out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
+        return out_TN.to(x_TN.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Of sums and scores: float32, or float64 where x is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
+    """Rotate the first R dims of each head by its token's angles (NeoX halves); the rest passes through."""
+    cos, sin = cos_sin_TR.unsqueeze(1).chunk(2, dim=-1)
+    rotary = cos_sin_TR.shape[-1]
+    first, second = x_TKD[..., :rotary].float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TKD.dtype)
+    return torch.cat((turned, x_TKD[..., rotary:]), dim=-1) if rotary < x_TKD.shape[-1] else turned
+
+
+def _gather(kv_layer: Tensor, page_table_BP: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first ``length`` keys and values of every row, [B, L, K, D] each."""
+    pages = -(-length // kv_layer.shape[2])
+    keys_values = kv_layer[:, page_table_BP[:, :pages]].flatten(2, 3)[:, :, :length]
+    return keys_values[0], keys_values[1]
+
+
+def _attend(q_BQHD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, visible_BQL: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale * q k^T) v in float32 over the visible keys (None: causal, Q = L), [B, Q, H, D]."""
+    out_BHQD = F.scaled_dot_product_attention(
+        q_BQHD.float().transpose(1, 2),
+        keys_BLKD.float().transpose(1, 2),
+        values_BLKD.float().transpose(1, 2),
+        attn_mask=None if visible_BQL is None else visible_BQL.unsqueeze(1),
+        is_causal=visible_BQL is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out_BHQD.transpose(1, 2).to(q_BQHD.dtype)

@@ -1,0 +1,76 @@
+"""Grouped-query attention over a paged KV cache, with the norm before it.
+
+Knows: projections, head shapes of this rank, and which kernel serves which kind of step.
+Does not know: how pages are assigned or how attention is computed.
+Shape letters as in models/inputs.py; X is the packed width (H + 2K) * D.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.inputs import DecodeAttention, StepInputs
+from models.kernels.interface import Kernels
+from models.layers.norm import RMSNorm
+from parallel.linear import QKVParallel, RowParallel
+from parallel.shard import Placement
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(D)) v of the normed input with rotary positions.
+
+    Optional: biases, and an RMSNorm of every query and key head before the rotation.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        kernels: Kernels,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        head_norm: bool,
+    ) -> None:
+        super().__init__()
+        hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.kernels = kernels
+        self.head_dim = dim
+        self.scale = dim**-0.5
+        self.norm = RMSNorm(hidden, eps, placement)
+        self.qkv = QKVParallel(hidden, config.heads, config.kv_heads, dim, placement, bias=qkv_bias)
+        self.q_norm = RMSNorm(dim, eps, placement) if head_norm else None
+        self.k_norm = RMSNorm(dim, eps, placement) if head_norm else None
+        self.output = RowParallel(
+            config.heads * dim, hidden, placement, bias=output_bias, what="attention outputs (heads * head_dim)"
+        )
+        self.heads = self.qkv.heads.local_heads
+        self.kv_heads = self.qkv.heads.local_kv_heads
+
+    def forward(
+        self, x_TN: Tensor, residual_TN: Tensor | None, inputs: StepInputs, kv_layer: Tensor, cos_sin_LR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second."""
+        qkv_TX, residual_TN = self.kernels.add_norm_linear(
+            x_TN, residual_TN, self.norm.weight, self.norm.eps, self.qkv.weight, self.qkv.bias
+        )
+        rope = (
+            qkv_TX,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self.norm.eps,
+            cos_sin_LR,
+            inputs.positions_T,
+            inputs.kv_slots_T,
+            kv_layer,
+        )
+        if isinstance(inputs.attention, DecodeAttention):
+            out_THD = self.kernels.rope_cache_attend(*rope, inputs.attention, self.scale)
+        else:
+            q_THD = self.kernels.rope_and_cache(*rope)
+            out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
+        return self.output(out_THD.flatten(1)), residual_TN

@@ -1,0 +1,84 @@
+"""The sparse MLP (Shazeer et al. 2017; Qwen3-MoE, Mixtral): a few experts out of many for each token, norm before it.
+
+Knows: the order norm -> router -> choice -> experts -> sum. Does not know: which experts this rank holds
+(parallel/experts.py), or how choices and products are computed (models/kernels).
+Shape letters as in models/kernels/interface.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.kernels.interface import Kernels
+from models.layers.norm import RMSNorm
+from models.routed_experts import RoutedExperts
+from parallel.experts import ExpertSplit, ExpertWeights, Router
+from parallel.shard import Placement
+
+
+class SparseMLP(nn.Module):
+    """sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)) of the normed input, [T, N] -> [T, N].
+
+    Routing needs no communication: every rank has the same x (an all-reduce gives every rank the same bits), the same
+    router and the same kernel. ``load_E`` int64, where set, counts the tokens of each expert (models/expert_load.py).
+    Where groups with other tokens share the experts, each routes its own and sends the choice along.
+    """
+
+    all_E: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        experts: RoutedExperts,
+        placement: Placement,
+        kernels: Kernels,
+        *,
+        layer: int,
+        split: ExpertSplit,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.kernels = kernels
+        self.choices = experts.per_token
+        self.renormalise = experts.renormalise
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement)
+        self.router = Router(experts.count, hidden, placement)
+        self.experts = ExpertWeights(
+            experts.count,
+            hidden,
+            experts.intermediate_size,
+            placement,
+            layer=layer,
+            split=split,
+        )
+        ids = torch.arange(experts.count, dtype=torch.int32)
+        self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
+        self.load_E: Tensor | None = None
+
+    def forward(
+        self, x_TN: Tensor, residual_TN: Tensor, real_T: Tensor, exchange_rows: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``x`` is not yet added to ``residual``; nor is the first result to the second. The rest: see StepInputs."""
+        norm, experts = self.norm, self.experts
+        hidden_TN, residual_TN = self.kernels.add_rms_norm(x_TN, residual_TN, norm.weight, norm.eps)
+        logits_TE = self.kernels.linear(hidden_TN, self.router.weight)
+        shared = experts.exchange is not None
+        weights_TC, chosen_TC = self.kernels.route_top_k(
+            logits_TE, self.choices, self.renormalise, self.all_E if shared else experts.local_E, real_T, self.load_E
+        )
+        if shared:
+            return self._with_other_groups(hidden_TN, weights_TC, chosen_TC, exchange_rows), residual_TN
+        partial_TN = self.kernels.expert_mlp(hidden_TN, experts.gate_up, experts.down, weights_TC, chosen_TC)
+        return experts.combine(partial_TN), residual_TN
+
+    def _with_other_groups(
+        self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
+    ) -> Tensor:
+        """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
+        experts, tokens = self.experts, hidden_TN.shape[0]
+        hidden_YN, weights_YC, ids_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
+        local_YC = torch.where(ids_YC >= 0, experts.local_E[ids_YC.clamp(min=0)], -1)
+        partial_YN = self.kernels.expert_mlp(hidden_YN, experts.gate_up, experts.down, weights_YC, local_YC)
+        return experts.combine_groups(partial_YN, tokens)

@@ -1,0 +1,30 @@
+"""Which class serves which architecture name of config.json.
+
+Knows: the list. Does not know: anything about the models on it.
+"""
+
+from __future__ import annotations
+
+from models.layers.decoder import Decoder
+from models.llama import Llama
+from models.mixtral import Mixtral
+from models.qwen2 import Qwen2
+from models.qwen3 import Qwen3
+from models.qwen3_moe import Qwen3Moe
+
+ARCHITECTURES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Llama,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
+    "MixtralForCausalLM": Mixtral,
+}
+
+
+def model_class(architecture: str) -> type[Decoder]:
+    """The class of an architecture; ValueError, listing the known ones, for any other name."""
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture {architecture!r} is not implemented; known architectures are {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[architecture]

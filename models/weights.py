@@ -1,0 +1,143 @@
+"""From a checkpoint folder, or from nothing, to a model with every parameter filled exactly once.
+
+Knows: the order of work: check every header against the model, allocate, stream piece by piece.
+Does not know: model structure or shard arithmetic (a model says which tensors it wants: ``checkpoint_shards``), nor how
+files are found and checked (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_tensors, open_file
+from models.config import ModelConfig
+from models.dummy import DummyTensor
+from models.kernels.interface import Kernels
+from models.layers.decoder import Decoder
+from models.registry import model_class
+from parallel.collectives import Collectives
+from parallel.experts import ExpertSplit
+from parallel.shard import ScatteredShard, Shard
+
+log = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("safetensors", "dummy")
+MAPPED_BYTES = 256 << 20
+
+Progress = Callable[[int, int], None]
+
+
+def load_model(
+    config: ModelConfig,
+    folder: str | Path | None,
+    *,
+    load_format: str = "safetensors",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    collectives: Collectives,
+    kernels: Kernels,
+    experts: ExpertSplit | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build this rank's share of the model on ``device`` and fill it.
+
+    ``load_format`` "safetensors" reads ``folder``; "dummy" makes values from ``seed`` and needs no folder. ``dtype`` is
+    that of parameters and activations (default: the checkpoint's); float tensors of another dtype are converted.
+    ``experts`` says how experts lie on the group (default: a share of each on every rank).
+    ``progress(done, total)`` is called after each tensor. Raises WeightsError for a checkpoint that does not fit, and
+    ValueError for an unknown architecture, a tensor-parallel size that does not divide it, or an unknown load format.
+    """
+    architecture = model_class(config.architecture)
+    dtype = dtype or config.dtype
+    if load_format == "dummy":
+        with torch.device(device):
+            model = architecture(config, dtype, collectives, kernels, experts)
+        _fill_with_dummies(model.checkpoint_shards(), seed, device, progress)
+        return model
+    if load_format != "safetensors":
+        raise ValueError(f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}")
+    if folder is None:
+        raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
+    stored = locate_tensors(Path(folder))
+    with torch.device("meta"):
+        skeleton = architecture(config, dtype, collectives, kernels, experts)
+    wanted = {**skeleton.checkpoint_shards(stored), **skeleton.checkpoint_copies()}
+    shapes = {name: shard.full_shape for name, shard in wanted.items()}
+    tensors = check_tensors(stored, shapes, optional=skeleton.checkpoint_copies())
+    with torch.device(device):
+        model = architecture(config, dtype, collectives, kernels, experts)
+    _stream(tensors, model, progress)
+    return model
+
+
+def _fill_with_dummies(
+    shards: Mapping[str, Shard | ScatteredShard], seed: int, device: torch.device | str, progress: Progress | None
+) -> None:
+    for done, (name, shard) in enumerate(shards.items(), start=1):
+        for piece in shard.pieces:
+            DummyTensor(seed, name, piece.full_shape, piece.centre, device).fill(piece.target, piece.ranges)
+        if progress:
+            progress(done, len(shards))
+
+
+def _stream(tensors: Mapping[str, Path], model: Decoder, progress: Progress | None) -> None:
+    """File after file, in the order of their bytes; of each tensor only this rank's piece is read, one at a time."""
+    shards, copies = model.checkpoint_shards(tensors), model.checkpoint_copies()
+    done, converted = 0, 0
+    for file in sorted(set(tensors.values())):
+        for name, piece in _pieces(file, [name for name in shards if tensors[name] == file]):
+            converted += FLOAT_DTYPES[piece.get_dtype()] != model.dtype
+            _load(file, name, piece, shards[name])
+            done += 1
+            if progress:
+                progress(done, len(shards))
+    for name in copies.keys() & tensors.keys():
+        _compare(tensors[name], name, copies[name])
+    if converted:
+        log.info("%d of %d tensors were converted to %s while loading", converted, done, model.dtype)
+
+
+def _pieces(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(name, safetensors slice) of each named tensor of a file, in the order of their bytes.
+
+    A slice reads from a mapping of the file whose pages stay resident until the file is closed, so the file is opened
+    anew after every ``MAPPED_BYTES``: host memory then does not grow with the size of the file.
+    """
+    wanted = set(names)
+    with open_file(file) as reader:
+        pending = deque(name for name in reader.offset_keys() if name in wanted)
+    while pending:
+        with open_file(file) as reader:
+            mapped = 0
+            while pending and mapped < MAPPED_BYTES:
+                piece = reader.get_slice(pending[0])
+                mapped += math.prod(piece.get_shape()) * FLOAT_DTYPES[piece.get_dtype()].itemsize
+                yield pending.popleft(), piece
+                del piece  # it would keep the mapping
+
+
+def _load(file: Path, name: str, stored: Any, shard: Shard | ScatteredShard) -> None:
+    shard.load(stored)
+    # Of the dtypes that may be asked for, only half precision cannot hold the range of the others.
+    narrowed = shard.pieces[0].target.dtype == torch.float16 and stored.get_dtype() != "F16"
+    if narrowed and not all(bool(torch.isfinite(piece.target).all()) for piece in shard.pieces):
+        raise WeightsError(f"{file}: tensor {name!r} does not fit into float16; use --dtype bfloat16 or float32")
+
+
+def _compare(file: Path, name: str, shard: Shard) -> None:
+    """A tied checkpoint may store the shared tensor twice; then both must be the same."""
+    with open_file(file) as reader:
+        found: Tensor = reader.get_slice(name)[shard.ranges]
+    if not torch.equal(found.to(shard.target), shard.target):
+        raise WeightsError(
+            f"{file}: tensor {name!r} differs from the embedding, but config.json says 'tie_word_embeddings': true"
+        )

@@ -1,0 +1,171 @@
+"""The leader's machine: makes the records, reads the acknowledgements, names who is late, lost or of another mind.
+
+Knows: agreement.py's rules and LEADER_TABLE. Times are seconds of any steady local clock, passed in. Its parts stand
+on each other: ending.py (verdicts), comparing.py (digests), agreeing.py (numbers and what is told), and the turns here.
+Does not know: sockets. Frames to send wait in ``outbox`` as (rank or EVERYONE, bytes) until the driver takes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from parallel.control.agreeing import WAITING, Agreeing
+from parallel.control.agreement import LeaderInput, LeaderState, Limits
+from parallel.control.dispute import Recent, nothing
+from parallel.control.errors import Cause, FrameError, Verdict
+from parallel.control.record import EVERYONE, STOP, Codec, Decisions, Frame, Kind, Numbers
+
+
+@dataclass(slots=True)
+class Sent:
+    """A record that some rank may still ask for."""
+
+    at: float
+    frame: bytes
+
+
+class Leader(Agreeing):
+    """Agreement as rank ``rank`` of ``codec.world`` leads it. ``verdict`` is set once it has ended.
+
+    ``recent`` gives this rank's last decisions for a report (runtime/schedule/digest.py's ``recent``). ``groups``:
+    runs of world / groups ranks that plan alike.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        horizon: int,
+        limits: Limits | None = None,
+        recent: Recent = nothing,
+        rank: int = 0,
+        groups: int = 1,
+    ) -> None:
+        if horizon < 1:
+            raise ValueError(f"control plane: horizon {horizon} with {codec.world} ranks; it must be at least 1")
+        super().__init__(codec, limits or Limits(), rank, groups, recent, horizon)
+        self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))
+        self._sent: dict[int, Sent] = {}
+        self._oldest_sent = 0
+        self._stop = False
+        self._stop_step: int | None = None
+
+    # ---- the engine's side ----
+
+    @property
+    def pending(self) -> bool:
+        """Whether something was submitted that is not in effect yet: then an idle engine must go on taking turns."""
+        return self._stop or any(payload or flags for payload, flags in self._coming)
+
+    def submit_stop(self) -> None:
+        """The next record carries the stop."""
+        self._enter(LeaderInput.SUBMIT_STOP)
+        self._stop = True
+
+    def turn(self, step: int, digest: int, payload: bytes, now: float) -> bytes:
+        """Begins turn ``step``; ``payload`` takes effect ``horizon`` turns later. Returns what takes effect now."""
+        if step != self.step + 1:
+            raise ValueError(f"control plane: turn {step} after turn {self.step}; turns are taken one by one")
+        effect, flags = self._coming[0]
+        flag = STOP if self._stop else 0
+        frame = self.codec.encode(
+            Kind.RECORD, EVERYONE, step, digest, horizon=self.horizon, flags=flag, payload=payload
+        )
+        self._enter(LeaderInput.STOP_TURN if flags & STOP else LeaderInput.TURN)
+        self._coming.popleft()
+        self._coming.append((payload, flag))
+        if flag:
+            self._stop, self._stop_step = False, step + self.horizon
+        self.step = step
+        self._sent[step] = Sent(now, frame)
+        self.outbox.append((EVERYONE, frame))
+        self._forget()
+        self._compare(self.rank, step, digest, now)
+        self._went_on(self.rank, step)
+        return effect
+
+    def leave(self, cause: Cause, text: str) -> None:
+        """This rank ends the job (or, after the agreed stop, just leaves)."""
+        self._enter(LeaderInput.LEAVE)
+        if self.state is LeaderState.ENDED:
+            self._announce(Verdict(cause, self.rank, max(self.step, 0), text))
+
+    # ---- the ranks' side ----
+
+    def receive(self, frame: Frame, now: float) -> None:
+        """A frame from a follower. One that no follower sends is a BadPeer verdict, not an exception."""
+        kind, rank = frame.kind, frame.rank
+        if rank not in self.acknowledged:
+            self.bad(EVERYONE, FrameError("rank", f"{kind.name} from rank {rank}, which is no follower"))
+        elif kind is Kind.ACK:
+            self._acknowledge(rank, frame.step, frame.digest, now)
+        elif kind is Kind.PROPOSE and isinstance(frame.body, Numbers):
+            self._hear_proposal(rank, frame.step, frame.body.numbers, now)
+        elif kind is Kind.TELL:
+            self._hear_told(rank, frame.step, frame.payload)
+        elif kind is Kind.RESEND:
+            self._enter(LeaderInput.RESEND)
+            for step in range(max(frame.step, self._oldest_sent), self.step + 1):
+                self.outbox.append((rank, self._sent[step].frame))
+        elif kind is Kind.BYE:
+            self.lost(rank, now)
+        elif isinstance(frame.body, Decisions):
+            self._explained(rank, frame.step, frame.digest, frame.body.decisions, now)
+        elif isinstance(frame.body, Verdict):
+            self._end(LeaderInput.END, frame.body)
+        else:
+            self.bad(rank, FrameError("order", f"{kind.name} is not for a leader"))
+
+    def lost(self, rank: int, now: float) -> None:
+        """A rank's connection closed."""
+        if rank in self.gone:
+            return
+        reached = self.acknowledged[rank]
+        self.gone.add(rank)
+        may_leave = self._stop_step is not None and reached >= self._stop_step
+        if may_leave and self.state not in WAITING:
+            self._enter(LeaderInput.LEFT)
+            return
+        self._lose(rank)
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Looks at the time: settles a dispute that waited long enough, ends the job over a rank that is late."""
+        if self._dispute is not None and self.state is LeaderState.DISPUTED:
+            self._settle(now, patient=now - self._dispute.since < self.limits.dispute)
+            return
+        self._look_at_proposals(now)
+        if self.state not in (LeaderState.RUNNING, LeaderState.AGREEING):
+            return
+        for rank, reached in self.acknowledged.items():
+            waiting = self._sent.get(reached + 1)
+            patience = self._patience(rank)
+            if waiting is not None and rank not in self.gone and now - waiting.at > patience:
+                self._late(rank, f"did not reach step {reached + 1}", patience)
+                return
+
+    # ---- inside ----
+
+    def _forget(self) -> None:
+        """Drops the records that every rank has taken: one that acknowledged step s took all up to s - 1 - horizon."""
+        taken = min((a for r, a in self.acknowledged.items() if r not in self.gone), default=self.step) - self.horizon
+        while self._oldest_sent < taken:
+            del self._sent[self._oldest_sent]
+            self._agreed.pop(self._oldest_sent, None)
+            for group in self._groups:
+                group.forget(self._oldest_sent)
+            self._oldest_sent += 1
+
+    def _acknowledge(self, rank: int, step: int, digest: int, now: float) -> None:
+        if step > self.step + self.horizon + 1:  # the turn after the one that takes our newest record
+            self.bad(
+                rank, FrameError("step", f"rank {rank} cannot be in step {step}, rank {self.rank} is in {self.step}")
+            )
+            return
+        if step > self.acknowledged[rank]:
+            self.acknowledged[rank] = step
+        if step < self._oldest_sent:
+            self.ignored += 1
+            return
+        self._compare(rank, step, digest, now)
+        self._went_on(rank, step)

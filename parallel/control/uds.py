@@ -1,0 +1,380 @@
+"""Unix SOCK_SEQPACKET sockets of one node: frames between a leader and the followers beside it.
+
+Knows: paths and their permissions, peer credentials, packets, partial sends, spinning and sleeping.
+Does not know: what is in a frame beyond its length (record.py), nor when one is due (plane.py).
+
+A frame is one packet, or, above PACKET bytes, several in a row: all full but the last. The kernel keeps their order and
+bounds. Nobody but this user can reach the socket (0700 directory), and both ends check the other's user id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel.control.errors import FrameError
+from parallel.control.record import announced_size
+
+PACKET = 64 << 10
+MAX_PATH = 107  # sun_path has 108 bytes, the last one is a zero
+_SEND_BUFFER = 4 << 20  # asked for; the kernel may give less
+_CREDENTIALS = struct.Struct("3i")
+_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError)
+
+
+class SocketPlaceError(RuntimeError):
+    """The place for a socket is not safe or not usable; the message says what to change."""
+
+
+def socket_path(directory: Path, job: int, epoch: int, name: str) -> Path:
+    """Where the socket called ``name`` of this job lies. Raises SocketPlaceError when the path is too long."""
+    path = directory / f"{job:016x}.{epoch}.{name}"
+    length = len(os.fsencode(path))
+    if length > MAX_PATH:
+        raise SocketPlaceError(
+            f"control socket path {path} has {length} bytes, a Unix socket allows {MAX_PATH}: "
+            "choose a shorter directory for control sockets"
+        )
+    return path
+
+
+def private_directory(directory: Path) -> None:
+    """Makes ``directory`` with mode 0700, or checks that it is one: ours, no link, closed to others."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise SocketPlaceError(f"control directory {directory} is not a directory (or is a link): remove it")
+    if found.st_uid != os.geteuid():
+        raise SocketPlaceError(
+            f"control directory {directory} belongs to user {found.st_uid}, we are {os.geteuid()}: choose another"
+        )
+    if found.st_mode & 0o077:
+        raise SocketPlaceError(
+            f"control directory {directory} has mode {stat.S_IMODE(found.st_mode):04o}, others may enter: "
+            f"chmod 700 {directory}"
+        )
+
+
+def listen(path: Path, backlog: int = 64) -> socket.socket:
+    """A non-blocking listener at ``path``; a socket that a dead process left there is removed."""
+    private_directory(path.parent)
+    _clean_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # Linux gives the path the socket's own mode; an umask would be everybody's
+        listener.bind(os.fspath(path))
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise SocketPlaceError(f"control socket {path} cannot be bound: {error}") from error
+    return listener
+
+
+def accept(listener: socket.socket) -> PacketSocket | None:
+    """The next connection of this user, or None; connections of other users are closed unseen."""
+    try:
+        connection, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return None
+    if peer_uid(connection) != os.geteuid():
+        connection.close()
+        return None
+    return PacketSocket(connection)
+
+
+def connect(path: Path, until: float, meanwhile: Callable[[], None] = lambda: None) -> PacketSocket:
+    """Connects to ``path``, trying until the monotonic time ``until``: the leader may start later than we do.
+
+    ``meanwhile`` is called between tries and may raise to give up.
+    """
+    pause = 0.002
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(os.fspath(path))
+            break
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+            connection.close()
+            if time.monotonic() > until:
+                raise TimeoutError(f"nobody listens at control socket {path}: {error}") from error
+            meanwhile()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        except OSError as error:
+            connection.close()
+            raise SocketPlaceError(f"control socket {path} cannot be reached: {error}") from error
+    uid = peer_uid(connection)
+    if uid != os.geteuid():
+        connection.close()
+        raise SocketPlaceError(f"control socket {path} belongs to user {uid}, we are {os.geteuid()}: refused")
+    return PacketSocket(connection)
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process and user id of the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def peer_uid(connection: socket.socket) -> int:
+    return peer_credentials(connection)[1]
+
+
+def _clean_stale(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise SocketPlaceError(f"control socket {path} exists and is no socket: remove it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError:
+            pass
+    raise SocketPlaceError(f"control socket {path} is in use by a live process: is this job running already?")
+
+
+class PacketSocket:
+    """One connection: whole frames in, whole frames out, never blocking.
+
+    ``send`` keeps what the kernel does not take (``behind`` is then the oldest kept frame's number; ``pump`` goes on),
+    so that a slow reader never stops the writer in the middle of its step. A connection that broke is ``closed`` for
+    sending; ``receive`` still delivers what had arrived, then raises EOFError.
+    """
+
+    __slots__ = ("_buffer", "_fd", "_parts", "_queue", "_view", "_wanted", "closed", "socket")
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self.socket = connection
+        self.closed = False
+        self._fd = connection.fileno()
+        self._buffer = bytearray(PACKET)
+        self._view = memoryview(self._buffer)
+        self._queue: deque[tuple[int, memoryview]] = deque()
+        self._parts: list[bytes] = []
+        self._wanted = 0
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def behind(self) -> int | None:
+        """The number of the oldest frame that is not wholly with the kernel; None when all are."""
+        return self._queue[0][0] if self._queue else None
+
+    def send(self, frame: bytes, number: int = 0) -> None:
+        """``number`` is the caller's name for the frame, rising; see ``behind``."""
+        if self.closed or (not self._queue and len(frame) <= PACKET and self._offer(frame)):
+            return
+        view = memoryview(frame)
+        self._queue.extend((number, view[at : at + PACKET]) for at in range(0, len(frame), PACKET))
+        self.pump()
+
+    def pump(self) -> None:
+        """Hands the kernel what it takes of the frames that are waiting."""
+        while self._queue and self._offer(self._queue[0][1]):
+            self._queue.popleft()
+
+    def receive(self) -> bytes | None:
+        """The next whole frame, or None when there is none yet.
+
+        Raises EOFError when the other end is gone, FrameError when what came cannot be (part of) a frame.
+        """
+        while True:
+            try:
+                size = self._next()
+            except BlockingIOError:
+                return None
+            if size == 0:
+                raise EOFError
+            if size > PACKET:
+                raise FrameError("size", f"a packet of {size} bytes, the limit is {PACKET}")
+            packet = bytes(self._view[:size])
+            if not self._wanted:
+                if size < PACKET:
+                    return packet
+                self._wanted = announced_size(packet)
+                if self._wanted < PACKET:
+                    self._wanted = 0
+                    return packet  # decode will say that its length is wrong
+            if size != min(PACKET, self._wanted):
+                self._wanted = 0
+                self._parts.clear()
+                raise FrameError("size", f"a part of {size} bytes inside a frame of several packets")
+            self._parts.append(packet)
+            self._wanted -= size
+            if not self._wanted:
+                frame = b"".join(self._parts)
+                self._parts.clear()
+                return frame
+
+    def close(self) -> None:
+        self.closed = True
+        self._queue.clear()
+        self.socket.close()
+
+    def _next(self) -> int:
+        """The next packet's true size, its bytes in the buffer. What lies unread outlives a reset by the other end."""
+        try:
+            return self.socket.recv_into(self._buffer, PACKET, socket.MSG_TRUNC)
+        except _GONE:
+            try:
+                return self.socket.recv_into(self._buffer, PACKET, socket.MSG_TRUNC)
+            except (*_GONE, BlockingIOError):
+                return 0
+
+    def _offer(self, packet: bytes | memoryview) -> bool:
+        try:
+            self.socket.send(packet, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except _GONE:
+            self.closed = True
+            self._queue.clear()
+            return False
+        return True
+
+
+class UdsFollowerLink:
+    """A follower's connection to its leader. ``spin`` seconds of polling come before a receive sleeps."""
+
+    def __init__(self, connection: PacketSocket, spin: float) -> None:
+        self.connection = connection
+        self.spin = spin
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, frame: bytes) -> None:
+        self.connection.send(frame)
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next frame within ``timeout`` seconds, else None. Raises EOFError and FrameError like PacketSocket."""
+        connection = self.connection
+        frame = connection.receive()
+        if frame is not None or timeout <= 0:
+            return frame
+        now = time.monotonic()
+        until, spin_until = now + timeout, now + min(self.spin, timeout)
+        while now < spin_until:
+            connection.pump()
+            frame = connection.receive()
+            if frame is not None:
+                return frame
+            now = time.monotonic()
+        while now < until:
+            connection.pump()
+            if self._poll.poll(max(1, 1000 * (until - now)) if connection.behind is None else 1):
+                frame = connection.receive()
+                if frame is not None:
+                    return frame
+            now = time.monotonic()
+        return None
+
+    def process(self) -> int | None:
+        """The leader's process id, as the kernel knows it."""
+        return None if self.connection.socket.fileno() < 0 else peer_credentials(self.connection.socket)[0]
+
+    def flush(self, timeout: float) -> None:
+        """Gives queued frames up to ``timeout`` seconds to leave."""
+        until = time.monotonic() + timeout
+        while self.connection.behind is not None and not self.connection.closed and time.monotonic() < until:
+            self.connection.pump()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class UdsLeaderLink:
+    """The leader's connections to its followers, by rank."""
+
+    def __init__(self, connections: dict[int, PacketSocket]) -> None:
+        self.connections = dict(sorted(connections.items()))
+        self.number = 0
+        self._poll = select.poll()
+        self._rank_of = {}
+        for rank, connection in self.connections.items():
+            self._poll.register(connection, select.POLLIN)
+            self._rank_of[connection.fileno()] = rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who is connected."""
+        return tuple(self.connections)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the connections to who is connected."""
+        return tuple(self._rank_of)
+
+    def broadcast(self, frame: bytes) -> int:
+        """Sends to every rank; returns the frame's number, for ``behind``."""
+        self.number += 1
+        for connection in self.connections.values():
+            connection.send(frame, self.number)
+        return self.number
+
+    def send(self, rank: int, frame: bytes) -> None:
+        connection = self.connections.get(rank)
+        if connection is not None:
+            connection.send(frame, self.number)
+
+    def receive(self, timeout: float = 0.0) -> list[tuple[int, bytes | FrameError | None]]:
+        """What came from whom: frames, a FrameError for bytes that are none, None when the rank is gone."""
+        received: list[tuple[int, bytes | FrameError | None]] = []
+        for descriptor, _ in self._poll.poll(1000 * timeout):
+            rank = self._rank_of[descriptor]
+            connection = self.connections[rank]
+            try:
+                while (frame := connection.receive()) is not None:
+                    received.append((rank, frame))
+                    if len(received) > 1024:
+                        break
+            except FrameError as error:
+                received.append((rank, error))
+            except EOFError:
+                received.append((rank, None))
+                self._drop(rank)
+        return received
+
+    def behind(self, number: int) -> tuple[int, ...]:
+        """The ranks that have not been handed frame ``number`` whole, after one more try."""
+        late = []
+        for rank, connection in self.connections.items():
+            if connection.behind is not None:
+                connection.pump()
+                if connection.behind is not None and connection.behind <= number:
+                    late.append(rank)
+        return tuple(late)
+
+    def process(self, rank: int) -> int | None:
+        """The process id of a connected rank of this node, as the kernel knows it; None when it is gone."""
+        connection = self.connections.get(rank)
+        return None if connection is None else peer_credentials(connection.socket)[0]
+
+    def close(self) -> None:
+        for rank in tuple(self.connections):
+            self._drop(rank)
+
+    def _drop(self, rank: int) -> None:
+        connection = self.connections.pop(rank)
+        self._poll.unregister(connection)
+        del self._rank_of[connection.fileno()]
+        connection.close()

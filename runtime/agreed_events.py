@@ -1,0 +1,138 @@
+"""The events of a control record as bytes: msgpack, typed, strict. What does not fit exactly is refused.
+
+Knows: the four events of runtime/schedule/plan.py and every legal range of their fields.
+Does not know: steps, records, sockets (parallel/control) or what a scheduler does with an event.
+
+Each event is a msgpack array that begins with its tag; fields stand in the order of the dataclass they mirror, so that
+nothing is optional and nothing can be added. No events are no bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+
+
+class EventsRefused(ValueError):
+    """Bytes that are no events, or events that cannot be sent; the text says which field and why."""
+
+
+_Id = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    min_tokens: _Count
+    temperature: Annotated[float, Meta(ge=0.0)]
+    top_k: _Count
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)]
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: _Int64 | None
+    n: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[_Token, ...]
+    ignore_eos: bool
+    logprobs: _Count | None
+    prompt_logprobs: _Count | None
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    request_id: _Id
+    prompt_token_ids: tuple[_Token, ...]
+    sampling: _Sampling
+    stop_token_ids: tuple[_Token, ...]
+    priority: _Int64
+
+
+class _Admit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
+    request: _Request
+
+
+class _Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    request_id: _Id
+    reason: FinishReason
+
+
+class _Pause(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    request_id: _Id
+
+
+class _Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    request_id: _Id
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(list[_Admit | _Cancel | _Pause | _Resume])
+_SAMPLING_FIELDS = _Sampling.__struct_fields__
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """The bytes of ``events`` in order; empty for none. Raises EventsRefused for what no rank could decode again.
+
+    So a request that slipped through all earlier checks is refused here, on the leader, and never ends the others.
+    """
+    if not events:
+        return b""
+    try:
+        payload = _ENCODER.encode([_to_wire(event) for event in events])
+    except (TypeError, OverflowError, msgspec.MsgspecError) as error:
+        raise EventsRefused(f"events cannot be sent: {error}") from error
+    decode_events(payload)
+    return payload
+
+
+def decode_events(payload: bytes) -> tuple[Event, ...]:
+    """The events in ``payload``, in order. Raises EventsRefused for bytes that are anything else."""
+    if not payload:
+        return ()
+    try:
+        wire = _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EventsRefused(f"{len(payload)} bytes are no events: {error}") from error
+    return tuple(_from_wire(event) for event in wire)
+
+
+def _to_wire(event: Event) -> _Admit | _Cancel | _Pause | _Resume:
+    if isinstance(event, Admit):
+        request, sampling = event.request, event.request.sampling
+        mirrored = _Sampling(*(getattr(sampling, name) for name in _SAMPLING_FIELDS))
+        return _Admit(
+            _Request(request.request_id, request.prompt_token_ids, mirrored, request.stop_token_ids, request.priority)
+        )
+    if isinstance(event, Cancel):
+        return _Cancel(event.request_id, event.reason)
+    if isinstance(event, Pause):
+        return _Pause(event.request_id)
+    if isinstance(event, Resume):
+        return _Resume(event.request_id)
+    raise EventsRefused(f"{type(event).__name__} is no event that can be sent")
+
+
+def _from_wire(event: _Admit | _Cancel | _Pause | _Resume) -> Event:
+    if isinstance(event, _Admit):
+        request = event.request
+        sampling = SamplingParams(*(getattr(request.sampling, name) for name in _SAMPLING_FIELDS))
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(sampling, name)):
+                raise EventsRefused(f"request {request.request_id}: {name} is {getattr(sampling, name)}, not finite")
+        return Admit(
+            Request(request.request_id, request.prompt_token_ids, sampling, request.stop_token_ids, request.priority)
+        )
+    if isinstance(event, _Cancel):
+        return Cancel(event.request_id, event.reason)
+    if isinstance(event, _Pause):
+        return Pause(event.request_id)
+    return Resume(event.request_id)

@@ -1,0 +1,236 @@
+"""EngineConfig: every limit and switch of an engine, resolved once and never changed after.
+
+Knows: the options' names, their defaults by device, and which values make sense together.
+Does not know: where a value came from (launch/options.py), the model's own limits, or the machine's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any, Final, Literal, get_args
+
+LoadFormat = Literal["safetensors", "dummy"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
+
+# A field left at this default is filled in __post_init__, from DEVICE_DEFAULTS or from another field: nobody ever sees
+# it unfilled.
+_FILLED_IN: Final[Any] = None
+
+DEVICE_DEFAULTS: Final[dict[str, dict[str, int]]] = {
+    "max_num_seqs": {"cuda": 256, "cpu": 32},
+    "block_size": {"cuda": 64, "cpu": 16},
+    "max_prefill_tokens": {"cuda": 8192, "cpu": 1024},
+}
+
+# Smallest and largest legal value of each whole-number option; None is "no upper limit".
+_RANGES: Final[dict[str, tuple[int, int | None]]] = {
+    "tensor_parallel": (1, None),
+    "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/record.py)
+    "max_model_len": (2, None),
+    "max_num_seqs": (1, 65_535),
+    "block_size": (1, 1024),
+    "num_blocks": (1, None),
+    "max_prefill_tokens": (1, None),
+    "chain_depth": (0, 64),
+    "width": (1, 256),
+    "max_waiting": (1, None),
+    "prefill_burst": (1, None),
+    "horizon": (1, 64),
+    "seed": (0, 2**63 - 1),
+}
+
+
+WARM_KINDS: Final = ("greedy", "random", "filtered", "penalised")  # each adds to the one before it
+
+
+class ConfigError(ValueError):
+    """An option has a value that cannot work. The text names the option, the values and what to type instead."""
+
+
+def flag_of(field: str) -> str:
+    """The command-line flag that sets an EngineConfig field, as launch/options.py spells it."""
+    vllm_names = {
+        "tensor_parallel": "tensor-parallel-size",
+        "data_parallel": "data-parallel-size",
+        "max_prefill_tokens": "max-num-batched-tokens",
+    }
+    return "--" + vllm_names.get(field, field.replace("_", "-"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The same on every rank. Fields whose default depends on the device hold the resolved number after construction.
+
+    model: folder in the Hugging Face layout. load_format "dummy" makes deterministic random weights and reads only
+    config.json. dtype "auto" takes the checkpoint's. device "auto" takes cuda where there is a GPU.
+    data_parallel: groups of ``tensor_parallel`` ranks, each with requests of its own; the experts lie on all ranks.
+    expert_parallel: each rank has whole experts, instead of a share of each; on where there are several groups.
+    expert_load: file for the tokens that each expert got; expert_map: such a file, from which experts are placed on
+    ranks. max_model_len: tokens of prompt and answer together; None takes the model's own limit.
+    max_num_seqs: slots, that is, requests that run at once in a group. block_size: tokens a KV block. num_blocks: KV
+    blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
+    max_prefill_tokens: token budget of one prefill step; prefill_burst: prefill steps in a row while others decode.
+    chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine). width: W, tokens a row may gain
+    in a step. decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``.
+    max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
+    control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
+    warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
+    symmetric_all_reduce: small sums between GPUs go through memory that they share, instead of NCCL, where that works.
+    kernel_cache: folder for the choices of kernels that were measured at start-up.
+    bundles: folder where each rank of a job that fails leaves what it knew.
+    timeline: file for a trace of every rank's steps. nvtx: name the phases of each step for a profiler.
+
+    Raises ConfigError at construction.
+    """
+
+    model: str
+    load_format: LoadFormat = "safetensors"
+    dtype: DType = "auto"
+    device: Device | Literal["auto"] = "auto"
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = _FILLED_IN
+    expert_load: str | None = None
+    expert_map: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = _FILLED_IN
+    block_size: int = _FILLED_IN
+    num_blocks: int | None = None
+    memory_fraction: float = 0.9
+    max_prefill_tokens: int = _FILLED_IN
+    prefill_burst: int = 4
+    chain_depth: int = 2
+    width: int = 1
+    decode_buckets: tuple[int, ...] = ()
+    prefix_caching: bool = True
+    max_waiting: int = 100_000
+    horizon: int = 2
+    control_timeout_s: float = 10.0
+    seed: int = 0
+    warm: tuple[str, ...] = ("greedy",)
+    symmetric_all_reduce: bool = True
+    kernel_cache: str = "~/.cache/lockstride"
+    bundles: str = "lockstride-bundles"
+    timeline: str | None = None
+    nvtx: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("load_format", self.load_format, get_args(LoadFormat))
+        _check_choice("dtype", self.dtype, get_args(DType))
+        for kind in self.warm:
+            _check_choice("warm", kind, WARM_KINDS)
+        _check_choice("device", self.device, ("auto", *get_args(Device)))
+        if self.device == "auto":
+            object.__setattr__(self, "device", _device_here())
+        for name, by_device in DEVICE_DEFAULTS.items():
+            if getattr(self, name) is _FILLED_IN:
+                object.__setattr__(self, name, by_device[self.device])
+        for name, (low, high) in _RANGES.items():
+            _check_whole(name, getattr(self, name), low, high)
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(
+                f"memory_fraction is {self.memory_fraction}, but must lie in (0, 1]: type --memory-fraction 0.9"
+            )
+        if not 0.0 < self.control_timeout_s < float("inf"):
+            raise ConfigError(
+                f"control_timeout_s is {self.control_timeout_s}, but must be a positive number of seconds: "
+                "type --control-timeout-s 10"
+            )
+        if not self.decode_buckets:
+            object.__setattr__(self, "decode_buckets", default_buckets(self.max_num_seqs))
+        if self.expert_parallel is _FILLED_IN:
+            object.__setattr__(self, "expert_parallel", self.data_parallel > 1)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        buckets = self.decode_buckets
+        if any(low >= high for low, high in zip((0, *buckets), buckets, strict=False)):
+            raise ConfigError(
+                f"decode_buckets is {_listed(buckets)}, but must ascend from 1 or more: type --decode-buckets "
+                f"{_listed(sorted({b for b in buckets if b > 0}) or [self.max_num_seqs])}"
+            )
+        if buckets[-1] < self.max_num_seqs:
+            raise ConfigError(
+                f"the largest of decode_buckets is {buckets[-1]}, but max_num_seqs is {self.max_num_seqs}: type "
+                f"--decode-buckets {_listed((*buckets, self.max_num_seqs))} or --max-num-seqs {buckets[-1]}"
+            )
+        if self.data_parallel > 1 and not self.expert_parallel:
+            raise ConfigError(
+                f"data_parallel is {self.data_parallel}, but expert_parallel is off: groups share the experts, which "
+                "then are whole: leave out --no-expert-parallel"
+            )
+        if self.expert_map is not None and not self.expert_parallel:
+            raise ConfigError(
+                f"expert_map is {self.expert_map}, but expert_parallel is off, so that every rank has a share of each "
+                "expert: type --expert-parallel, or leave out --expert-map"
+            )
+
+    @property
+    def serial(self) -> bool:
+        """Whether every step is waited for before the next is launched."""
+        return self.chain_depth == 0
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole job."""
+        return self.tensor_parallel * self.data_parallel
+
+    @property
+    def running_seqs(self) -> int:
+        """Requests that run at once, all groups together."""
+        return self.max_num_seqs * self.data_parallel
+
+    @property
+    def reserve_tokens(self) -> int:
+        """Tokens beyond the landed ones that a running request holds blocks for: (D + 1) * W."""
+        return (self.chain_depth + 1) * self.width
+
+    @property
+    def digest(self) -> str:
+        """The same on two ranks exactly if all fields are."""
+        return blake2b(self.describe().encode(), digest_size=16).hexdigest()
+
+    def describe(self) -> str:
+        """Every field as ``name=value`` on one line, for the log."""
+        return " ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
+
+
+def default_buckets(slots: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 128, every 32 beyond; the last is ``slots`` itself."""
+    ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, slots, 32)]
+    return (*(rows for rows in ladder if rows < slots), slots)
+
+
+def _device_here() -> Device:
+    import torch  # only here: the rest of this file is plain data
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name} is {value!r}, but must be one of {', '.join(choices)}: type {flag_of(name)} {choices[0]}"
+        )
+
+
+def _check_whole(name: str, value: int | None, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, but must be a whole number: type {flag_of(name)} {low}")
+    if value < low:
+        raise ConfigError(f"{name} is {value}, but must be at least {low}: type {flag_of(name)} {low}")
+    if high is not None and value > high:
+        raise ConfigError(f"{name} is {value}, but must be at most {high}: type {flag_of(name)} {high}")
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(str(number) for number in numbers)
+
+
+def _shown(value: object) -> str:
+    return _listed(value) if isinstance(value, tuple) else str(value)

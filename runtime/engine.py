@@ -1,0 +1,246 @@
+"""The engine: events -> plan -> launch -> land. One on every rank, all running the same loop over the same plans.
+
+Knows: the order of the four verbs and where the loop waits. Does not know: how any of them is done.
+
+    turn N   agree on the events of step N        control plane: read L steps early, off the device's path
+             submit them, plan step N             pure
+             launch it                            behind everything in flight; nothing is waited for
+             land step N - D                      the only wait of the loop; D = 0 is the serial engine
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from parallel.control.plane import ControlPlane
+from runtime.agreed_events import decode_events, encode_events
+from runtime.config import EngineConfig
+from runtime.data_parallel import Groups
+from runtime.dealing import Dealer
+from runtime.engine_counters import engine_counters
+from runtime.execute.executor import Executor
+from runtime.execute.sampling_rows import SamplingFeatures
+from runtime.execute.slot_state import DEFAULT_STOP_IDS, check_stop_ids
+from runtime.observe.observer import StepObserver
+from runtime.observe.watchdog import Watchdog
+from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
+from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a front end must know of the model: ids are below ``vocab_size``, prompt + answer fit ``max_model_len``."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class _Flight(NamedTuple):
+    """``launched`` differs from ``planned`` where groups share experts: it is wider, or there is no plan behind it."""
+
+    planned: StepPlan | None
+    launched: StepPlan | None
+
+
+class Engine:
+    """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_interface.py
+    says what they promise. Made by engine_build.py. ``at_end`` is called once, when everything has landed and the
+    device is at rest; not after an error. ``groups`` and ``dealer`` are there where several groups share experts: what
+    they launch together, and whose requests are whose.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ServedModel,
+        scheduler: Scheduler,
+        executor: Executor,
+        control: ControlPlane,
+        observe: StepObserver | None = None,
+        watchdog: Watchdog | None = None,
+        at_end: Callable[[], None] | None = None,
+        groups: Groups | None = None,
+        dealer: Dealer | None = None,
+    ) -> None:
+        self.config = config
+        self.model_config = model
+        self.scheduler = scheduler
+        self.executor = executor
+        self.control = control
+        self.observe = observe or StepObserver()
+        self._watchdog = watchdog
+        self._at_end = at_end
+        self._groups = groups
+        self._dealer = dealer
+        self._in_flight: deque[_Flight] = deque()
+        self._outbox: list[Event] = []
+        control.explain_with(scheduler.digest.recent)
+
+    # ---- the loop ----
+
+    def step(self) -> StepOutput:
+        """One turn. The output is what landed in it, and what its events ended; with several groups, a turn later."""
+        self._at("exchange")
+        observe, turn = self.observe, self.scheduler.step
+        observe.agree(turn)
+        ended = self._submit_agreed_events()
+        self._at("plan")
+        observe.plan()
+        plan = self.scheduler.plan()
+        observe.launch(plan, self.scheduler.counters.latest_break)
+        self._in_flight.append(_Flight(plan, self._launch(plan)))
+        observe.launched()
+        output, launched = StepOutput(self.scheduler.step), False
+        if len(self._in_flight) > self.config.chain_depth:
+            launched = self._in_flight[0].launched is not None
+            output = self._land()
+        if ended:
+            output = replace(output, finished=ended + output.finished)
+        return output if self._dealer is None else self._dealer.gather(turn, output, launched)
+
+    def _at(self, place: str) -> None:
+        """Where the watchdog finds this rank: in "exchange" and "land" it waits for others."""
+        if self._watchdog is not None:
+            self._watchdog.step, self._watchdog.place = self.scheduler.step, place
+
+    def _submit_agreed_events(self) -> tuple[Finished, ...]:
+        payload = encode_events(self._outbox) if self._outbox else b""
+        self._outbox.clear()
+        agreed = self.control.exchange(self.scheduler.step, self.scheduler.digest.value, payload)
+        events: Sequence[Event] = decode_events(agreed) if agreed else ()
+        if self._dealer is not None:
+            events = self._dealer.mine(events)
+        ended: tuple[Finished, ...] = ()
+        for event in events:
+            ended += self.scheduler.submit(event)
+        return ended
+
+    def _launch(self, plan: StepPlan | None) -> StepPlan | None:
+        """Returns what is on its way: the plan, or what the groups made of it."""
+        if self._groups is None:
+            if plan is not None:
+                self.executor.launch(plan)
+            return plan
+        features = SamplingFeatures() if plan is None else self.executor.features(plan)
+        self._at("exchange")
+        joined = self._groups.join(self.scheduler.step - 1, plan, features, self.config.width)
+        self._at("plan")
+        if joined is None:
+            return None
+        self.executor.graphs.get(joined.decode_bucket, joined.features, joined.plan.exchange_rows)
+        self.executor.launch(joined.plan, joined.features)
+        return joined.plan
+
+    def _land(self) -> StepOutput:
+        flight = self._in_flight.popleft()
+        step = self.scheduler.step - 1 - len(self._in_flight)
+        self._at("land")
+        self.observe.wait(step)
+        result = None if flight.launched is None else self.executor.take(flight.launched)
+        self.observe.land(step)
+        output = self.scheduler.land(step, None if flight.planned is None else result)
+        self.observe.landed(step, self.scheduler.counters.ghost_rows)
+        return output
+
+    def follow(self) -> None:
+        """Run the leader's turns until it stops, then land what is in flight."""
+        while not self.control.stopped:
+            self.step()
+        self._drain()
+
+    def stop(self) -> None:
+        """Agree on the end: every rank takes the same last turn. Requests that have not ended are dropped."""
+        self.control.stop()
+        while not self.control.stopped:
+            self.step()
+        self._drain()
+
+    def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
+        """Instead of a turn while there is nothing to run: the leader waits for its callers, the others for it."""
+        self.control.wait_for_events(ready, timeout)
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._land()
+
+    def close(self) -> None:
+        """Release the device, its threads and the control plane; write the timeline. Idempotent."""
+        try:
+            self.executor.close()
+            at_end, self._at_end = self._at_end, None
+            if at_end is not None:
+                at_end()
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+            self.control.close()
+            self.observe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """After an error the other ranks are told at once, and nothing is waited for: a collective may never end.
+
+        With a watchdog this does not return: every rank writes its bundle and leaves.
+        """
+        if error is None:
+            self.close()
+            return
+        self.observe.close(wait_s=0.0)
+        if self._watchdog is not None:
+            log.error("the engine of rank %d ends", self.control.rank, exc_info=error)
+            self._watchdog.fail(error)
+        self.control.abort(f"{type(error).__name__}: {error}")
+        self.control.close()
+
+    # ---- what the leader's front end calls ----
+
+    @property
+    def is_leader(self) -> bool:
+        return self.control.rank == 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether taking a turn can change anything (leader)."""
+        scheduler = self.scheduler
+        if self._outbox or self.control.pending or scheduler.unfinished or scheduler.chain.real:
+            return True
+        if self._dealer is None:
+            return False
+        return self._dealer.outstanding or any(flight.launched is not None for flight in self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Announce a request. ValueError when a slot could not hold it; a scheduler's refusal comes as an output."""
+        check_stop_ids(request.request_id, request.stop_token_ids, DEFAULT_STOP_IDS)
+        if request.sampling.seed is None:
+            raise ValueError(f"request {request.request_id} has no seed: draw one, so that the answer can be repeated")
+        self._outbox.append(Admit(request))
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored."""
+        self._outbox.append(Cancel(request_id, reason))
+
+    def pause(self, request_id: int) -> None:
+        """Stop running a request for now; it keeps what it holds unless memory is short."""
+        self._outbox.append(Pause(request_id))
+
+    def resume(self, request_id: int) -> None:
+        """Undo ``pause``."""
+        self._outbox.append(Resume(request_id))
+
+    @property
+    def counters(self) -> Mapping[str, int | float]:
+        """Everything counted so far, by name; a labelled counter is ``name{label}``."""
+        return engine_counters(self.scheduler, self.executor, self._dealer)

@@ -1,0 +1,155 @@
+"""What a plan changes on the device, as flat host arrays.
+
+Knows: the arrays one step's changes consist of, and which plans cannot be packed.
+Does not know: how the arrays travel (staging.py), streams, events, tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.execute.slot_state import PADDING_SLOT, SlotTables, fill_record
+from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
+
+_Array = npt.NDArray[Any]
+A = TypeVar("A")
+
+
+@dataclass(slots=True)
+class Changes(Generic[A]):
+    """Everything one step may change; None where it does not. On the host numpy arrays, then tensors on the device.
+
+    slots_N int64 and records_NX int32: slot records (slot_state.py). cells_M int64, flat indices into the block table,
+    and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T, known_tokens_T int64 and
+    known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
+    slots; chunk_rows_3R int64: slots, emitting slots, logit rows; scored_2S int64 (see Chunks).
+    """
+
+    slots_N: A | None = None
+    records_NX: A | None = None
+    cells_M: A | None = None
+    blocks_M: A | None = None
+    reset_K: A | None = None
+    known_slots_T: A | None = None
+    known_tokens_T: A | None = None
+    known_prompt_T: A | None = None
+    row_map_B: A | None = None
+    chunk_tokens_3T: A | None = None
+    chunk_rows_3R: A | None = None
+    scored_2S: A | None = None
+
+    def parts(self) -> Iterator[tuple[str, A]]:
+        """The changes there are, by field name."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                yield field.name, value
+
+
+def pack(plan: StepPlan, tables: SlotTables, mapped: tuple[int, ...] | None) -> Changes[_Array]:
+    """Everything ``plan`` changes. ``mapped``: the slots that the bucket's row map holds already, told by identity.
+
+    ValueError, naming the step, for a plan that writes one place twice or outside the tables.
+    """
+    packed: Changes[_Array] = Changes()
+    if plan.slot_writes:
+        _pack_slots(packed, plan, tables)
+    if plan.block_writes:
+        _pack_blocks(packed, plan, tables)
+    if plan.kind is StepKind.PREFILL:
+        _pack_chunks(packed, plan)
+        if plan.scored_tokens:
+            _pack_scored(packed, plan)
+    elif mapped is not plan.slots:
+        packed.row_map_B = np.full(plan.bucket, PADDING_SLOT, np.int64)
+        packed.row_map_B[: len(plan.slots)] = plan.slots
+    return packed
+
+
+def _check_slots(plan: StepPlan, what: str, slots: _Array, tables: SlotTables) -> None:
+    """Real slots only: an index past a table would be written over somebody else's memory."""
+    if slots.min() <= PADDING_SLOT or slots.max() >= tables.slots:
+        raise ValueError(
+            f"step {plan.step}: {what} names slots {slots.min()}..{slots.max()}, the slots are 1..{tables.slots - 1}"
+        )
+
+
+def _check_distinct(plan: StepPlan, what: str, keys: _Array) -> None:
+    """Two writes of one place have no order on the device."""
+    if len(np.unique(keys)) != len(keys):
+        raise ValueError(f"step {plan.step}: two {what} for the same place; a plan names each place once")
+
+
+def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+    slots_N = np.array([write.slot for write in plan.slot_writes], np.int64)
+    _check_slots(plan, "a slot write", slots_N, tables)
+    _check_distinct(plan, "slot writes", slots_N)
+    records_N = np.zeros(len(slots_N), tables.record_dtype)
+    for index, write in enumerate(plan.slot_writes):
+        fill_record(records_N[index : index + 1], write, tables.stop_ids)
+    packed.slots_N = slots_N
+    packed.records_NX = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
+    penalised = [write for write in plan.slot_writes if write.sampling.penalised]
+    if penalised:
+        tables.need_seen()
+        _pack_seen(packed, penalised)
+
+
+def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:
+    lengths = [len(write.token_ids) for write in writes]
+    packed.reset_K = np.array([write.slot for write in writes], np.int64)
+    packed.known_slots_T = np.repeat(packed.reset_K, lengths)
+    packed.known_tokens_T = np.concatenate([np.array(write.token_ids, np.int64) for write in writes])
+    packed.known_prompt_T = np.concatenate(
+        [np.arange(length) < write.prompt_length for write, length in zip(writes, lengths, strict=True)]
+    )
+
+
+def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+    writes_M3 = np.array(plan.block_writes, np.int64)
+    slots_M, indices_M, blocks_M = writes_M3.T
+    _check_slots(plan, "a block write", slots_M, tables)
+    if indices_M.min() < 0 or indices_M.max() >= tables.max_blocks:
+        raise ValueError(
+            f"step {plan.step}: a block write names block {indices_M.max()} of a request, the block table has "
+            f"{tables.max_blocks}; see --max-model-len"
+        )
+    packed.cells_M = slots_M * tables.max_blocks + indices_M
+    _check_distinct(plan, "block writes", packed.cells_M)
+    packed.blocks_M = blocks_M.astype(np.int32)
+
+
+def _pack_chunks(packed: Changes[_Array], plan: StepPlan) -> None:
+    lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+    tokens_3T = np.empty((3, sum(lengths)), np.int64)
+    offset = 0
+    for chunk, length in zip(plan.chunks, lengths, strict=True):
+        here = slice(offset, offset + length)
+        tokens_3T[0, here] = chunk.token_ids
+        tokens_3T[1, here] = np.arange(chunk.start, chunk.start + length)
+        tokens_3T[2, here] = chunk.slot
+        offset += length
+    rows_3R = np.zeros((3, plan.bucket), np.int64)
+    real = len(plan.chunks)
+    rows_3R[0, :real] = plan.slots
+    rows_3R[1, :real] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]
+    rows_3R[2, :real] = np.cumsum(lengths) - 1
+    packed.chunk_tokens_3T, packed.chunk_rows_3R = tokens_3T, rows_3R
+
+
+def _pack_scored(packed: Changes[_Array], plan: StepPlan) -> None:
+    packed.scored_2S = np.empty((2, plan.scored_tokens), np.int64)
+    chunk_at, offset = 0, 0
+    for chunk in plan.chunks:
+        if (scored := chunk.scored) is not None:
+            here = slice(offset, offset + len(scored.token_ids))
+            before = chunk_at + scored.start - 1 - chunk.start
+            packed.scored_2S[0, here] = np.arange(before, before + len(scored.token_ids))
+            packed.scored_2S[1, here] = scored.token_ids
+            offset = here.stop
+        chunk_at += len(chunk.token_ids)

@@ -1,0 +1,136 @@
+"""What the sampler needs to know of a row, and which work a whole batch needs.
+
+Knows: the per-row parameters as device tensors (SamplingRows) and the static variant a graph is captured for
+(SamplingFeatures). Does not know: slots (slot_state.py fills the rows, by row -> slot), logits, randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from runtime.schedule.request import SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+TOP_LOGPROBS = (0, 1, 5, MAX_TOP_LOGPROBS)  # variants there are: one for each number would mean 21 times the captures
+
+
+def _room_for(top: int) -> int:
+    return next((room for room in TOP_LOGPROBS if room >= top), top)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Parameters of B rows; also fit to be the slot table itself, B = slots, of which ``select`` gathers rows.
+
+    Meanings and "off" values are SamplingParams'. ``position`` is the absolute index (prompt included) of the token
+    that is drawn, that is, the number of tokens before it; with it the sequence becomes position + 1 tokens long.
+    ``min_length`` and ``max_length`` are absolute as in SlotWrite: a stop id can only be drawn, and only counts, at
+    position >= min_length; the sequence ends when position + 1 == max_length. ``stop_ids`` is padded with -1.
+    ``finished`` is not zero in rows without a say: ghost rows and the padding slot. Columns may be strided views.
+    """
+
+    temperature: Tensor  # float32 [B]; 0 (or anything below 1e-6) is greedy
+    top_k: Tensor  # int32 [B]; <= 0 off
+    top_p: Tensor  # float32 [B]; >= 1 off
+    min_p: Tensor  # float32 [B]; <= 0 off
+    repetition_penalty: Tensor  # float32 [B]; 1 off
+    presence_penalty: Tensor  # float32 [B]; 0 off
+    frequency_penalty: Tensor  # float32 [B]; 0 off
+    seed: Tensor  # int64 [B]; all 64 bits count
+    position: Tensor  # int32 or int64 [B]
+    min_length: Tensor  # int32 [B]
+    max_length: Tensor  # int32 [B]
+    stop_ids: Tensor  # int32 [B, K]
+    finished: Tensor  # bool or int32 [B]
+
+    @classmethod
+    def neutral(cls, rows: int, stop_width: int, device: torch.device | str = "cpu") -> SamplingRows:
+        """Greedy rows with every filter off that are ``finished``: what a table of slots starts as."""
+
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        return cls(
+            temperature=full(0.0, torch.float32),
+            top_k=full(0, torch.int32),
+            top_p=full(1.0, torch.float32),
+            min_p=full(0.0, torch.float32),
+            repetition_penalty=full(1.0, torch.float32),
+            presence_penalty=full(0.0, torch.float32),
+            frequency_penalty=full(0.0, torch.float32),
+            seed=full(0, torch.int64),
+            position=full(0, torch.int64),
+            min_length=full(0, torch.int32),
+            max_length=full(2**31 - 1, torch.int32),
+            stop_ids=torch.full((rows, stop_width), -1, dtype=torch.int32, device=device),
+            finished=full(True, torch.bool),
+        )
+
+    def select(self, index_B: Tensor) -> SamplingRows:
+        """The rows ``index_B`` (int64) of this table, as fresh tensors."""
+        return SamplingRows(**{f.name: getattr(self, f.name).index_select(0, index_B) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFeatures:
+    """Which parts of sampling a graph contains: chosen on the host, one captured variant each.
+
+    A feature that is on never changes a row that does not ask for it; a feature that is off must not be asked for by
+    any row. ``random``: noise and temperature. ``filters``: top-k, top-p, min-p. ``penalties``: token counts.
+    ``min_tokens``: stop ids masked under min_length. ``logprobs``: chosen token's log-probability and rank, and the
+    ``top_logprobs`` most likely tokens (0..20).
+    """
+
+    random: bool = False
+    filters: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}")
+
+    @classmethod
+    def covering(cls, params: Iterable[SamplingParams]) -> SamplingFeatures:
+        """A variant that serves all of ``params``, the smallest but for TOP_LOGPROBS; a greedy request's filters change
+        nothing.
+        """
+        features = cls()
+        for p in params:
+            features |= cls(
+                random=not p.greedy,
+                filters=not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0),
+                penalties=p.penalised,
+                min_tokens=p.min_tokens > 0,
+                logprobs=p.logprobs is not None,
+                top_logprobs=_room_for(p.logprobs or 0),
+            )
+        return features
+
+    def __str__(self) -> str:
+        on = [f.name.replace("_", " ") for f in fields(self) if getattr(self, f.name) is True]
+        if self.top_logprobs:
+            on.append(f"up to {self.top_logprobs} likely tokens")
+        return ", ".join(on) if on else "greedy sampling"
+
+    def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
+        """The variant that serves both."""
+        return SamplingFeatures(
+            random=self.random or other.random,
+            filters=self.filters or other.filters,
+            penalties=self.penalties or other.penalties,
+            min_tokens=self.min_tokens or other.min_tokens,
+            logprobs=self.logprobs or other.logprobs,
+            top_logprobs=max(self.top_logprobs, other.top_logprobs),
+        )
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether each rank can reduce its own share of the vocabulary to one candidate a row."""
+        return not self.filters and not self.logprobs

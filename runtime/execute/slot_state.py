@@ -1,0 +1,220 @@
+"""Device tables with one row a slot: the truth about each request that is running.
+
+Knows: which numbers a slot holds, how they lie in memory, and what each means.
+Does not know: batch rows (a row map picks slots), how the tables change (staging.py, the sampler), or schedules.
+
+What ``length`` means, everywhere on the device: the number of tokens known, prompt and generated, the last sampled one
+included. So for a slot that decodes:
+
+    input token  = last_token, at position length - 1
+    KV written   = length - 1 before the step, length after it (attention reads ``length`` entries)
+    next token   = drawn for position ``length``; accepting it makes length + 1
+    ends         by LENGTH when the new length reaches max_length; stop ids count once it has reached min_length
+
+A slot write sets ``length`` to len(token_ids) and ``last_token`` to the last of them, so a prompt's last chunk samples
+exactly as a decode step does, and earlier chunks leave the slot alone.
+
+Slot 0 is the padding slot: finished always, all its blocks block 0, the trash block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from runtime.execute.device import Device
+from runtime.execute.penalties import SeenTokens
+from runtime.execute.sampling_rows import SamplingRows
+from runtime.schedule.plan import SlotWrite
+from runtime.schedule.request import FinishReason
+
+PADDING_SLOT = 0
+TRASH_BLOCK = 0
+DEFAULT_STOP_IDS = 16
+NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
+
+# One slot's record: 64 bytes, then the stop ids. Name, numpy type, byte offset.
+_FIELDS = (
+    ("last_token", "<i8", 0),
+    ("seed", "<i8", 8),
+    ("length", "<i4", 16),
+    ("epoch", "<i4", 20),
+    ("finished", "<i4", 24),
+    ("min_length", "<i4", 28),
+    ("max_length", "<i4", 32),
+    ("top_k", "<i4", 36),
+    ("temperature", "<f4", 40),
+    ("top_p", "<f4", 44),
+    ("min_p", "<f4", 48),
+    ("repetition_penalty", "<f4", 52),
+    ("presence_penalty", "<f4", 56),
+    ("frequency_penalty", "<f4", 60),
+)
+_STOP_IDS_AT = 64
+
+
+def record_dtype(stop_ids: int) -> np.dtype[Any]:
+    """The numpy type of one slot's record; a multiple of 8 bytes so that 64-bit columns stay aligned."""
+    names = [name for name, _, _ in _FIELDS] + ["stop_ids"]
+    formats: list[Any] = [kind for _, kind, _ in _FIELDS] + [("<i4", (stop_ids,))]
+    offsets = [offset for _, _, offset in _FIELDS] + [_STOP_IDS_AT]
+    size = _STOP_IDS_AT + 4 * (stop_ids + stop_ids % 2)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+
+
+def check_stop_ids(request_id: int, stop_token_ids: tuple[int, ...], limit: int) -> None:
+    """ValueError when a request names more stop token ids than a slot holds. To be asked before it is admitted."""
+    if len(stop_token_ids) > limit:
+        raise ValueError(
+            f"request {request_id}: {len(stop_token_ids)} stop token ids, the model's eos ids included; a slot holds "
+            f"{limit}: name fewer"
+        )
+
+
+def fill_record(record: npt.NDArray[Any], write: SlotWrite, stop_ids: int) -> None:
+    """Write what ``write`` says into one element of a record array (shape []). ValueError if it cannot be held."""
+    check_stop_ids(write.request_id, write.stop_token_ids, stop_ids)
+    sampling = write.sampling
+    if sampling.seed is None:
+        raise ValueError(f"request {write.request_id}: the seed must be drawn before the request is scheduled")
+    padding = (NO_TOKEN,) * (stop_ids - len(write.stop_token_ids))
+    record[()] = (
+        write.token_ids[-1],
+        (sampling.seed + 2**63) % 2**64 - 2**63,  # any integer is a seed; the table holds its low 64 bits
+        len(write.token_ids),
+        write.epoch,
+        FinishReason.NONE,
+        write.min_length,
+        write.max_length,
+        sampling.top_k,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        (*write.stop_token_ids, *padding),
+    )
+
+
+class SlotColumns:
+    """Named columns over records [n, words] int32: views, no copies. Every column is [n] but stop_ids_NK.
+
+    last_token i64; seed i64; length, epoch, min_length, max_length, top_k i32; finished i32, a FinishReason (0 = live);
+    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty f32; stop_ids_NK i32, -1 unused.
+    """
+
+    def __init__(self, records: Tensor, stop_ids: int) -> None:
+        longs, floats = records.view(torch.int64), records.view(torch.float32)
+        self.records = records
+        self.last_token = longs[:, 0]
+        self.seed = longs[:, 1]
+        self.length = records[:, 4]
+        self.epoch = records[:, 5]
+        self.finished = records[:, 6]
+        self.min_length = records[:, 7]
+        self.max_length = records[:, 8]
+        self.top_k = records[:, 9]
+        self.temperature = floats[:, 10]
+        self.top_p = floats[:, 11]
+        self.min_p = floats[:, 12]
+        self.repetition_penalty = floats[:, 13]
+        self.presence_penalty = floats[:, 14]
+        self.frequency_penalty = floats[:, 15]
+        self.stop_ids_NK = records[:, 16 : 16 + stop_ids]
+
+    def sampling(self) -> SamplingRows:
+        """The sampler's view of these rows: the next token's position is the length."""
+        return SamplingRows(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            position=self.length.to(torch.int64),
+            min_length=self.min_length,
+            max_length=self.max_length,
+            stop_ids=self.stop_ids_NK,
+            finished=self.finished != 0,
+        )
+
+
+class SlotTables:
+    """All tables, for slots 0..max_requests (0 is padding), allocated once.
+
+    last_token and the rest by name: ``columns``. Blocks: ``block_table_SP`` int32 [slots, max_blocks]. Tokens seen,
+    for penalties: ``seen`` (penalties.py) over this rank's ``vocab_size`` ids from ``vocab_start`` on. Up to
+    ``seen_bytes`` these are allocated at once; larger ones when the first penalised request comes, which
+    ``late_seen_tables`` counts. None allocates at once whatever the size.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        max_requests: int,
+        max_blocks: int,
+        vocab_size: int,
+        vocab_start: int = 0,
+        stop_ids: int = DEFAULT_STOP_IDS,
+        seen_bytes: int | None = None,
+    ) -> None:
+        self.slots = max_requests + 1
+        self.max_blocks = max_blocks
+        self.vocab_size = vocab_size
+        self.vocab_start = vocab_start
+        self.stop_ids = stop_ids
+        self.record_dtype = record_dtype(stop_ids)
+        self.late_seen_tables = 0
+        self._device = device
+        self.columns = SlotColumns(device.zeros(self.slots, self.record_words, dtype=torch.int32), stop_ids)
+        self.block_table_SP = device.zeros(self.slots, max_blocks, dtype=torch.int32)
+        self.seen: SeenTokens | None = None
+        if seen_bytes is None or self.slots * vocab_size * 3 <= seen_bytes:
+            self.seen = self._new_seen()
+        device.compute.submit(self._end_every_slot)
+        device.compute.synchronize()
+
+    @property
+    def record_words(self) -> int:
+        return self.record_dtype.itemsize // 4
+
+    def _new_seen(self) -> SeenTokens:
+        shape = (self.slots, self.vocab_size)
+        return SeenTokens(self._device.zeros(*shape, dtype=torch.int16), self._device.zeros(*shape, dtype=torch.bool))
+
+    def need_seen(self) -> SeenTokens:
+        """The tables of tokens seen, allocated now if they are not there yet."""
+        if self.seen is None:
+            self.seen = self._new_seen()
+            self.late_seen_tables += 1
+        return self.seen
+
+    def _end_every_slot(self) -> None:
+        """A slot is finished until a request is written into it; slot 0 for good."""
+        self.columns.finished.fill_(int(FinishReason.STOP))
+        self.columns.stop_ids_NK.fill_(NO_TOKEN)
+
+    def gather(self, rows_B: Tensor) -> SlotColumns:
+        """The records of slots ``rows_B`` (int64 [B]) in one kernel; a copy, graph-safe."""
+        return SlotColumns(self.columns.records.index_select(0, rows_B), self.stop_ids)
+
+    def gather_blocks(self, rows_B: Tensor) -> Tensor:
+        """Their block table rows, int32 [B, max_blocks]; a copy, graph-safe."""
+        return self.block_table_SP.index_select(0, rows_B)
+
+    def store(self, rows_B: Tensor, last_token_B: Tensor, length_B: Tensor, finished_B: Tensor) -> None:
+        """What a step changed, by slot; graph-safe. last_token int64, length and finished int32.
+
+        ``rows_B`` (int64) repeats no slot but 0, and padding rows carry slot 0's own values back.
+        """
+        self.columns.last_token.index_copy_(0, rows_B, last_token_B)
+        self.columns.length.index_copy_(0, rows_B, length_B)
+        self.columns.finished.index_copy_(0, rows_B, finished_B)

@@ -1,0 +1,242 @@
+"""What a plan changes, brought to the device in one copy; nothing when nothing changed.
+
+Knows: the ring the changes travel through, and when its memory may be written again.
+Does not know: what a plan's changes are (packing.py), or what reads the tables afterwards (step.py).
+
+    stage (host)     pack into a pinned ring entry            after the entry's last copy has left it   (host waits)
+    stage stream     pinned entry -> device entry, one copy   after the entry's last apply has read it  (event)
+    apply (compute)  device entry -> tables, row map, chunks  after the copy                            (event)
+
+Both waits are long over in a running chain; ``waits`` counts those of the host that were not.
+The copies have a stream of their own: behind a result's copy they would wait for the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from runtime.execute.device import Device, Event
+from runtime.execute.packing import Changes, pack
+from runtime.execute.penalties import load_tokens_, reset_slots_
+from runtime.execute.slot_state import SlotTables
+from runtime.schedule.plan import StepPlan
+
+_ALIGNMENT = 16
+_TORCH_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A prefill step's tokens and rows on the device, int64; views that stay right until the next prefill is applied.
+
+    token_ids_T, positions_T, slots_T: each new token, its position and its slot. slots_R: each row's slot;
+    emitting_R: the same where the row's chunk is the last, the padding slot elsewhere, so that sampling into
+    ``emitting_R`` masks the others; logit_rows_R: where in T each row's last token is. R is the plan's bucket; the
+    rows past its real ones are slot 0 and logit row 0. scored_2S: of each prompt token that is scored, where in T the
+    token before it is, and its id; None when there is none.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    slots_R: Tensor
+    emitting_R: Tensor
+    logit_rows_R: Tensor
+    scored_2S: Tensor | None = None
+
+
+@dataclass(slots=True)
+class StagingCounters:
+    """host_to_device_bytes and copies; waits: the host had to wait for a ring entry; growths: one was too small."""
+
+    host_to_device_bytes: int = 0
+    copies: int = 0
+    waits: int = 0
+    growths: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One ring entry: bytes on both sides, and the events after which each side may be written again."""
+
+    host: Tensor
+    device: Tensor
+    copied: Event
+    applied: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A step's changes on their way: to be given to ``Staging.apply``, once."""
+
+    bucket: int
+    changes: Changes[Tensor]
+    entry: _Entry
+
+
+class Staging:
+    """One a rank. ``stage`` then ``apply``, each step, on the thread that launches; every method returns at once."""
+
+    def __init__(
+        self, device: Device, tables: SlotTables, *, max_prefill_tokens: int, max_rows: int, entries: int = 4
+    ) -> None:
+        self.counters = StagingCounters()
+        self._device = device
+        self._tables = tables
+        self._stream = device.stream("stage")
+        self._row_maps: dict[int, Tensor] = {}
+        self._mapped: dict[int, tuple[int, ...]] = {}  # bucket -> the slots its row map holds
+        self._chunk_tokens_3T = device.zeros(3, max_prefill_tokens, dtype=torch.int64)
+        self._chunk_rows_3R = device.zeros(3, max_rows, dtype=torch.int64)
+        self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
+        expected_bytes = max_rows * (tables.record_dtype.itemsize + 256) + max_prefill_tokens * 40 + 1024
+        self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
+        self._used = 0
+        self._unapplied: int | None = None
+
+    # ---- what the steps read ----
+
+    def row_map(self, bucket: int) -> Tensor:
+        """row -> slot of that bucket's decode steps, int64 [bucket]; always the same tensor."""
+        if bucket not in self._row_maps:
+            self._row_maps[bucket] = self._device.zeros(bucket, dtype=torch.int64)
+        return self._row_maps[bucket]
+
+    def chunks(self, plan: StepPlan) -> Chunks:
+        """Where a prefill plan's chunks are once it is applied."""
+        tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, : plan.bucket])
+        scored = plan.scored_tokens
+        return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
+
+    # ---- each step ----
+
+    def stage(self, plan: StepPlan) -> Staged | None:
+        """Pack what ``plan`` changes and start its copy; None when it changes nothing. ValueError for a bad plan.
+
+        What it returns must be applied before the next plan is staged (RuntimeError): it lives in the ring.
+        """
+        if self._unapplied is not None:
+            raise RuntimeError(f"step {plan.step} is staged, but step {self._unapplied} was not applied")
+        packed = pack(plan, self._tables, self._mapped.get(plan.bucket))
+        self._check_room(plan, packed)
+        sizes = {name: _aligned(array.nbytes) for name, array in packed.parts()}
+        total = sum(sizes.values())
+        if total == 0:
+            return None
+        entry = self._next_entry(total)
+        host = entry.host.numpy()
+        changes: Changes[Tensor] = Changes()
+        offset = 0
+        for name, array in packed.parts():
+            host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+            raw = entry.device[offset : offset + array.nbytes]
+            setattr(changes, name, raw.view(_TORCH_DTYPES[array.dtype]).view(array.shape))
+            offset += sizes[name]
+        self._send(entry, total)
+        if packed.row_map_B is not None:
+            self._mapped[plan.bucket] = plan.slots
+        self._unapplied = plan.step
+        return Staged(plan.bucket, changes, entry)
+
+    def apply(self, staged: Staged) -> None:
+        """Put staged changes into force on the compute stream, before the step's work."""
+        tables, changes = self._tables, staged.changes
+        row_map = self.row_map(staged.bucket) if changes.row_map_B is not None else None
+        chunks = (self._chunk_tokens_3T, self._chunk_rows_3R, self._scored_2T)
+        self._device.compute.wait(staged.entry.copied)
+        self._device.compute.submit(lambda: apply_changes(changes, tables, row_map, *chunks))
+        self._device.compute.record(staged.entry.applied)
+        self._unapplied = None
+
+    def _check_room(self, plan: StepPlan, packed: Changes[npt.NDArray[Any]]) -> None:
+        for what, chunk_array, room, option in (
+            ("prefill tokens", packed.chunk_tokens_3T, self._chunk_tokens_3T, "--max-num-batched-tokens"),
+            ("prefill rows", packed.chunk_rows_3R, self._chunk_rows_3R, "--max-num-seqs"),
+        ):
+            if chunk_array is not None and chunk_array.shape[1] > room.shape[1]:
+                wanted = chunk_array.shape[1]
+                raise ValueError(f"step {plan.step}: {wanted} {what}, there is room for {room.shape[1]}; see {option}")
+
+    # ---- the ring ----
+
+    def _new_entry(self, size: int) -> _Entry:
+        host = self._device.pinned(size, dtype=torch.uint8)
+        entry = _Entry(host, self._device.empty(size, dtype=torch.uint8), self._device.event(), self._device.event())
+        self._device.compute.record(entry.applied)  # the memory may be a recycled one that compute still reads
+        return entry
+
+    def _next_entry(self, size: int) -> _Entry:
+        index = self._used % len(self._entries)
+        self._used += 1
+        if size > self._entries[index].host.numel():
+            self._entries[index].applied.synchronize()
+            self._entries[index] = self._new_entry(1 << (size - 1).bit_length())
+            self.counters.growths += 1
+        self._await_copied(self._entries[index])
+        return self._entries[index]
+
+    def _await_copied(self, entry: _Entry) -> None:
+        """The host may write the entry only when its last copy has read it."""
+        if not entry.copied.query():
+            self.counters.waits += 1
+            entry.copied.synchronize()
+
+    def _await_applied(self, entry: _Entry) -> None:
+        """The copy may write the device entry only when the last apply has read it."""
+        self._stream.wait(entry.applied)
+
+    def _send(self, entry: _Entry, size: int) -> None:
+        source, target = entry.host[:size], entry.device[:size]
+        self._await_applied(entry)
+        self._stream.submit(lambda: target.copy_(source, non_blocking=True))
+        self._stream.record(entry.copied)
+        self.counters.host_to_device_bytes += size
+        self.counters.copies += 1
+
+
+def apply_changes(
+    changes: Changes[Tensor],
+    tables: SlotTables,
+    row_map: Tensor | None,
+    chunk_tokens_3T: Tensor,
+    chunk_rows_3R: Tensor,
+    scored_2T: Tensor,
+) -> None:
+    """Scatter staged changes into their tables: a few kernels, none without a change, no synchronisation."""
+    if changes.slots_N is not None and changes.records_NX is not None:
+        tables.columns.records.index_copy_(0, changes.slots_N, changes.records_NX)
+    if changes.cells_M is not None and changes.blocks_M is not None:
+        tables.block_table_SP.view(-1).index_copy_(0, changes.cells_M, changes.blocks_M)
+    if changes.reset_K is not None:
+        _load_seen(changes, tables, changes.reset_K)
+    if changes.row_map_B is not None and row_map is not None:
+        row_map.copy_(changes.row_map_B)
+    if changes.chunk_tokens_3T is not None:
+        chunk_tokens_3T[:, : changes.chunk_tokens_3T.shape[1]].copy_(changes.chunk_tokens_3T)
+    if changes.chunk_rows_3R is not None:
+        chunk_rows_3R[:, : changes.chunk_rows_3R.shape[1]].copy_(changes.chunk_rows_3R)
+    if changes.scored_2S is not None:
+        scored_2T[:, : changes.scored_2S.shape[1]].copy_(changes.scored_2S)
+
+
+def _load_seen(changes: Changes[Tensor], tables: SlotTables, reset_K: Tensor) -> None:
+    seen = tables.need_seen()
+    reset_slots_(seen, reset_K)
+    slots_T, tokens_T, prompt_T = changes.known_slots_T, changes.known_tokens_T, changes.known_prompt_T
+    if slots_T is not None and tokens_T is not None and prompt_T is not None:
+        load_tokens_(seen, slots_T, tokens_T, prompt_T, torch.ones_like(prompt_T), tables.vocab_start)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

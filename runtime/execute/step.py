@@ -1,0 +1,133 @@
+"""What one step does on the device, from slot tables to result ring: the work a graph captures.
+
+Knows: the order gather -> forward -> logits -> draw -> stop check -> write back by slot -> append to the ring.
+Does not know: plans, streams, capture (step_graph.py), or how the tables got their contents (staging.py).
+Everything here is graph-safe: fixed shapes, device tensors in and out, nothing read by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.inputs import DecodeAttention, PrefillAttention, StepInputs
+from models.layers.decoder import Decoder
+from runtime.execute.landing import ResultRing
+from runtime.execute.logprobs import TokenLogprobs, token_logprobs
+from runtime.execute.penalties import SeenTokens, count_tokens_
+from runtime.execute.prompt_scores import StepScores
+from runtime.execute.sampler import Draw, Verdict, local_best, merge_and_check, sample_and_check
+from runtime.execute.sampling_rows import SamplingFeatures, SamplingRows
+from runtime.execute.slot_state import SlotColumns, SlotTables
+from runtime.execute.staging import Chunks
+
+
+class StepWork:
+    """The device side of steps over one model, one set of slot tables, one KV pool and one result ring."""
+
+    def __init__(
+        self, model: Decoder, kv_layers: Sequence[Tensor], tables: SlotTables, ring: ResultRing, block_size: int
+    ) -> None:
+        self._model = model
+        self._kv_layers = kv_layers
+        self._tables = tables
+        self._ring = ring
+        self._block_size = block_size
+
+    def decode(self, rows_B: Tensor, features: SamplingFeatures, exchange_rows: int = 0) -> None:
+        """One token for every row of ``rows_B`` (int64 [B], row -> slot); ghost and padding rows are masked.
+
+        ``exchange_rows``: see StepPlan.
+        """
+        columns = self._tables.gather(rows_B)
+        page_table_BP = self._tables.gather_blocks(rows_B)
+        live_B = columns.finished == 0
+        position_B = torch.where(live_B, columns.length - 1, 0).to(torch.int64)
+        attention = DecodeAttention(
+            page_table_BP=page_table_BP,
+            kv_lengths_B=torch.where(live_B, columns.length, 1),
+            query_len=1,
+            max_kv_length=page_table_BP.shape[1] * self._block_size,
+        )
+        inputs = StepInputs(
+            token_ids_T=columns.last_token,
+            positions_T=position_B,
+            kv_slots_T=self._kv_slots(page_table_BP, position_B[:, None], live_B[:, None])[:, 0],
+            attention=attention,
+            exchange_rows=exchange_rows or None,
+        )
+        hidden_BN = self._model.forward(inputs, self._kv_layers)
+        self._finish(hidden_BN, rows_B, columns, live_B, features)
+
+    def prefill(
+        self,
+        chunks: Chunks,
+        query_lengths: tuple[int, ...],
+        kv_lengths: tuple[int, ...],
+        features: SamplingFeatures,
+        scores: StepScores | None = None,
+        exchange_rows: int = 0,
+    ) -> None:
+        """Chunks of prompts, packed; rows whose chunk is the last draw their first token, the others produce nothing.
+
+        ``query_lengths`` and ``kv_lengths`` (tokens of KV after the chunk) are the host's: prompts are known there.
+        ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none.
+        """
+        positions_T, size = chunks.positions_T, self._block_size
+        pages_T = self._tables.block_table_SP[chunks.slots_T, positions_T // size].to(torch.int64)
+        inputs = StepInputs(
+            token_ids_T=chunks.token_ids_T,
+            positions_T=positions_T,
+            kv_slots_T=pages_T * size + positions_T % size,
+            attention=PrefillAttention(self._tables.gather_blocks(chunks.slots_R), query_lengths, kv_lengths),
+            logit_rows_R=chunks.logit_rows_R,
+            exchange_rows=exchange_rows or None,
+        )
+        hidden_TN = self._model.forward(inputs, self._kv_layers)
+        if scores is not None and chunks.scored_2S is not None:
+            scores.fill(hidden_TN, chunks.scored_2S, lambda h_RN: self._model.gather_logits(self._model.logits(h_RN)))
+        columns = self._tables.gather(chunks.emitting_R)
+        hidden_RN = hidden_TN.index_select(0, chunks.logit_rows_R)
+        self._finish(hidden_RN, chunks.emitting_R, columns, columns.finished == 0, features)
+
+    def _kv_slots(self, page_table_BP: Tensor, positions_BQ: Tensor, live_B1: Tensor) -> Tensor:
+        """Where each token's KV goes; rows that are not live write into the trash block 0."""
+        page_BQ = page_table_BP.gather(1, positions_BQ // self._block_size).to(torch.int64)
+        return torch.where(live_B1, page_BQ, 0) * self._block_size + positions_BQ % self._block_size
+
+    def _finish(
+        self, hidden_BN: Tensor, rows_B: Tensor, columns: SlotColumns, live_B: Tensor, features: SamplingFeatures
+    ) -> None:
+        """Draw, check for the end, write back by slot, report."""
+        draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), rows_B, columns.sampling(), features)
+        gained_B = verdict.count_B > 0
+        if features.penalties:
+            count_tokens_(self._seen(), rows_B, draw.token_B, gained_B)
+        self._tables.store(
+            rows_B,
+            torch.where(gained_B, draw.token_B, columns.last_token),
+            columns.length + verdict.count_B,
+            torch.where(live_B, verdict.finish_B, columns.finished),
+        )
+        self._ring.append(draw.token_B[:, None], verdict.count_B, verdict.finish_B, logprobs)
+
+    def _draw(
+        self, local_BV: Tensor, rows_B: Tensor, sampling: SamplingRows, features: SamplingFeatures
+    ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
+        seen = self._seen().select(rows_B) if features.penalties else None
+        collectives = self._model.collectives
+        if features.vocabulary_parallel and collectives.size > 1:  # exchange one candidate a row, not all logits
+            shard = self._model.vocab_shard
+            if seen is not None:
+                seen = SeenTokens(seen.counts[:, shard.start : shard.end], seen.prompt[:, shard.start : shard.end])
+            best_B = local_best(local_BV, shard.start, sampling, features, seen, self._model.config.vocab_size)
+            return *merge_and_check(collectives.all_gather(best_B[:, None]), rows=sampling), None
+        logits_BV = self._model.gather_logits(local_BV)
+        draw, verdict = sample_and_check(logits_BV, sampling, features, seen)
+        logprobs = token_logprobs(logits_BV, draw.token_B, features.top_logprobs) if features.logprobs else None
+        return draw, verdict, logprobs
+
+    def _seen(self) -> SeenTokens:
+        return self._tables.need_seen()

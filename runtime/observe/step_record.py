@@ -1,0 +1,127 @@
+"""What is known of one step, and a bounded store of many of them.
+
+Knows: the fields of a record, their units, how to keep 200,000 of them without work for the garbage collector.
+Does not know: who measures (observer.py), or what is drawn from it (trace.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isnan, nan
+
+VOID = "void"
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step, filled from the beginning of its turn to the end of its landing.
+
+    ``role`` is prefill, decode or void (a turn in which nothing could run); ``bucket`` rows were launched, ``rows`` of
+    them real, of which ``ghosts`` turned out to belong to ended requests. ``break_reason`` is None when the step was
+    chained, else one of ScheduleCounters' reasons.
+
+    ``*_at_ns`` are times of time.perf_counter_ns. Its turn: agree, plan, launch follow each other from ``began_at_ns``
+    on; its landing, D turns later: wait (for the device) and land (bookkeeping) from ``land_at_ns`` on; durations in
+    ns. ``device_*_ms`` are by the device's own clock and None where nobody asked; ``seen_at_ns`` is when the landing
+    worker had them.
+    """
+
+    step: int
+    began_at_ns: int
+    role: str = VOID
+    bucket: int = 0
+    rows: int = 0
+    ghosts: int = 0
+    break_reason: str | None = None
+    agree_ns: int = 0
+    plan_ns: int = 0
+    launch_ns: int = 0
+    land_at_ns: int = 0
+    wait_ns: int = 0
+    land_ns: int = 0
+    seen_at_ns: int = 0
+    device_started_ms: float | None = None
+    device_ended_ms: float | None = None
+
+    @property
+    def chained(self) -> bool:
+        """Whether the step was launched while another was in flight."""
+        return self.break_reason is None and self.role != VOID
+
+
+_LAYOUT = struct.Struct("<5i9q2d")
+
+
+class StepLog:
+    """The latest ``capacity`` records, packed into one buffer: as objects, each full garbage collection would visit
+    them all, in the middle of a step that is being measured.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.added = 0
+        self._packed = bytearray(capacity * _LAYOUT.size)
+        self._words: dict[str | None, int] = {}
+
+    def __len__(self) -> int:
+        return min(self.added, self.capacity)
+
+    @property
+    def dropped(self) -> int:
+        return self.added - len(self)
+
+    def add(self, record: StepRecord) -> None:
+        """Copies ``record``; the oldest is dropped when there is no room."""
+        _LAYOUT.pack_into(
+            self._packed,
+            self.added % self.capacity * _LAYOUT.size,
+            self._number(record.role),
+            self._number(record.break_reason),
+            record.bucket,
+            record.rows,
+            record.ghosts,
+            record.step,
+            record.began_at_ns,
+            record.agree_ns,
+            record.plan_ns,
+            record.launch_ns,
+            record.land_at_ns,
+            record.wait_ns,
+            record.land_ns,
+            record.seen_at_ns,
+            nan if record.device_started_ms is None else record.device_started_ms,
+            nan if record.device_ended_ms is None else record.device_ended_ms,
+        )
+        self.added += 1
+
+    def records(self) -> Iterator[StepRecord]:
+        """Copies, oldest first."""
+        words = list(self._words)
+        for i in range(self.dropped, self.added):
+            role, why, bucket, rows, ghosts, step, *times, started, ended = _LAYOUT.unpack_from(
+                self._packed, i % self.capacity * _LAYOUT.size
+            )
+            began, agree, plan, launch, land_at, wait, land, seen = times
+            yield StepRecord(
+                step=step,
+                began_at_ns=began,
+                role=words[role] or VOID,
+                bucket=bucket,
+                rows=rows,
+                ghosts=ghosts,
+                break_reason=words[why],
+                agree_ns=agree,
+                plan_ns=plan,
+                launch_ns=launch,
+                land_at_ns=land_at,
+                wait_ns=wait,
+                land_ns=land,
+                seen_at_ns=seen,
+                device_started_ms=None if isnan(started) else started,
+                device_ended_ms=None if isnan(ended) else ended,
+            )
+
+    def _number(self, word: str | None) -> int:
+        return self._words.setdefault(word, len(self._words))

@@ -1,0 +1,168 @@
+"""The block pool: physical KV blocks, who refers to them, and which settled contents can be found again.
+
+Knows: reference counts, fences, and a prefix index keyed by exact contents.
+Does not know: requests, slots, or tensors. Block 0 is the trash block and never leaves this file's hands.
+
+    taken ----------> owned (refs >= 1) --retire_after(step)--> fenced --step lands--> free
+      ^                 |  settle(): findable by contents                               |
+      |                 v                                                               |
+      +---- cached (refs 0, still findable; reused oldest first) <----------------------+
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from runtime.schedule.fence import Fence
+from runtime.schedule.slots import AccountingError
+
+ROOT = 0  # the prefix id of "nothing before"
+
+
+class BlockPool:
+    """Blocks 1..count of ``block_size`` tokens.
+
+    A settled block is found by (prefix id of the blocks before it, its exact token ids): contents are compared, not
+    hashed down, so two prompts can never collide. Prefix ids are given in order of settling and never reused.
+    """
+
+    def __init__(self, count: int, block_size: int) -> None:
+        self.count = count
+        self.block_size = block_size
+        self.refs = [0] * (count + 1)
+        self._fenced_refs = [0] * (count + 1)
+        self.soon_free = 0  # blocks whose every reference waits behind a fence
+        self._free = list(range(count, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._fence: Fence[int] = Fence()
+        self._index: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * (count + 1)
+        self._prefix_id = [ROOT] * (count + 1)
+        self._next_prefix_id = ROOT + 1
+        self.drops = 0  # references dropped so far: while it stands still, no request that did not fit fits now
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that can be taken now, the cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    def take(self, wanted: int) -> list[int]:
+        """``wanted`` fresh blocks with one reference each. The caller has checked ``free_count``."""
+        taken = []
+        for _ in range(wanted):
+            block = self._free.pop() if self._free else self._forget_oldest()
+            self.refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def _forget_oldest(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self.forget([block])
+        return block
+
+    # ---- prefix index ----
+
+    def lookup(self, token_ids: Sequence[int], most: int) -> list[int]:
+        """The longest chain of settled blocks, at most ``most``, whose contents are a prefix of ``token_ids``."""
+        size, parent, found = self.block_size, ROOT, []
+        for start in range(0, most * size, size):
+            block = self._index.get((parent, tuple(token_ids[start : start + size])))
+            if block is None:
+                break
+            found.append(block)
+            parent = self._prefix_id[block]
+        return found
+
+    def idle_among(self, blocks: Sequence[int]) -> int:
+        """How many of these count as free now and would stop doing so when shared."""
+        return sum(1 for block in blocks if self.refs[block] == 0)
+
+    def share(self, blocks: Sequence[int]) -> int:
+        """One more reference to each; returns the prefix id of the last."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                del self._cached[block]
+            elif self.refs[block] == self._fenced_refs[block]:
+                self.soon_free -= 1
+            self.refs[block] += 1
+        return self._prefix_id[blocks[-1]] if blocks else ROOT
+
+    def settle(self, block: int, parent: int, token_ids: tuple[int, ...]) -> int:
+        """Make a full, landed block findable; returns the prefix id that its successor continues from.
+
+        Where equal contents are findable already, that block stays the one to find and this one stays private.
+        """
+        key = (parent, token_ids)
+        known = self._index.get(key)
+        if known is not None:
+            return self._prefix_id[known]
+        self._index[key] = block
+        self._key[block] = key
+        self._prefix_id[block] = self._next_prefix_id
+        self._next_prefix_id += 1
+        return self._prefix_id[block]
+
+    def findable(self, block: int) -> bool:
+        """Whether a lookup of its contents leads to it."""
+        return self._key[block] is not None
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """From now on these are not found; what was settled behind them is out of reach with them."""
+        for block in blocks:
+            key = self._key[block]
+            if key is not None:
+                del self._index[key]
+                self._key[block] = None
+
+    # ---- giving back ----
+
+    def retire_after(self, step: int, blocks: Sequence[int]) -> None:
+        """Drop one reference to each when ``step`` lands. Tails go first, so that they are forgotten first."""
+        for block in reversed(blocks):
+            self._fenced_refs[block] += 1
+            if self._fenced_refs[block] == self.refs[block]:
+                self.soon_free += 1
+            self._fence.hold(step, block)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each now: no step in flight can touch them."""
+        for block in reversed(blocks):
+            self._drop(block)
+
+    def landed(self, step: int) -> None:
+        for block in self._fence.landed(step):
+            if self._fenced_refs[block] == self.refs[block]:
+                self.soon_free -= 1
+            self._fenced_refs[block] -= 1
+            self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        self.refs[block] -= 1
+        self.drops += 1
+        if self.refs[block] == 0:
+            if self._key[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+        elif self.refs[block] == self._fenced_refs[block]:
+            self.soon_free += 1
+
+    def check(self, owned: Sequence[int]) -> None:
+        """Raise unless references equal owners plus fences, and each block is one of free, cached, referred."""
+        expected = [0] * (self.count + 1)
+        for block in owned:
+            expected[block] += 1
+        for block in self._fence.held():
+            expected[block] += 1
+        if expected != self.refs:
+            wrong = [b for b in range(self.count + 1) if expected[b] != self.refs[b]]
+            counted = [(b, expected[b], self.refs[b]) for b in wrong]
+            raise AccountingError(f"(block, owners + fences, references) differ: {counted}")
+        pooled = sorted(self._free) + sorted(self._cached)
+        idle = [b for b in range(1, self.count + 1) if self.refs[b] == 0]
+        if sorted(pooled) != idle:
+            raise AccountingError(f"unreferenced blocks {idle} and pooled blocks {sorted(pooled)} differ")
+        soon = sum(1 for b in range(1, self.count + 1) if self.refs[b] and self._fenced_refs[b] == self.refs[b])
+        if soon != self.soon_free:
+            raise AccountingError(f"soon_free is {self.soon_free}, counted {soon}")

@@ -1,0 +1,150 @@
+"""The chain: a request's states, the steps in flight, and what tells a live row from a ghost.
+
+Knows: the transition table below, and the order of launched steps. Does not know: how rows are chosen (scheduler.py).
+
+Rules. Everything that decides when something may be reused lives here or in fence.py:
+ 1. Steps land in the order they were launched, each exactly once, and plan(N) runs when exactly the steps up to
+    N-1-D have landed. A step in which nothing could run is void: it has a number and lands like any other.
+ 2. A sequence that ends leaves the plan at once and its slot's epoch moves on. Rows of it that are still in flight are
+    ghosts: their results are dropped.
+ 3. Slot and blocks are fenced by the last launched step that may touch them. An evicted sequence waits for that step
+    before it queues again: its rows in flight stay live and their tokens are kept, not recomputed.
+ 4. An illegal (state, trigger) raises IllegalTransition, which names both, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.schedule.plan import StepPlan
+    from runtime.schedule.sequence import SequenceState
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the queue; holds nothing
+    PREFILL = "prefill"  # holds a slot and blocks; part of its prompt is still to be planned
+    DECODE = "decode"  # a row of every decode step
+    STALLED = "stalled"  # would be a row, but no block (or no row) is free; holds what it has
+    DRAINING = "draining"  # every token it may have is planned; waits for them to land
+    PAUSED = "paused"  # somebody asked; holds what it has
+    EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
+    ENDED = "ended"  # finished, cancelled or rejected
+
+
+class Trigger(Enum):
+    ADMIT = "admit"
+    PROMPT_PLANNED = "prompt planned"
+    OUT_OF_BLOCKS = "out of blocks"
+    GOT_ROOM = "got room"
+    ALL_PLANNED = "all planned"
+    PAUSE = "pause"
+    RESUME_WAITING = "resume, holding nothing"
+    RESUME = "resume"
+    EVICT = "evict"
+    FENCE_LANDED = "fence landed"
+    END = "end"
+
+
+TRANSITIONS: dict[State, dict[Trigger, State]] = {
+    State.WAITING: {
+        Trigger.ADMIT: State.PREFILL,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.END: State.ENDED,
+    },
+    State.PREFILL: {  # a pause waits until the prompt is planned
+        Trigger.PROMPT_PLANNED: State.DECODE,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.DECODE: {
+        Trigger.OUT_OF_BLOCKS: State.STALLED,
+        Trigger.ALL_PLANNED: State.DRAINING,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.STALLED: {
+        Trigger.GOT_ROOM: State.DECODE,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.DRAINING: {Trigger.END: State.ENDED},
+    State.PAUSED: {
+        Trigger.RESUME_WAITING: State.WAITING,
+        Trigger.RESUME: State.STALLED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.EVICTING: {Trigger.FENCE_LANDED: State.WAITING, Trigger.END: State.ENDED},
+    State.ENDED: {},
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A trigger that the table does not have for this state; the sequence is unchanged."""
+
+
+def advance(sequence: SequenceState, trigger: Trigger) -> None:
+    """Move ``sequence`` along the table. Raises IllegalTransition."""
+    following = TRANSITIONS[sequence.state].get(trigger)
+    if following is None:
+        raise IllegalTransition(
+            f"request {sequence.request.request_id}: {trigger.value!r} is not possible while {sequence.state.value}"
+        )
+    sequence.state = following
+
+
+class Flight:
+    """A launched step: its plan (None: void) and the sequences of its rows as they were then."""
+
+    __slots__ = ("plan", "rows", "slot_version", "step")
+
+    def __init__(self, step: int, plan: StepPlan | None, rows: tuple[SequenceState, ...], slot_version: int) -> None:
+        self.step = step
+        self.plan = plan
+        self.rows = rows
+        self.slot_version = slot_version
+
+
+class Chain:
+    """The steps in flight, oldest first, never more than depth + 1."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._flights: deque[Flight] = deque()
+        self.real = 0  # flights that are not void
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, flight: Flight) -> None:
+        """Raises ChainError where a plan was made with more, or fewer, steps landed than those up to N-1-D (law 1)."""
+        expected = min(self.depth, flight.step)
+        if len(self._flights) != expected:
+            raise ChainError(
+                f"step {flight.step} was planned with {len(self._flights)} steps in flight; at chain depth "
+                f"{self.depth} it is planned with {expected}: land a step once D newer ones are launched, and then"
+            )
+        self._flights.append(flight)
+        self.real += flight.plan is not None
+
+    def land(self, step: int) -> Flight:
+        """Take the oldest flight off. Raises ChainError where ``step`` is not it."""
+        if not self._flights or self._flights[0].step != step:
+            due = self._flights[0].step if self._flights else "nothing"
+            raise ChainError(f"step {step} cannot land: next to land is {due}")
+        flight = self._flights.popleft()
+        self.real -= flight.plan is not None
+        return flight
+
+    def landed_after(self, step: int) -> bool:
+        """Whether ``step`` has landed already."""
+        return not self._flights or self._flights[0].step > step
+
+
+class ChainError(RuntimeError):
+    """The engine broke the order plan, launch, land."""

@@ -1,0 +1,29 @@
+"""A fence: things that return to a pool only when the last step that could touch them has landed (law 5).
+
+Knows: step numbers. Does not know: what it holds back, or why.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Fence(Generic[T]):
+    """Holds items by the step after whose landing they are free. Released in the order they were held."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, list[T]] = {}
+
+    def hold(self, step: int, item: T) -> None:
+        """Keep ``item`` until ``step`` has landed."""
+        self._by_step.setdefault(step, []).append(item)
+
+    def landed(self, step: int) -> list[T]:
+        """The items that were waiting for exactly this step (steps land in order, one by one)."""
+        return self._by_step.pop(step, [])
+
+    def held(self) -> list[T]:
+        """Everything still held, for accounting."""
+        return [item for items in self._by_step.values() for item in items]

@@ -1,0 +1,187 @@
+"""The messages across the seam between scheduling and execution: StepPlan out, StepResult in.
+
+Knows: ints, tuples, and the events that agreed control records carry.
+Does not know: how a plan is made (scheduler.py) or run (runtime/execute); no tensor appears here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+
+# ---- events: everything that may change a plan from outside, agreed by all ranks with the step it takes effect in ----
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A new request joins the waiting queue."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request now, whatever it is doing. Unknown or ended ids are ignored (the finish may be in flight).
+
+    ``reason`` is CANCELLED, or STOP when the host found a stop string.
+    """
+
+    request_id: int
+    reason: FinishReason = FinishReason.CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Stop scheduling a request; it keeps its slot and blocks until memory is short. Idempotent."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Undo Pause. Idempotent."""
+
+    request_id: int
+
+
+Event = Admit | Cancel | Pause | Resume
+
+# ---- the plan of one step ----
+
+
+class StepKind(IntEnum):
+    PREFILL = 0
+    DECODE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """Initialise a slot's device row for a request that was just given it.
+
+    ``length`` tokens of KV are already there (prefix-cache hit). ``max_length`` and ``min_length`` are absolute:
+    the number of tokens (prompt + generated) at which the request ends by length, and under which no stop id counts.
+    ``token_ids`` are the tokens known so far (prompt, plus generated ones when it was evicted and is recomputed) and
+    ``prompt_length`` says how many of them are prompt: penalties count the two differently.
+    """
+
+    slot: int
+    epoch: int
+    request_id: int
+    length: int
+    prompt_length: int
+    min_length: int
+    max_length: int
+    token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Prompt tokens whose log-probabilities somebody asked for: those at positions [start, start + len(token_ids)).
+
+    Each follows a token of the chunk that carries this, so the last of them may be the next chunk's first. ``top``: so
+    many likely tokens are wanted beside each.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One row of a prefill step: tokens [start, start + len(token_ids)) of the slot's sequence.
+
+    The row whose chunk is ``last`` samples the first new token into the slot; the others produce nothing. ``scored``
+    is reported with this step, and never again when the request is recomputed.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    last: bool
+    scored: Scored | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, the same on every rank.
+
+    ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
+    not change, so that staging can tell by identity. ``bucket`` rows are launched; rows past len(slots) are slot 0.
+    ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
+    ``slot_writes`` take effect before the step's rows are gathered.
+    ``width``: tokens a row may gain (W). ``chunks`` is empty for decode steps and aligned with ``slots`` for prefill.
+    ``exchange_rows``: rows of this step's exchanges with other groups, as agreed with them (runtime/data_parallel.py);
+    0 where there is one group.
+    """
+
+    step: int
+    kind: StepKind
+    bucket: int
+    slots: tuple[int, ...]
+    epochs: tuple[int, ...]
+    width: int
+    slot_writes: tuple[SlotWrite, ...] = ()
+    block_writes: tuple[tuple[int, int, int], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    exchange_rows: int = 0
+
+    @property
+    def scored_tokens(self) -> int:
+        """How many prompt tokens its chunks score."""
+        return sum(len(chunk.scored.token_ids) for chunk in self.chunks if chunk.scored is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device reports of one step, aligned with the plan's rows (padding rows not included).
+
+    ``tokens`` is row-major with ``width`` columns; of row i the first ``counts[i]`` are meant. A row masked on the
+    device (ghost) or without output (a prefill chunk that is not the last) has count 0. ``finish[i]`` is a
+    FinishReason value. ``logprobs`` and ``prompt_logprobs`` are opaque to the scheduler: they travel to the outputs
+    with their row index. ``prompt_logprobs`` has an entry a row where any row's chunk is ``scored``, else it is None.
+    """
+
+    step: int
+    tokens: Sequence[int]
+    counts: Sequence[int]
+    finish: Sequence[int]
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+
+
+# ---- outputs ----
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended: all its generated token ids, in order, and why."""
+
+    request_id: int
+    reason: FinishReason
+    token_ids: tuple[int, ...]
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one landed step (or one submitted event) means to callers: columns, one entry a row.
+
+    ``request_ids[i]`` gained ``counts[i]`` tokens, ``tokens[i*width : i*width+counts[i]]``. An id of -1 marks a ghost
+    row: whatever its count says, nobody gained anything. ``finished`` holds the requests that ended, each exactly once.
+    """
+
+    step: int
+    request_ids: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    width: int = 1
+    finished: tuple[Finished, ...] = ()
+    logprobs: Any = None
+    prompt_logprobs: Any = None

@@ -1,0 +1,81 @@
+"""What a request is: its prompt, its sampling parameters and how far it has come.
+
+Knows: token ids, counts, the two token counts every decision rests on.
+Does not know: blocks, slots, steps in flight (chain.py, blocks.py), text, tensors, time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. The device reports NONE, STOP, LENGTH or ERROR; the host adds the others.
+
+    The integers are part of the device's result ring and of the control records: never renumber them.
+    """
+
+    NONE = 0
+    STOP = 1  # eos, a stop token id, or (host) a stop string
+    LENGTH = 2  # max_tokens, or the model's context
+    ERROR = 3  # logits were not finite; this request alone ends
+    CANCELLED = 4  # somebody asked
+    REJECTED = 5  # never admitted: could not fit, or the queue was full
+
+    @property
+    def label(self) -> str:
+        """The OpenAI wire name: ``stop``, ``length``, or the lower-case name."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn. Field names and meanings are those of the OpenAI and vLLM APIs.
+
+    ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1.0`` and ``min_p == 0.0`` switch that filter off.
+    Filters apply in the order temperature, top-k, top-p, min-p. ``seed`` None is replaced by a drawn, reported seed
+    before the request reaches a scheduler. ``logprobs`` n asks for the chosen token and the n most likely ones.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether token counts by slot are needed to shape the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to complete, as every rank receives it.
+
+    ``request_id`` is a dense integer from the leader; the caller's own id stays in the front end. ``stop_token_ids``
+    holds everything that ends it on the device: the model's eos ids (unless ignored) and the request's own.
+    Smaller ``priority`` runs earlier; equal priorities run first come, first served.
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0

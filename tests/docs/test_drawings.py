@@ -1,0 +1,53 @@
+"""The drawn parts of the documents are what their scripts draw now, and the text around them misses nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+
+from docs.draw_scheduling import DOCUMENT, redrawn
+from docs.draw_timeline import PICTURE, picture, play
+from runtime.schedule.chain import State
+from runtime.schedule.counters import ScheduleCounters
+
+
+def test_the_scheduling_drawings_are_current() -> None:
+    text = DOCUMENT.read_text()
+    assert redrawn(text) == text, "run: make diagram"
+
+
+def test_an_old_drawing_is_noticed() -> None:
+    text = DOCUMENT.read_text()
+    old = text.replace("waiting --> prefill : admit", "waiting --> decode : admit")
+    assert old != text
+    assert redrawn(old) == text
+
+
+def test_a_document_without_its_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="exactly one pair of <!-- drawn: states -->"):
+        redrawn("no markers")
+
+
+def test_every_state_and_counter_is_explained() -> None:
+    text = DOCUMENT.read_text()
+    for state in State:
+        assert f"\n| {state.value} |" in text
+    told = set(re.findall(r"`(\w+)`", text))
+    counted = {field.name for field in fields(ScheduleCounters) if field.type == "int"}
+    assert counted - told == {"admissions"}, "the one that explains itself"
+
+
+def test_the_picture_of_the_timeline_is_current() -> None:
+    assert picture() == PICTURE.read_text(), "run: make diagram"
+
+
+def test_the_picture_shows_what_its_titles_say() -> None:
+    """Serial: a gap before every step. Chained: none, though a request stops and another joins; hence more steps."""
+    serial, chained = ([box for box in play(depth) if box.what in ("prefill", "decode")] for depth in (0, 2))
+    assert all(after.start > before.end for before, after in pairwise(serial))
+    assert all(after.start == before.end for before, after in pairwise(chained))
+    assert len(chained) > len(serial)
+    assert sum(ghost for box in chained for _, ghost in box.rows) == 2

@@ -1,0 +1,114 @@
+"""Tensor-parallel ranks in one process: an engine a thread, collectives and control plane made of barriers.
+
+Sums are taken in rank order over float64 (exact_kernels.py), so several ranks can be compared bit for bit with one:
+what is left of the order of a sum is gone by the time logits are rounded to float32.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.control.plane import SingleRankControl
+from runtime.engine import Engine
+from runtime.execute.device_twin import TwinDevice
+from tests.engine.lives import check_all_is_back
+from tests.engine.rig import rig
+
+PATIENCE_S = 120.0  # a machine may be busy with other things
+
+
+class Meeting:
+    """Where all ranks put something down, and each picks up everybody's. Broken for good where one stays away."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.barrier = threading.Barrier(ranks, timeout=PATIENCE_S)
+        self._left: list[Any] = [None] * ranks
+
+    def everyones(self, rank: int, mine: Any) -> list[Any]:
+        self._left[rank] = mine
+        self.barrier.wait()
+        found = list(self._left)
+        self.barrier.wait()
+        return found
+
+
+class MetCollectives:
+    """Collectives between threads."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.ranks
+        self._meeting = meeting
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._meeting.everyones(self.rank, x.clone())).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._meeting.everyones(self.rank, x.clone()), -1)
+
+
+class MetControl(SingleRankControl):
+    """The leader's events and end for everybody; before every step all ranks have decided alike."""
+
+    def __init__(self, meeting: Meeting, rank: int, horizon: int) -> None:
+        super().__init__(horizon)
+        self.rank, self.world = rank, meeting.ranks
+        self._meeting = meeting
+
+    def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
+        everyones = self._meeting.everyones(self.rank, (step, digest, payload, self._stop))
+        assert len({mine[:2] for mine in everyones}) == 1, f"step {step}: the ranks decided differently"
+        _, _, payload, self._stop = everyones[0]
+        return super().exchange(step, digest, payload)
+
+
+@contextmanager
+def tensor_rig(
+    ranks: int,
+    *,
+    horizon: int = 0,
+    jitter_s: float = 0.0,
+    prepare: Callable[[Engine], None] | None = None,
+    **limits: Any,
+) -> Iterator[Engine]:
+    """Rank 0's engine of ``ranks``; the others follow, each in a thread, and end with everything given back.
+
+    ``limits`` are the rig's, the same for all; ``prepare`` is called with every engine before its first turn.
+    """
+    devices, hosts = Meeting(ranks), Meeting(ranks)
+
+    @contextmanager
+    def one(rank: int) -> Iterator[Engine]:
+        mine: dict[str, Any] = {"device": TwinDevice(jitter_s=jitter_s, seed=rank)}
+        if ranks > 1:
+            mine["collectives"] = MetCollectives(devices, rank)
+        try:
+            with rig(horizon=horizon, **(limits | mine)) as engine:
+                if ranks > 1:
+                    engine.control = MetControl(hosts, rank, horizon)
+                if prepare is not None:
+                    prepare(engine)
+                yield engine
+        except BaseException:
+            devices.barrier.abort()  # nobody shall wait for this rank
+            hosts.barrier.abort()
+            raise
+
+    def follow(rank: int) -> None:
+        with one(rank) as engine:
+            engine.follow()
+            check_all_is_back(engine)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        others = [threads.submit(follow, rank) for rank in range(1, ranks)]
+        with one(0) as engine:
+            yield engine
+        for other in others:
+            other.result()

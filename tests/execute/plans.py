@@ -1,0 +1,65 @@
+"""Step plans for tests of the device side, with everything a test does not care about filled in.
+
+Knows: StepPlan. Does not know: the scheduler; these plans need not make sense as a sequence.
+"""
+
+from __future__ import annotations
+
+from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
+from runtime.schedule.request import SamplingParams
+
+
+def decode_plan(
+    step: int,
+    slots: tuple[int, ...],
+    *,
+    bucket: int | None = None,
+    width: int = 1,
+    slot_writes: tuple[SlotWrite, ...] = (),
+    block_writes: tuple[tuple[int, int, int], ...] = (),
+) -> StepPlan:
+    return StepPlan(
+        step=step,
+        kind=StepKind.DECODE,
+        bucket=len(slots) if bucket is None else bucket,
+        slots=slots,
+        epochs=(1,) * len(slots),
+        width=width,
+        slot_writes=slot_writes,
+        block_writes=block_writes,
+    )
+
+
+def prefill_plan(step: int, chunks: tuple[Chunk, ...], *, bucket: int | None = None) -> StepPlan:
+    return StepPlan(
+        step=step,
+        kind=StepKind.PREFILL,
+        bucket=len(chunks) if bucket is None else bucket,
+        slots=tuple(chunk.slot for chunk in chunks),
+        epochs=(1,) * len(chunks),
+        width=1,
+        chunks=chunks,
+    )
+
+
+def slot_write(
+    slot: int,
+    token_ids: tuple[int, ...] = (1, 2, 3),
+    *,
+    epoch: int = 1,
+    prompt_length: int | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    sampling: SamplingParams | None = None,
+) -> SlotWrite:
+    return SlotWrite(
+        slot=slot,
+        epoch=epoch,
+        request_id=100 + slot,
+        length=0,
+        prompt_length=len(token_ids) if prompt_length is None else prompt_length,
+        min_length=len(token_ids),
+        max_length=len(token_ids) + 16,
+        token_ids=token_ids,
+        stop_token_ids=stop_token_ids,
+        sampling=sampling if sampling is not None else SamplingParams(temperature=0.0, seed=0),
+    )

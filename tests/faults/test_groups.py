@@ -1,0 +1,47 @@
+"""Faults where groups share experts: a rank of another group than rank 0's is named as any other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.rig import TINY
+from tests.engine.test_experts import EXPERTS
+from tests.faults.cases import Case, Fault, Phase
+from tests.faults.job import Job, write_files
+from tests.faults.zygote import Zygote
+
+
+class GroupsJob(Job):
+    """Two groups of two ranks over a sparse model."""
+
+    def program(self) -> list[str]:
+        (self.folder / "model" / "config.json").write_text(json.dumps(TINY | EXPERTS))
+        return [*super().program(), "--data-parallel-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote({**os.environ, "OMP_NUM_THREADS": "1"})
+    yield made
+    made.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "case",
+    [Case(Fault.KILL, Phase.DECODE, 3), pytest.param(Case(Fault.STALL, Phase.DECODE, 2), marks=pytest.mark.long)],
+    ids=str,
+)
+def test_a_rank_of_another_group_is_named(case: Case, tmp_path: Path, zygote: Zygote) -> None:
+    write_files(tmp_path)
+    with GroupsJob(tmp_path, str(case)) as job:
+        outcome = job.outcome(job.torchrun(zygote))
+    assert outcome.code not in (0, None), outcome.said[-3000:]
+    assert outcome.culprit == case.rank, outcome.said[-3000:]
+    assert set(case.survivors) <= outcome.verdicts.keys()
+    assert outcome.left == outcome.sockets == ()

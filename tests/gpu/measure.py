@@ -1,0 +1,222 @@
+"""Everything that docs/measurements.md says of GPUs, from one command: each part in a process of its own, with a limit.
+
+    python3 -m tests.gpu.measure --out FOLDER                 # the parts for this many GPUs, most wanted first
+    python3 -m tests.gpu.measure --out FOLDER --parts tests latency-8b --seconds 540
+    python3 -m tests.gpu.measure --out FOLDER --archive SMALL --caches
+    python3 -m tests.gpu.measure --list
+
+Knows: which commands there are, on how many GPUs each runs and how long it may take, what is kept of it.
+Does not know: what they measure. A part that fails or runs out of time does not keep the others from running; one for
+which too little of ``--seconds`` is left is not begun, and named at the end.
+
+FOLDER gets summary.md (what ran, exit codes, seconds), a log of each part, and the benchmarks' own files. SMALL, for a
+machine from which few files come back, gets the summary, logs.tar.gz and results.tar.gz after each part and, with
+--caches, at the end caches.tar.gz: compiled kernels, to be unpacked in the home folder of the next machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHES = (".triton/cache", ".cache/flashinfer", ".cache/lockstride")  # under the home folder
+LAST_LINES = 40
+_WORTH_A_TRY = 0.5  # of a part's limit: with less time left it is not begun
+_BENCH = "-m launch bench"
+_PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
+_BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
+_ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
+_FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
+_EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
+_GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
+_THREE = "--decode-buckets 1,32,256"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``command`` is what Python is given. ``seconds``: its limit. ``torchrun``: it is one rank of ``gpus``."""
+
+    name: str
+    gpus: int
+    seconds: int
+    command: str
+    torchrun: bool = False
+
+    def argv(self, out: Path) -> list[str]:
+        words = self.command.format(out=out).split()
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
+        return [sys.executable, *(launcher if self.torchrun else ()), *words]
+
+
+PARTS = (
+    # one GPU
+    Part("doctor", 1, 60, "-m launch doctor"),
+    Part("engine-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_engine_gpu.py tests/gpu/test_stall.py"),
+    Part("latency-8b", 1, 240, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}"),
+    Part("latency-0.6b", 1, 150, f"{_BENCH} latency --model qwen3-0.6b {_FEW} {_BOTH}"),
+    Part("anatomy-8b", 1, 240, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
+    Part("anatomy-0.6b", 1, 150, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
+    Part("generate", 1, 200, f"{_PYTEST} -s -m gpu tests/gpu/test_generate_gpu.py"),
+    Part(
+        "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
+    ),
+    Part("kernel-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_kernels.py tests/gpu/test_expert_kernels.py"),
+    Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
+    Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
+    Part("experts", 1, 150, "-m tests.gpu.bench_experts --rows 1 8 32 128 256 --tiles"),
+    Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),
+    Part("startup-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b --batch-size 1 --num-iters 1 --num-warmups 0"),
+    Part("host", 1, 120, "-m tests.engine.bench_host --device cuda"),
+    Part("bare-chain", 1, 90, "-m tests.gpu.bench_device"),
+    Part("sampler", 1, 120, "-m tests.gpu.bench_sampler"),
+    Part(
+        "tune",
+        1,
+        420,
+        "-m tests.gpu.bench_kernels --out {out}/results --part tune step --models 8B 0.6B 8B-tp2 --compile-workers 13 "
+        "--profile",
+    ),
+    Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
+    # two GPUs
+    Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
+    Part("experts-tests", 2, 280, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
+    Part("latency-8b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
+    Part("anatomy-8b-tp2", 2, 240, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
+    Part("latency-30b-ep2", 2, 240, f"{_EXPERTS.format('latency')} {_FEW} {_BOTH}", True),
+    Part("anatomy-30b-ep2", 2, 240, f"{_EXPERTS.format('anatomy')} {_THREE} {_ANATOMY}", True),
+    Part(
+        "latency-30b-dp2",
+        2,
+        240,
+        f"{_GROUPS} --batch-size 32,256 --max-num-seqs 128 --decode-buckets 16,128 {_BOTH}",
+        True,
+    ),
+    Part("faults-nccl", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
+    Part("control", 2, 120, f"{_BENCH} control --ranks 2 --way nccl --output {{out}}/results/control.json"),
+    Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
+    # four and eight
+    *(
+        Part(f"latency-{model}-tp{gpus}", gpus, 240, f"{_BENCH} latency --model qwen3-{model} {_FEW} {_BOTH}", True)
+        for gpus in (4, 8)
+        for model in ("8b", "32b")
+    ),
+)
+
+
+@dataclass(slots=True)
+class Ran:
+    part: Part
+    code: int
+    seconds: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for what comes of it")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="which, in this order (default: for these GPUs)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="in all, begun parts included")
+    parser.add_argument("--archive", type=Path, metavar="SMALL", help="folder for the same as a few archives")
+    parser.add_argument("--caches", action="store_true", help="compiled kernels into the archive, too")
+    parser.add_argument("--list", action="store_true", help="print the parts and leave")
+    args = parser.parse_args()
+    if args.list:
+        for part in PARTS:
+            print(f"{part.name:20} {part.gpus} GPU(s)  {part.seconds:4} s at most  {part.command}")
+        return 0
+    if args.out is None:
+        parser.error("--out is needed: where results go")
+    if args.caches and args.archive is None:
+        parser.error("--caches go into an archive: name its folder with --archive")
+    known = {part.name: part for part in PARTS}
+    unknown = [name for name in args.parts or () if name not in known]
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(known)}")
+    parts = [known[name] for name in args.parts] if args.parts else [p for p in PARTS if p.gpus == _gpus_here()]
+    out = args.out.resolve()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    (out / "results").mkdir(exist_ok=True)
+    ran, late = run_all(parts, out, args.seconds, args.archive)
+    if args.caches:
+        _pack(args.archive / "caches.tar.gz", Path.home(), CACHES)
+    if late:
+        print(f"not begun: --parts {' '.join(part.name for part in late)}")
+    return int(bool(late) or any(one.code for one in ran))
+
+
+def run_all(
+    parts: Sequence[Part], out: Path, seconds: float, archive: Path | None = None
+) -> tuple[list[Ran], list[Part]]:
+    """What ran, and what was not begun because it might have ended too late. All files grow with each part."""
+    until, ran, late = time.monotonic() + seconds, [], []
+    summary = out / "summary.md"
+    summary.write_text("| part | exit code | s |\n| --- | ---: | ---: |\n")
+    for part in parts:
+        left = until - time.monotonic()
+        if left < part.seconds * _WORTH_A_TRY:
+            late.append(part)
+            continue
+        one = run(part, out, min(left, part.seconds))
+        ran.append(one)
+        with summary.open("a") as file:
+            file.write(f"| {part.name} | {one.code} | {one.seconds:.0f} |\n")
+        if archive is not None:
+            archive.mkdir(parents=True, exist_ok=True)
+            shutil.copy(summary, archive)
+            for folder in ("logs", "results"):
+                _pack(archive / f"{folder}.tar.gz", out, [folder])
+    return ran, late
+
+
+def run(part: Part, out: Path, seconds: float) -> Ran:
+    """One part: its output goes to its log, the last lines also to ours. Exit code 124: its ``seconds`` were up."""
+    log, began = out / "logs" / f"{part.name}.log", time.monotonic()
+    print(f"==> {part.name}", flush=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            part.argv(out),
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = 124
+        with suppress(ProcessLookupError):  # whoever is left of its session would use the next part's GPUs
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    took = time.monotonic() - began
+    lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()
+    print("\n".join(lines[-LAST_LINES:]))
+    print(f"<== {part.name}: exit code {code}, {took:.0f} s", flush=True)
+    return Ran(part, code, took)
+
+
+def _gpus_here() -> int:
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return len(found.stdout.splitlines())
+
+
+def _pack(archive: Path, base: Path, names: Sequence[str]) -> None:
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in names:
+            if (base / name).exists():
+                tar.add(base / name, arcname=name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Tiny dummy models on one GPU, or on several with NCCL, along the tokens that the float32 CPU model chose.
+
+Also one rank of that: ``python -m tests.gpu.models_on_gpu FOLDER RANK SIZE`` reads FOLDER/expected.safetensors and
+writes FOLDER/gpu.safetensors.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.kernels.select import select_kernels
+from models.weights import load_model
+from parallel.collectives import Collectives, GroupCollectives, SingleRank
+from tests.models.paged_driver import PagedDriver
+
+NEW_TOKENS, ROWS = 5, 7
+_COMMON = {
+    "vocab_size": 1001,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-128": {**_COMMON, "architectures": ["LlamaForCausalLM"], "head_dim": 128, "mlp_bias": True},
+    "qwen2-32": {**_COMMON, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3-64": {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
+    "qwen3moe-64": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 64,
+        "num_experts": 6,
+        "num_experts_per_tok": 6,  # all of them: in bfloat16 a close choice may fall differently, and then so do logits
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    "qwen3-80-mqa": {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "head_dim": 80, "num_key_value_heads": 1},
+}
+
+
+def run(
+    name: str, device: str, dtype: torch.dtype, collectives: Collectives, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens [ROWS, NEW_TOKENS] and logits [ROWS, NEW_TOKENS, V] (float32, on the CPU) of chunked, shared prompts."""
+    config = ModelConfig.from_dict(CONFIGS[name])
+    kernels = select_kernels(device, dtype, config.head_dim)
+    model = load_model(
+        config, None, load_format="dummy", dtype=dtype, device=device, collectives=collectives, kernels=kernels
+    )
+    draw = random.Random(name)
+    prompts = [[draw.randrange(config.vocab_size) for _ in range(draw.randint(1, 90))] for _ in range(ROWS)]
+    prompts[3] = prompts[0][:40] + prompts[3]
+    driver = PagedDriver(model, pages=100, page_size=16, device=device)
+    with torch.inference_mode():
+        rows = driver.generate(
+            prompts, NEW_TOKENS, chunk=33, share_prefixes=True, forced=None if forced is None else forced.tolist()
+        )
+    tokens = torch.tensor([row.tokens[-NEW_TOKENS:] for row in rows])
+    return tokens, torch.stack([torch.stack(row.logits) for row in rows]).float().cpu()
+
+
+def main(folder: Path, rank: int, size: int) -> None:
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        device_id=torch.device(device),
+    )
+    group = dist.group.WORLD
+    collectives = SingleRank() if group is None else GroupCollectives(group)
+    expected = load_file(folder / "expected.safetensors")
+    results = {
+        f"{name}.logits": run(name, device, torch.bfloat16, collectives, expected[f"{name}.tokens"])[1]
+        for name in CONFIGS
+    }
+    if rank == 0:
+        save_file(results, folder / "gpu.safetensors")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,113 @@
+"""The engine on a GPU: depths agree token for token, a steady step is one launch without a sync, poison stays put.
+
+The model is tiny and random, in bfloat16, with head_dim 128 so that the Hopper kernels serve every part of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from runtime.engine import Engine
+from runtime.execute.device_cuda import CudaDevice
+from runtime.execute.sampling_rows import SamplingFeatures
+from runtime.schedule.request import Request
+from tests.engine.rig import request, rig, run
+from tests.engine.test_depths import mixture, outcome
+from tests.engine.test_poison import fill_with_nan, idle_blocks
+from tests.gpu.test_device_gpu import no_synchronisation
+
+SHAPE: dict[str, object] = {
+    "hidden_size": 256,
+    "head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+}
+EVERYTHING = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=3)
+
+pytestmark = pytest.mark.gpu
+
+
+@contextmanager
+def gpu_rig(**limits: object) -> Iterator[Engine]:
+    options = {"block_size": 16, "dtype": torch.bfloat16, "shape": SHAPE} | limits
+    with rig(device=CudaDevice(torch.device("cuda:0")), **options) as engine:  # type: ignore[arg-type]
+        yield engine
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_depths_agree(depth: int, seed: int) -> None:
+    requests = mixture(seed)
+    with gpu_rig(depth=0) as engine:
+        serial = run(engine, requests)
+    with gpu_rig(depth=depth) as engine:
+        assert outcome(run(engine, requests)) == outcome(serial)
+        assert engine.counters["chain_breaks{start}"] == 1
+
+
+def test_eviction_changes_no_token_of_the_serial_engine() -> None:
+    requests = [request(i, range(i, i + 40), max_tokens=60, stops=(), temperature=0.9 * (i % 2)) for i in range(6)]
+    with gpu_rig(depth=0, blocks=24) as engine:
+        serial = run(engine, requests)
+    with gpu_rig(depth=2, blocks=24) as engine:
+        deep = run(engine, requests)
+        assert engine.counters["evictions"] > 0
+    assert deep.keys() == serial.keys()
+    assert all(len(deep[i].token_ids) == 60 for i in deep)
+
+
+def test_no_step_synchronises() -> None:
+    """Prefill and decode of every variant, with graphs captured before: any hidden sync raises."""
+    requests = mixture(3)
+    with gpu_rig(depth=2, variants=(SamplingFeatures(), EVERYTHING)) as engine:
+        warm = run(engine, requests)  # lazily captured variants are captured here
+        again = [Request(100 + r.request_id, r.prompt_token_ids, r.sampling, r.stop_token_ids) for r in requests]
+        captured = engine.counters["graph_captures_after_warmup"]
+        with no_synchronisation():
+            finished = run(engine, again)
+        assert engine.counters["graph_captures_after_warmup"] == captured
+        assert len(finished) == len(warm)
+
+
+def test_a_steady_step_is_one_launch() -> None:
+    """200 steady steps: one graph launch and at most one copy home each; no sync, no allocation, no byte sent."""
+    steps = 200
+    with gpu_rig(depth=2, max_model_len=512, block_size=64, blocks=400) as engine:
+        for i in range(8):
+            engine.add(request(i, range(1, 9 + i), max_tokens=450, stops=()))
+        for _ in range(20):
+            engine.step()
+        before = dict(engine.counters)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        ) as profile:
+            for _ in range(steps):
+                engine.step()
+        counters = engine.counters
+        names = Counter(event.name for event in profile.events())
+        grown = int(counters["host_to_device_copies"] - before["host_to_device_copies"])
+    print({name: count for name, count in names.items() if name.startswith("cuda") or "Memcpy" in name})
+    assert names["cudaGraphLaunch"] == steps
+    assert grown <= steps // 64 * 8 + 8, "only block boundaries send anything"
+    assert names["Memcpy HtoD (Pinned -> Device)"] == grown
+    assert sum(count for name, count in names.items() if name.startswith("Memcpy DtoH")) <= steps + 3
+    assert not names["cudaStreamSynchronize"]
+    assert not names["cudaDeviceSynchronize"]
+    assert not names["cudaMalloc"]
+    assert counters["graph_captures_after_warmup"] == before["graph_captures_after_warmup"]
+    assert counters["device_allocs_after_warmup"] == before["device_allocs_after_warmup"]
+
+
+def test_poisoned_blocks_change_nothing() -> None:
+    requests = mixture(11)
+    with gpu_rig(depth=2) as engine:
+        clean = run(engine, requests)
+    with gpu_rig(depth=2) as engine:
+        poisoned = run(engine, requests, lambda e, turn: fill_with_nan(e, idle_blocks(e)))
+    assert outcome(poisoned) == outcome(clean)

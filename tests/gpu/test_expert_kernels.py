@@ -1,0 +1,100 @@
+"""Routing and experts on a GPU against float64 formulas; captured once, they serve every routing.
+
+Run: python3 -m pytest -m gpu tests/gpu/test_expert_kernels.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from models.kernels.reference import ReferenceKernels
+from tests.gpu.expert_cases import Layer
+
+pytestmark = pytest.mark.gpu
+
+if torch.cuda.is_available():
+    from models.kernels.hopper import HopperKernels
+
+REFERENCE = ReferenceKernels()
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+QWEN = Layer(2048, 768, 128, 64, 8, torch.bfloat16)
+LAYERS = [
+    QWEN,
+    Layer(4096, 1792, 8, 8, 2, torch.bfloat16),
+    Layer(512, 96, 12, 6, 5, torch.float16),
+    Layer(256, 64, 16, 16, 4, torch.float32),
+    Layer(40, 24, 6, 3, 2, torch.bfloat16),  # what the kernels do not take
+]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> HopperKernels:
+    return HopperKernels("cuda")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+    poison = torch.full((64 << 20,), math.nan, device="cuda")  # freed at once: torch.empty finds NaN, not zeros
+    del poison
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 256, 4099])
+def test_route_top_k(kernels: HopperKernels, tokens: int, renormalise: bool) -> None:
+    logits, local = QWEN.logits(tokens).float(), QWEN.local()
+    real = torch.arange(tokens, device="cuda") % 5 != 1
+    mine, theirs = (torch.zeros(128, dtype=torch.int64, device="cuda") for _ in range(2))
+    weights, chosen = kernels.route_top_k(logits, 8, renormalise, local, real, mine)
+    expected, ids = REFERENCE.route_top_k(logits, 8, renormalise, local, real, theirs)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(chosen, ids)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 32, 100, 256, 3000])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.hidden}x{layer.inner}-{layer.experts}")
+def test_expert_mlp(kernels: HopperKernels, layer: Layer, tokens: int) -> None:
+    (gate_up, down), x = layer.weights(), layer.tokens(tokens)
+    weights, chosen = layer.chosen(tokens)
+    if tokens > 1:
+        x[-1], chosen[-1] = math.nan, -1
+    found = kernels.expert_mlp(x, gate_up, down, weights, chosen)
+    expected = REFERENCE.expert_mlp(x.double(), gate_up.double(), down.double(), weights.double(), chosen)
+    error = float((found.double() - expected).norm() / (expected.norm() + 1e-30))
+    assert error < TOLERANCE[layer.dtype]
+    again = kernels.expert_mlp(x, gate_up, down, weights, chosen)
+    assert torch.equal(found, again), "the same bits every time"
+    if tokens > 1:
+        assert not found[-1].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 256])
+def test_one_graph_serves_every_routing(kernels: HopperKernels, tokens: int) -> None:
+    """From no expert at all to everybody's same expert."""
+    (gate_up, down), x = QWEN.weights(), QWEN.tokens(tokens)
+    logits, local = QWEN.logits(tokens), QWEN.local()
+    real = torch.ones(tokens, dtype=torch.bool, device="cuda")
+
+    def run() -> torch.Tensor:
+        return kernels.expert_mlp(x, gate_up, down, *kernels.route_top_k(logits, 8, True, local, real))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    same = torch.zeros_like(logits)
+    same[:, 3:11] = 5.0
+    for scores, everybody in ((QWEN.logits(tokens), True), (same, True), (QWEN.logits(tokens), False)):
+        logits.copy_(scores)
+        real.fill_(everybody)
+        graph.replay()
+        assert torch.equal(out, run())
+        assert bool(out.any()) == everybody

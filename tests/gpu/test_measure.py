@@ -1,0 +1,81 @@
+"""The runner of the GPU measurements, without a GPU: limits, logs, what is not begun."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from launch.bench_options import BenchCommand
+from launch.bench_session import open_session
+from launch.options import parse
+from runtime.engine import Engine
+from tests.gpu import measure
+from tests.gpu.measure import PARTS, Part
+
+
+def scripted(name: str, seconds: int, source: str) -> Part:
+    return Part(name, 1, seconds, f"-c {source}")
+
+
+def test_parts_run_to_their_end_or_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    parts = [
+        scripted("well", 60, "print('figure',42)"),
+        scripted("badly", 60, "raise(SystemExit(3))"),
+        scripted("forever", 1, "while(1):pass"),
+        scripted("too-long", 10_000, "print('never')"),
+    ]
+    ran, late = measure.run_all(parts, tmp_path, seconds=600)
+    assert [(one.part.name, one.code) for one in ran] == [("well", 0), ("badly", 3), ("forever", 124)]
+    assert [part.name for part in late] == ["too-long"]
+    assert (tmp_path / "logs" / "well.log").read_text() == "figure 42\n"
+    assert "| badly | 3 |" in (tmp_path / "summary.md").read_text()
+    assert "figure 42" in capsys.readouterr().out
+
+
+def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure", "--out", "out", "--parts", "latency-8c"])
+    with pytest.raises(SystemExit):
+        measure.main()
+    assert "no part latency-8c: choose from doctor" in capsys.readouterr().err
+
+
+def test_an_archive_has_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "PARTS", (scripted("one", 60, "print(1)"), scripted("two", 60, "print(2)")))
+    monkeypatch.setattr(measure, "CACHES", ())
+    words = ["--out", str(tmp_path / "out"), "--archive", str(tmp_path / "small"), "--caches", "--parts", "one", "two"]
+    monkeypatch.setattr(sys, "argv", ["measure", *words])
+    assert measure.main() == 0
+    packed = sorted(path.name for path in (tmp_path / "small").iterdir())
+    assert packed == ["caches.tar.gz", "logs.tar.gz", "results.tar.gz", "summary.md"]
+    with tarfile.open(tmp_path / "small" / "logs.tar.gz") as tar:
+        assert {"logs/one.log", "logs/two.log"} <= set(tar.getnames())
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_commands_name_what_is_there(part: Part) -> None:
+    """A typing error would cost a machine's minutes."""
+    words = shlex.split(part.command.format(out="out"))
+    for path in (word for word in words if word.startswith("tests/")):
+        assert (measure.ROOT / path).is_file(), path
+    for option, model in itertools.pairwise(words):
+        if option == "--model":
+            assert (measure.ROOT / "models" / "shapes" / model / "config.json").is_file(), model
+    if words[:2] != ["-m", "launch"]:
+        return
+    command = parse([*words[2:], "--device", "cuda"] if {"latency", "anatomy"} & set(words) else words[2:])
+    if isinstance(command, BenchCommand) and command.subcommand in ("latency", "anatomy"):
+        environ = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+        environ |= dict.fromkeys(("LOCAL_WORLD_SIZE", "WORLD_SIZE"), str(part.gpus))
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        session = open_session(command, environ if part.torchrun else {}, open_engine=never_opened)
+        assert session.ranks == part.gpus
+
+
+def never_opened(*_: object) -> Engine:
+    raise AssertionError("only the command line is looked at here")

@@ -1,0 +1,99 @@
+"""One-shot all-reduce over symmetric memory on two GPUs: right, the same bits on both, in graphs, between NCCL calls.
+
+Run: python3 -m pytest -m multigpu tests/gpu/test_symmetric.py
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from parallel.symmetric import SymmetricCollectives, fastest_collectives
+
+RANKS = 2
+
+
+@pytest.mark.multigpu
+@pytest.mark.multiprocess
+def test_two_ranks_sum_the_same() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, args=(port,), nprocs=RANKS)
+
+
+def _rank(rank: int, port: int) -> None:
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
+        device_id=device,
+    )
+    assert dist.group.WORLD is not None
+    made = fastest_collectives(dist.group.WORLD, device)
+    assert isinstance(made, SymmetricCollectives)
+    for rows in (1, 3, 8, 64, 256):
+        _check(made, rank, rows)
+    _check_graph(made, rank)
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # destroying a group whose calls were captured may not return
+
+
+def _parts(rows: int, seed: int) -> list[torch.Tensor]:
+    """Every rank's part, known to all: [rows, 4096] bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, 4096, generator=generator).bfloat16() for _ in range(RANKS)]
+
+
+def _check(made: SymmetricCollectives, rank: int, rows: int) -> None:
+    parts = _parts(rows, seed=rows)
+    x = parts[rank].cuda()
+    assert made.takes(x)
+    summed = made.all_reduce(x)
+    expected = sum(part.double() for part in parts)
+    assert isinstance(expected, torch.Tensor)
+    error = (summed.cpu().double() - expected).norm() / expected.norm()
+    assert error < 4e-3
+    copies = [torch.empty_like(summed) for _ in range(RANKS)]
+    dist.all_gather(copies, summed)
+    assert all(torch.equal(copy, summed) for copy in copies), "ranks summed in different orders"
+    large = torch.full((8 << 20,), float(rank + 1), dtype=torch.bfloat16, device="cuda")
+    assert not made.takes(large)
+    assert bool((made.all_reduce(large) == 3).all())
+
+
+def _check_graph(made: SymmetricCollectives, rank: int) -> None:
+    """A chain of sums: a rank that ran ahead and overwrote its part too early would change the other's result."""
+    x = torch.zeros(8, 4096, dtype=torch.float32, device="cuda")
+
+    def chain() -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for factor in range(1, 65):
+            total += made.all_reduce((x * factor).bfloat16()).float()
+        return total
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        chain()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for seed in range(20):
+        values = [part.sign().float() for part in _parts(8, seed)]  # -1, 0 or 1: every sum is exact
+        x.copy_(values[rank])
+        graph.replay()
+        expected = sum(value.double() for value in values) * sum(range(1, 65))
+        assert torch.equal(out.cpu().double(), expected), f"replay {seed}"
+    graph.reset()

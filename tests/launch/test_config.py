@@ -1,0 +1,81 @@
+"""EngineConfig: defaults by device, buckets, and errors a user can act on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from runtime.config import DEVICE_DEFAULTS, ConfigError, EngineConfig, default_buckets
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fields_left_out_take_the_device_s_default(device: str) -> None:
+    config = EngineConfig(model="m", device=device)  # type: ignore[arg-type]
+    for name, by_device in DEVICE_DEFAULTS.items():
+        assert getattr(config, name) == by_device[device]
+
+
+def test_auto_device_is_resolved_at_construction() -> None:
+    assert EngineConfig(model="m").device in ("cpu", "cuda")
+
+
+def test_given_values_are_kept_and_derived_ones_follow() -> None:
+    config = EngineConfig(model="m", device="cpu", max_num_seqs=5, chain_depth=3, width=4)
+    assert config.decode_buckets == (1, 2, 4, 5)
+    assert config.reserve_tokens == 16
+    assert not config.serial
+    assert dataclasses.replace(config, chain_depth=0).serial
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 32, 100, 256, 1000])
+def test_default_buckets_ascend_to_the_slots_and_waste_at_most_half(slots: int) -> None:
+    buckets = default_buckets(slots)
+    assert buckets[-1] == slots
+    assert list(buckets) == sorted(set(buckets))
+    for rows in range(1, slots + 1):
+        bucket = next(b for b in buckets if b >= rows)
+        assert bucket < 2 * rows or bucket - rows < 32
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("load_format", "pickle", ["load_format", "'pickle'", "--load-format safetensors"]),
+        ("dtype", "int8", ["dtype", "'int8'", "--dtype auto"]),
+        ("device", "tpu", ["device", "'tpu'", "--device auto"]),
+        ("max_num_seqs", 0, ["max_num_seqs", "0", "at least 1", "--max-num-seqs 1"]),
+        ("max_num_seqs", -1, ["-1", "at least 1"]),
+        ("block_size", True, ["block_size", "True", "--block-size"]),
+        ("chain_depth", 65, ["chain_depth", "65", "64", "--chain-depth 64"]),
+        ("tensor_parallel", 0, ["tensor_parallel", "--tensor-parallel-size 1"]),
+        ("max_prefill_tokens", 0, ["--max-num-batched-tokens 1"]),
+        ("max_model_len", 1, ["max_model_len", "at least 2"]),
+        ("memory_fraction", 1.5, ["1.5", "(0, 1]", "--memory-fraction 0.9"]),
+        ("memory_fraction", float("nan"), ["nan", "--memory-fraction 0.9"]),
+        ("control_timeout_s", 0.0, ["0.0", "--control-timeout-s 10"]),
+        ("control_timeout_s", float("nan"), ["nan"]),
+        ("decode_buckets", (4, 2), ["4,2", "ascend", "--decode-buckets 2,4"]),
+        ("decode_buckets", (0, 32), ["0,32", "--decode-buckets 32"]),
+        ("decode_buckets", (1, 16), ["16", "max_num_seqs is 32", "--decode-buckets 1,16,32", "--max-num-seqs 16"]),
+        ("seed", 2**63, [str(2**63), "--seed"]),
+        ("data_parallel", 0, ["data_parallel is 0", "--data-parallel-size 1"]),
+        ("data_parallel", 1000, ["at most 240", "--data-parallel-size 240"]),
+    ],
+)
+def test_an_impossible_value_is_refused_with_what_to_type(field: str, value: object, words: list[str]) -> None:
+    options: dict[str, Any] = {"model": "m", "device": "cpu"} | {field: value}
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig(**options)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_groups_share_whole_experts() -> None:
+    assert not EngineConfig(model="m", device="cpu").expert_parallel
+    groups = EngineConfig(model="m", device="cpu", tensor_parallel=2, data_parallel=4, max_num_seqs=8)
+    assert groups.expert_parallel
+    assert (groups.ranks, groups.running_seqs) == (8, 32)
+    with pytest.raises(ConfigError, match=r"data_parallel is 2, but expert_parallel is off.*--no-expert-parallel"):
+        EngineConfig(model="m", device="cpu", data_parallel=2, expert_parallel=False)

@@ -1,0 +1,68 @@
+"""`python -m launch`: what torchrun is told of an error, and what is refused before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch.__main__ as entry
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATE = ["generate", "--model", "m", "--input", "in.jsonl", "--output", "out.jsonl"]
+
+
+@pytest.mark.parametrize("line", [GENERATE, ["bench", "latency", "--model", "m"]], ids=["generate", "bench"])
+def test_an_error_that_nobody_expected_reaches_torchrun(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every entry point of ranks is decorated with @record: the traceback is in the agent's error file."""
+
+    def broken(_: object) -> int:
+        raise ZeroDivisionError("a step of length nothing")
+
+    monkeypatch.setattr(entry, "_run", broken)
+    monkeypatch.setattr(entry, "_end_with_launcher", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ZeroDivisionError):
+        entry.main(line)
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert "ZeroDivisionError: a step of length nothing" in told["message"]
+    assert "in broken" in told["extraInfo"]["py_callstack"]
+
+
+def test_a_wrong_world_is_refused_without_torch() -> None:
+    """Both numbers are named. Torch would take seconds, and minutes on a file system that many ranks read from."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}
+    script = (
+        f"import sys; import launch.__main__ as entry; entry._end_with_launcher = lambda: None\n"
+        f"code = entry.main({GENERATE}); print(code, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, **step, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.stdout.split() == ["2", "False"], ended.stderr
+    assert "SLURM_STEP_NUM_TASKS is 2, but WORLD_SIZE is 1" in ended.stderr
+
+
+def test_a_graph_that_does_not_fit_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from runtime.execute.step_graph import CaptureError
+
+    def full(*_: object) -> int:
+        raise CaptureError("capturing the decode graph of 256 rows failed: out of memory. Lower --max-num-seqs")
+
+    monkeypatch.setattr("launch.generate.run", full)
+    monkeypatch.setattr(entry, "_end_with_launcher", lambda: None)
+    assert entry.main(GENERATE) == 2
+    said = capfd.readouterr().err
+    assert said == (
+        "lockstride generate: error: capturing the decode graph of 256 rows failed: out of memory. Lower "
+        "--max-num-seqs\n"
+    )

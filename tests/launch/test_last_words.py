@@ -1,0 +1,56 @@
+"""The flight recorder in a rank's bundle: from a real group, in a process of its own, since its buffer is made once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.last_words import RECORDED_CALLS, TRACE, abort_groups, record_collectives, write_flight_recorder
+
+_RANK = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from launch.last_words import abort_groups, record_collectives, write_flight_recorder
+record_collectives()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for rows in (3, 5):
+    dist.all_reduce(torch.ones(rows))
+write_flight_recorder(Path(sys.argv[1]))
+assert abort_groups(), "there is no NCCL to abort"
+"""
+
+
+def test_nothing_to_tell_without_a_group(tmp_path: Path) -> None:
+    write_flight_recorder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert abort_groups()
+
+
+def test_a_buffer_is_asked_for_unless_somebody_did() -> None:
+    environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
+    record_collectives(environ)
+    assert environ == {"TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS), "TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
+
+
+HAS_RECORDER = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="torch 2.12 records NCCL only"
+)
+def test_the_calls_of_a_group_are_written(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", _RANK, str(tmp_path)], capture_output=True, text=True, timeout=120, cwd=root
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    trace = json.loads((tmp_path / TRACE).read_text())
+    assert [call["input_sizes"] for call in trace["entries"]] == [[[3]], [[5]]]
+    assert {call["profiling_name"] for call in trace["entries"]} == {"gloo:all_reduce"}

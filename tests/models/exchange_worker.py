@@ -1,0 +1,76 @@
+"""One rank of two groups of two that share experts: ``python -m tests.models.exchange_worker FOLDER RANK``.
+
+Group g answers ``prompts_of(g)``; its first rank writes FOLDER/group.G.safetensors. ``answers`` is what one computes.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.kernels.reference import ReferenceKernels
+from models.weights import load_model
+from parallel.collectives import Collectives, GroupCollectives
+from parallel.exchange import GroupExchange
+from parallel.experts import ExpertSplit
+from parallel.topology import Sharing
+from tests.models.paged_driver import PagedDriver
+from tests.models.tiny_checkpoint import TINY
+
+CONFIG: dict[str, Any] = {
+    **TINY,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+}
+SHARING = Sharing(world=4, tensor=2, expert=4)
+
+
+def prompts_of(group: int) -> list[list[int]]:
+    """Of the same lengths in both groups, which makes their steps alike."""
+    draw = random.Random(group)
+    return [[draw.randrange(TINY["vocab_size"]) for _ in range(length)] for length in (7, 2, 11)]
+
+
+def answers(group: int, collectives: Collectives, split: ExpertSplit) -> dict[str, Tensor]:
+    model = load_model(
+        ModelConfig.from_dict(CONFIG),
+        None,
+        load_format="dummy",
+        collectives=collectives,
+        kernels=ReferenceKernels(),
+        experts=split,
+    )
+    rows = PagedDriver(model, pages=40).generate(prompts_of(group), new_tokens=5)
+    return {
+        "tokens": torch.tensor([row.tokens[-5:] for row in rows]),
+        "logits": torch.stack([torch.stack(row.logits) for row in rows]),
+    }
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    mine, across = groups[SHARING.tensor_group(rank)], groups[SHARING.data_group(rank)]
+    split = ExpertSplit(whole=True, exchange=GroupExchange(across))
+    found = answers(rank // 2, GroupCollectives(mine), split)
+    if rank % 2 == 0:
+        save_file(found, folder / f"group.{rank // 2}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,106 @@
+"""The expert kernels through Triton's interpreter, against float64 formulas: ``TRITON_INTERPRET=1 python -m ...``.
+
+Exits with an error where one differs. Knows: shapes that reach every branch. Does not know: GPUs (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from models.kernels.experts_triton import Tiles, default_tiles, expert_mlp, most_blocks
+from models.kernels.reference import ReferenceKernels
+from models.kernels.route_triton import pairs_by_expert, route_top_k
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # the interpreter's dot does not know bfloat16
+
+
+def check(found: Tensor, expected: Tensor, limit: float, what: object) -> None:
+    error = float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
+    assert error < limit, f"{what}: relative error {error:.1e}"
+
+
+def check_route(experts: int, choices: int, renormalise: bool, count: bool) -> None:
+    tokens = 6
+    logits = torch.randn(tokens, experts).half().float()  # coarse: with equal scores among them
+    logits[1] = 0.0
+    local = torch.randperm(experts, dtype=torch.int32)
+    local[local >= experts // 2] = -1
+    real = torch.arange(tokens) != 2
+    mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
+    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, False)
+    expected = ReferenceKernels().route_top_k(logits, choices, renormalise, local, real, theirs)
+    check(weights, expected[0], 1e-6, ("weights", experts, choices))
+    assert torch.equal(chosen, expected[1]), (experts, choices)
+    assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+def check_broken_token() -> None:
+    """NaN logits choose real experts, each once, with NaN weights; the neighbours do not notice."""
+    logits = torch.randn(3, 5)
+    logits[1] = math.nan
+    local, real = torch.arange(5, dtype=torch.int32), torch.ones(3, dtype=torch.bool)
+    weights, chosen = route_top_k(logits, 3, True, local, real, None, False)
+    assert weights[1].isnan().all()
+    assert chosen[1].tolist() == [0, 1, 2]
+    assert weights[::2].isfinite().all()
+
+
+def choice_of(tokens: int, choices: int, experts: int, elsewhere: float) -> Tensor:
+    """Distinct experts a token, some of them on other ranks (-1); the last token goes nowhere."""
+    chosen = torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)]).int()
+    chosen[torch.rand(tokens, choices) < elsewhere] = -1
+    chosen[-1] = -1
+    return chosen
+
+
+def check_lists(tokens: int, choices: int, experts: int) -> None:
+    chosen = choice_of(tokens, choices, experts, 0.3)
+    order, counts = pairs_by_expert(chosen, experts, False)
+    flat, blocks = chosen.flatten(), 0
+    for expert in range(experts):
+        pairs = (flat == expert).nonzero()[:, 0]
+        assert int(counts[expert]) == len(pairs)
+        assert torch.equal(order[expert, : len(pairs)].long(), pairs)
+        blocks += -(-len(pairs) // 4)
+    assert blocks <= most_blocks(tokens, choices, experts, 4)
+
+
+def check_mlp(
+    tokens: int, choices: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype, tiles: Tiles | None
+) -> None:
+    hidden, inner = sizes
+    x = torch.randn(tokens, hidden).to(dtype)
+    x[-1] = math.nan  # goes nowhere, and nobody sees it
+    gate_up = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
+    down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
+    weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
+    found = expert_mlp(x, gate_up, down, weights, chosen, False, None if tiles is None else (tiles, tiles))
+    expected = ReferenceKernels().expert_mlp(x.double(), gate_up.double(), down.double(), weights.double(), chosen)
+    check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, tiles))
+    assert found[-1].tolist() == [0.0] * hidden
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for (experts, choices), renormalise, count in product(
+        [(8, 2), (12, 5), (5, 5), (128, 8)], [True, False], [True, False]
+    ):
+        check_route(experts, choices, renormalise, count)
+    check_broken_token()
+    for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (600, 2, 3)]:
+        check_lists(*shape)
+    for dtype in TOLERANCE:
+        check_mlp(1, 3, 6, (64, 48), dtype, None)
+        check_mlp(4, 2, 3, (48, 32), dtype, None)
+        check_mlp(5, 3, 7, (64, 48), dtype, None)
+        check_mlp(40, 2, 3, (32, 16), dtype, Tiles(16, 16, 16, 2, 4))
+        check_mlp(70, 3, 4, (32, 48), dtype, Tiles(32, 32, 16, 2, 4))
+    assert default_tiles(256, 8, 64, 1536, 2048).block_o == 128
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""One rank of the parity test: run every saved model through every scenario, write what came out.
+
+Started as ``python -m tests.models.parity_worker FOLDER RANK SIZE``; FOLDER/NAME holds a model each, and prompts.json
+the prompts. Rank 0 writes FOLDER/NAME.SPLIT.SIZE.safetensors with tokens and logits of each scenario, for every split
+that the model can have. All ranks must have seen the same bits: of tokens, of logits, and of every routing decision.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.kernels.reference import ReferenceKernels
+from models.layers.decoder import Decoder
+from models.weights import load_model
+from parallel.collectives import Collectives, GroupCollectives, SingleRank
+from parallel.experts import ExpertSplit
+from tests.models.paged_driver import PagedDriver
+
+NEW_TOKENS = 4
+
+
+class Scenario(NamedTuple):
+    """``batch`` prompts at a time, as many of them as ``prompts``."""
+
+    batch: int
+    prompts: int
+    chunk: int | None
+    share_prefixes: bool
+
+    @property
+    def label(self) -> str:
+        return f"batch{self.batch}-chunk{self.chunk}-share{self.share_prefixes}"
+
+
+SCENARIOS = (
+    Scenario(batch=1, prompts=2, chunk=None, share_prefixes=False),
+    Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),
+    Scenario(batch=16, prompts=16, chunk=None, share_prefixes=True),
+    Scenario(batch=16, prompts=16, chunk=7, share_prefixes=False),
+)
+
+
+class RoutingRecorder(ReferenceKernels):
+    """Keeps every routing decision: weights, and the ids of the chosen experts on whichever rank they are."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.ids: list[Tensor] = []
+
+    def route_top_k(self, logits_TE: Tensor, choices: int, *others: Any) -> tuple[Tensor, Tensor]:
+        renormalise, local_E, real_T, *_ = others
+        all_E = torch.arange(len(local_E), dtype=torch.int32)
+        weights_TC, ids_TC = super().route_top_k(logits_TE, choices, renormalise, all_E, real_T)
+        self.weights.append(weights_TC)
+        self.ids.append(ids_TC)
+        return super().route_top_k(logits_TE, choices, *others)
+
+
+def splits_of(config: ModelConfig) -> dict[str, ExpertSplit]:
+    """tp: a share of every matrix. ep: whole experts. map: whole experts in another order in every layer."""
+    if config.experts is None:
+        return {"tp": ExpertSplit()}
+    draw = random.Random(3)
+    experts = range(config.experts.count)
+    orders = {layer: tuple(draw.sample(experts, len(experts))) for layer in config.experts.layers}
+    return {"tp": ExpertSplit(), "ep": ExpertSplit(whole=True), "map": ExpertSplit(whole=True, orders=orders)}
+
+
+def run_models(folder: Path, collectives: Collectives) -> None:
+    """Every model folder, every split."""
+    for model_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+        config = ModelConfig.from_folder(model_folder)
+        for name, split in splits_of(config).items():
+            kernels = RoutingRecorder()
+            model = load_model(config, model_folder, collectives=collectives, kernels=kernels, experts=split)
+            results = run_scenarios(folder, model)
+            routing = {
+                "weights": torch.cat([w.flatten() for w in kernels.weights] or [torch.zeros(1)]),
+                "ids": torch.cat([i.flatten() for i in kernels.ids] or [torch.zeros(1)]),
+            }
+            for label, result in {**results, **routing}.items():
+                _require_equal(label, result, collectives)
+            if collectives.rank == 0:
+                save_file(results, folder / f"{model_folder.name}.{name}.{collectives.size}.safetensors")
+
+
+def run_scenarios(folder: Path, model: Decoder) -> dict[str, Tensor]:
+    """Every scenario: tokens and logits by label."""
+    prompts: list[list[int]] = json.loads((folder / "prompts.json").read_text())
+    driver = PagedDriver(model, pages=200)
+    results: dict[str, Tensor] = {}
+    for scenario in SCENARIOS:
+        rows = []
+        for start in range(0, scenario.prompts, scenario.batch):
+            batch = [
+                [token % model.config.vocab_size for token in prompt]
+                for prompt in prompts[start : start + scenario.batch]
+            ]
+            rows += driver.generate(batch, NEW_TOKENS, scenario.chunk, scenario.share_prefixes)
+        results[f"{scenario.label}.tokens"] = torch.tensor([row.tokens[-NEW_TOKENS:] for row in rows])
+        results[f"{scenario.label}.logits"] = torch.stack([torch.stack(row.logits) for row in rows])
+    return results
+
+
+def _require_equal(name: str, result: Tensor, collectives: Collectives) -> None:
+    """Every rank must have seen the same bits."""
+    everyone = collectives.all_gather(result.flatten().view(torch.int32).clone()).view(collectives.size, -1)
+    if not torch.equal(everyone, everyone[:1].expand_as(everyone)):
+        raise RuntimeError(f"{name} differs between ranks")
+
+
+def main(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    if size == 1:
+        run_models(folder, SingleRank())
+        return
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store.{size}", rank=rank, world_size=size)
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("no process group")
+    collectives = GroupCollectives(group)
+    assert collectives.share(lambda: f"the choice of rank {collectives.rank}: größer") == "the choice of rank 0: größer"
+    assert collectives.share(str) == ""
+    run_models(folder, collectives)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,191 @@
+"""config.json and generation_config.json in the spellings of transformers 4 and 5, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.config import ModelConfig, ModelConfigError
+from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
+from models.registry import model_class
+from tests.models.tiny_checkpoint import TINY
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict({**TINY, **changes})
+
+
+def test_both_transformers_styles_mean_the_same() -> None:
+    new = {**TINY, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}, "dtype": "bfloat16"}
+    old = {**TINY, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
+    del old["rope_parameters"], old["dtype"]
+    config = ModelConfig.from_dict(new)
+    assert config == ModelConfig.from_dict(old)
+    assert config.rope == Llama3Rope(500000.0, 8.0, 1.0, 4.0, 8192)
+    assert config.dtype == torch.bfloat16
+
+
+def test_absent_and_null_keys_take_transformers_defaults() -> None:
+    config = {key: value for key, value in TINY.items() if key not in ("rope_parameters", "dtype")}
+    config |= {"rope_scaling": None, "head_dim": None, "num_key_value_heads": None, "tie_word_embeddings": None}
+    read = ModelConfig.from_dict(config)
+    assert read.rope == DefaultRope(10000.0)
+    assert read.head_dim == read.rotary_dim == TINY["hidden_size"] // TINY["num_attention_heads"]
+    assert read.kv_heads == read.heads == TINY["num_attention_heads"]
+    assert read.dtype == torch.float32
+    assert not read.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 3], None, (2, 3)),
+        (2, [5, 6, 7], (5, 6, 7)),
+        (None, 0, (0,)),
+        (None, None, ()),
+    ],
+)
+def test_eos_ids_of_the_generation_config_win(
+    tmp_path: Path, of_config: Any, of_generation: Any, expected: tuple[int, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "eos_token_id": of_config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+def test_yarn_extends_the_context() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = tiny(rope_parameters=yarn, max_position_embeddings=40960)
+    assert config.max_length == 131072
+    assert isinstance(config.rope, YarnRope)
+    assert config.rope.original_context == 32768
+    assert tiny(rope_parameters=yarn, max_position_embeddings=200000).max_length == 200000
+
+
+def test_partial_rotation() -> None:
+    assert tiny(head_dim=16, partial_rotary_factor=0.25).rotary_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocab_size": None}, "'vocab_size' is missing"),
+        ({"vocab_size": "37"}, "'vocab_size' must be a positive integer, not '37'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, not 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 9}, "head_dim 9 rotates 9 dims"),
+        ({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number"),
+        ({"tie_word_embeddings": 1}, "'tie_word_embeddings' must be true or false, not 1"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported; supported dtypes are bfloat16, float16, float32"),
+        ({"architectures": None}, "'architectures' must name one architecture"),
+        ({"architectures": ["A", "B"]}, "'architectures' must name one architecture"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window attention"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "needs the key 'factor'"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "not understood: mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
+        ({"rope_parameters": [1]}, "rope parameters must be an object, not [1]"),
+        ({"rope_parameters": {**LLAMA3, "rope_theta": [5]}}, "'rope_theta' must be a positive number, not [5]"),
+        ({"rope_parameters": {**LLAMA3, "factor": "8"}}, "'factor' must be a positive number, not '8'"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "must be more than 'low_freq_factor', which is 1"),
+        ({"rope_parameters": YARN | {"beta_fast": 0}}, "'beta_fast' must be a positive number, not 0"),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 0.5}}, "must be a whole number, not 0.5"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "'rope_theta' is 1, but yarn needs more than 1"),
+        ({"rope_parameters": YARN | {"factor": 1e9}}, "which is too many"),
+        ({"partial_rotary_factor": 2.0}, "'partial_rotary_factor' must lie in (0, 1], not 2.0"),
+        ({"layer_types": 2}, "'layer_types' must be a list, not 2"),
+        ({"vocab_size": 2**31}, "'vocab_size' must be at most 2147483647, not 2147483648"),
+        ({"num_hidden_layers": 10_001}, "'num_hidden_layers' must be at most 10000"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a number, not nan"),
+        ({"dtype": ["bfloat16"]}, "dtype ['bfloat16'] is not supported"),
+        ({"eos_token_id": [-1]}, "token ids must be non-negative integers"),
+        ({"eos_token_id": 2**31}, "token ids must be non-negative integers below 2**31"),
+    ],
+)
+def test_what_is_refused_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, **changes}))
+    with pytest.raises(ModelConfigError) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert str(path) in str(caught.value)
+    assert reason in str(caught.value)
+
+
+ODD_VALUES: list[Any] = [None, True, 0, -1, 3, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "8", [], [[]], [1]]
+ODD_VALUES += [{}, {"a": 1}, {"rope_type": "yarn"}]
+
+
+def test_whatever_a_key_holds_it_is_understood_or_refused_by_name(tmp_path: Path) -> None:
+    """2,000 folders with one or two odd values: nothing but ModelConfigError, and frequencies that are numbers."""
+    draw, understood = random.Random(0), 0
+    sliding: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window": 3, "max_window_layers": 2}
+    bases: list[dict[str, Any]] = [
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_parameters": YARN},
+        sliding,
+    ]
+    for _ in range(2000):
+        config = json.loads(json.dumps(TINY | draw.choice(bases)))
+        for _ in range(draw.choice((1, 1, 2))):
+            rope = config.get("rope_parameters")
+            place = rope if isinstance(rope, dict) and rope and draw.random() < 0.4 else config
+            place[draw.choice(list(place))] = draw.choice(ODD_VALUES)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": draw.choice([1, 2, *ODD_VALUES])}))
+        try:
+            read = ModelConfig.from_folder(tmp_path)
+        except ModelConfigError:
+            continue
+        understood += 1
+        assert bool(read.rope.frequencies(read.rotary_dim).isfinite().all())
+    assert 50 < understood < 1000
+
+
+def test_sliding_window_that_no_layer_uses_is_fine() -> None:
+    """Qwen2 folders carry the keys although the window is off, or begins after the last layer."""
+    tiny(use_sliding_window=False, sliding_window=4096, max_window_layers=1)
+    tiny(use_sliding_window=True, sliding_window=4096, max_window_layers=2)
+    tiny(layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x00"])
+def test_malformed_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_absent_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"holds no config\.json"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+
+
+def test_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'MambaForCausalLM' is not implemented; .* Llama.*, Qwen2.*, Qwen3"):
+        model_class("MambaForCausalLM")

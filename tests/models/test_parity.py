@@ -1,0 +1,206 @@
+"""Lockstride against transformers: tiny random float32 models of each family, every way a step can be cut.
+
+For each tensor-parallel size one group of processes runs all models. Greedy tokens must be exact, logits within 1e-4.
+Transformers is asked once per completion: its logits along (prompt + our tokens) must choose exactly our tokens, which
+by induction over the tokens is its own greedy completion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from parallel.collectives import SingleRank
+from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models
+
+TOLERANCE = 1e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+"""Vocabularies are odd, heads and intermediate sizes are what a group of 4 can split, head_dims are no powers of 2."""
+COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-llama3": (
+        "Llama",
+        {"vocab_size": 203, "hidden_size": 40, "intermediate_size": 52, "num_key_value_heads": 2, "head_dim": 14}
+        | {"rope_parameters": LLAMA3},
+    ),
+    "llama-yarn-biases": (
+        "Llama",
+        {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 36, "num_key_value_heads": 1, "head_dim": 6}
+        | {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen2-linear": (
+        "Qwen2",
+        {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 20, "num_key_value_heads": 2}
+        | {"rope_parameters": LINEAR},
+    ),
+    "qwen2-tied": (
+        "Qwen2",
+        {"vocab_size": 5, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 4}
+        | {"rope_parameters": DEFAULT, "tie_word_embeddings": True},
+    ),
+    "qwen3-tied": (
+        "Qwen3",
+        {"vocab_size": 151, "hidden_size": 28, "intermediate_size": 44, "num_key_value_heads": 1, "head_dim": 18}
+        | {"rope_parameters": DEFAULT, "tie_word_embeddings": True},
+    ),
+    "qwen3-yarn-bias": (
+        "Qwen3",
+        {"vocab_size": 33, "hidden_size": 20, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 10}
+        | {"rope_parameters": YARN, "attention_bias": True},
+    ),
+}
+"""Experts: layers of both kinds, numbers of choices that are no powers of 2, and what a group of 4 can split."""
+MODELS |= {
+    "qwen3moe-mixed-layers": (
+        "Qwen3Moe",
+        {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 36, "num_key_value_heads": 2, "head_dim": 10}
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "rope_parameters": DEFAULT}
+        | {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False},
+    ),
+    "qwen3moe-fused": (
+        "Qwen3Moe",
+        {"vocab_size": 47, "hidden_size": 20, "intermediate_size": 1, "num_key_value_heads": 1, "head_dim": 6}
+        | {"rope_parameters": DEFAULT, "tie_word_embeddings": True, "attention_bias": True}
+        | {"num_experts": 8, "num_experts_per_tok": 5, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 28, "num_key_value_heads": 4}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": DEFAULT},
+    ),
+    "mixtral-fused": (
+        "Mixtral",
+        {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 2}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": DEFAULT},
+    ),
+}
+# Their config.json is rewritten in the older style.
+AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
+IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")
+FUSED = ("qwen3moe-fused", "mixtral-fused")  # saved as transformers 5 holds experts, [E, ...]; the others one by one
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A folder with every model saved by transformers, and the transformers models by name."""
+    folder = tmp_path_factory.mktemp("parity")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    (folder / "prompts.json").write_text(json.dumps(_prompts()))
+    models = {name: _save(folder / name, *spec) for name, spec in MODELS.items()}
+    for name in AS_TRANSFORMERS_4:
+        _rewrite_as_transformers_4(folder / name / "config.json")
+    yield folder, models
+    torch.set_num_threads(threads)
+
+
+def _prompts() -> list[list[int]]:
+    """16 prompts of 1 to 23 tokens; every other one begins like the first, for more than two pages."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1000) for _ in range(draw.randint(1, 23))] for _ in range(16)]
+    prompts[0] = [draw.randrange(1000) for _ in range(21)]
+    for number in range(2, 16, 2):
+        prompts[number] = prompts[0][: 9 + number % 5] + prompts[number][:10]
+    return prompts
+
+
+def _save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(sum(folder.name.encode()))
+    config = getattr(transformers, f"{family}Config")(**(COMMON | settings))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    for name, parameter in model.named_parameters():  # norms and biases too: their initial 1 and 0 would hide errors
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    size = "20KB" if folder.name in IN_SEVERAL_FILES else "1GB"
+    model.save_pretrained(folder, max_shard_size=size, save_original_format=folder.name not in FUSED)
+    return model
+
+
+def _rewrite_as_transformers_4(path: Path) -> None:
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    path.write_text(json.dumps(config))
+
+
+def _run_group(folder: Path, size: int) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.parity_worker", str(folder), str(rank), str(size)],
+            cwd=root,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, errors
+
+
+def _check_all(folder: Path, models: dict[str, Any], size: int) -> None:
+    prompts = json.loads((folder / "prompts.json").read_text())
+    for name, model in models.items():
+        splits = sorted(folder.glob(f"{name}.*.{size}.safetensors"))
+        assert len(splits) == (3 if hasattr(model.config, "num_local_experts") else 1)
+        for split, scenario in product(splits, SCENARIOS):
+            results = load_file(split)
+            assert len(results) == 2 * len(SCENARIOS)
+            tokens, logits = results[f"{scenario.label}.tokens"], results[f"{scenario.label}.logits"]
+            assert tokens.shape == (scenario.prompts, NEW_TOKENS)
+            for prompt, ours, our_logits in zip(prompts, tokens, logits, strict=False):
+                expected = _transformers_logits(model, tuple(prompt), tuple(ours.tolist()))
+                assert torch.equal(expected.argmax(-1), ours), (split.name, scenario)
+                torch.testing.assert_close(our_logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@cache
+@torch.inference_mode()
+def _transformers_logits(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> Tensor:
+    """[NEW_TOKENS, V]: the logits from which each token of the completion is drawn."""
+    sequence = [token % model.config.vocab_size for token in prompt] + list(completion)
+    logits: Tensor = model(torch.tensor([sequence[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :]
+
+
+def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, models = saved
+    run_models(folder, SingleRank())
+    _check_all(folder, models, 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int) -> None:
+    folder, models = saved
+    _run_group(folder, size)
+    _check_all(folder, models, size)

@@ -1,0 +1,83 @@
+"""Records survive packing, and a long run keeps its latest ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from runtime.observe.observer import RECENT, StepObserver
+from runtime.observe.step_record import StepLog, StepRecord
+from runtime.schedule.plan import StepKind, StepPlan
+
+
+def record(step: int, *, timed: bool = True, break_reason: str | None = None) -> StepRecord:
+    """A decode step of which no two fields are equal."""
+    found = StepRecord(step, 10**15 + step * 1000, "decode", 8, 5, 1, break_reason, 11, 12, 13, 14, 15, 16, 17)
+    if timed:
+        found.device_started_ms, found.device_ended_ms = step + 0.25, step + 0.75
+    return found
+
+
+def test_packing_keeps_every_field() -> None:
+    log = StepLog(4)
+    stored = [record(0, break_reason="start"), StepRecord(1, 5, break_reason="paused"), record(2, timed=False)]
+    for one in stored:
+        log.add(one)
+    assert list(log.records()) == stored
+    assert (len(log), log.dropped) == (3, 0)
+
+
+def test_the_oldest_make_room() -> None:
+    log = StepLog(10)
+    for step in range(35):
+        log.add(record(step))
+    assert [kept.step for kept in log.records()] == list(range(25, 35))
+    assert list(log.records())[-1] == record(34)
+    assert (len(log), log.dropped) == (10, 25)
+
+
+def test_a_record_that_changes_later_is_kept_as_it_was() -> None:
+    log, one = StepLog(2), record(0)
+    log.add(one)
+    one.rows = 99
+    assert next(log.records()).rows == 5
+
+
+def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
+    """An engine's marks, without an engine."""
+    for step in range(steps + depth):
+        if step < steps:
+            observe.agree(step)
+            observe.plan()
+            observe.launch(StepPlan(step, StepKind.DECODE, 4, (1, 2, 3), (0, 0, 0), 1), None)
+            observe.launched()
+        if step >= depth:
+            observe.wait(step - depth)
+            observe.land(step - depth)
+            observe.landed(step - depth, ghosts_so_far=step - depth)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_recent_holds_the_latest_steps_in_order(depth: int) -> None:
+    observe = StepObserver()
+    assert observe.recent() == []
+    take_turns(observe, 10, depth)
+    assert [found.step for found in observe.recent()] == list(range(10))
+    observe = StepObserver()
+    take_turns(observe, RECENT + 100, depth)
+    recent = observe.recent()
+    assert [found.step for found in recent] == list(range(100, RECENT + 100))
+    assert {(found.role, found.bucket, found.rows, found.ghosts) for found in recent} == {("decode", 4, 3, 1)}
+    assert all(before.began_at_ns < after.began_at_ns for before, after in pairwise(recent))
+
+
+def test_a_step_in_flight_is_among_the_recent() -> None:
+    """What a watchdog wants to see most: the step that does not land."""
+    observe = StepObserver()
+    take_turns(observe, 3, 0)
+    observe.agree(3)
+    observe.plan()
+    observe.launch(StepPlan(3, StepKind.PREFILL, 1, (1,), (0,), 1), "start")
+    last = observe.recent()[-1]
+    assert (last.step, last.role, last.break_reason, last.land_at_ns) == (3, "prefill", "start", 0)

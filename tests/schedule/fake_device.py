@@ -1,0 +1,198 @@
+"""A device made of Python lists, as pessimistic as the laws allow.
+
+It keeps real KV cells behind real block tables, so a block that is reused too early, a stale table entry or a wrong
+row shows up as a wrong token. The model: the next token is a hash of the request and of every token before it, read
+back from the cells. A ghost row's writes happen as late as they may: when its step lands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from runtime.schedule.plan import StepKind, StepPlan, StepResult
+from runtime.schedule.request import FinishReason
+
+VOCABULARY = 29
+GARBAGE = -7
+MANY = 1 << 30
+
+
+def mix(*numbers: int) -> int:
+    """A small deterministic 64-bit mixer (splitmix64's finaliser over a running sum)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+    return state
+
+
+def next_token(request_id: int, tokens: tuple[int, ...]) -> int:
+    """hash() of a tuple of ints does not depend on the hash seed."""
+    return mix(request_id, hash(tokens)) % VOCABULARY
+
+
+def accepted(request_id: int, tokens: tuple[int, ...], width: int) -> int:
+    """How many tokens a row gains in a step of ``width``: any number from 1 to width."""
+    return 1 + mix(3, request_id, hash(tokens)) % width
+
+
+def complete_alone(
+    request_id: int, prompt: tuple[int, ...], stops: tuple[int, ...], max_length: int, breaks_at: int | None = None
+) -> tuple[tuple[int, ...], FinishReason]:
+    """The oracle of oracles: one request, no batch, no blocks, no steps. ``breaks_at``: tokens after which its logits
+    are not finite any more.
+    """
+    tokens = prompt
+    while True:
+        if breaks_at is not None and len(tokens) >= breaks_at:
+            return tokens[len(prompt) :], FinishReason.ERROR
+        token = next_token(request_id, tokens)
+        tokens += (token,)
+        if token in stops:
+            return tokens[len(prompt) :], FinishReason.STOP
+        if len(tokens) >= max_length:
+            return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+@dataclass
+class SlotRow:
+    request_id: int
+    epoch: int
+    length: int  # KV entries written
+    last: int
+    finished: bool
+    max_length: int
+    stops: tuple[int, ...]
+    broken: bool = False
+
+
+class FakeDevice:
+    """Runs a plan at launch (the stream is in order) and hands its result out at land().
+
+    ``breaks_at``: by request, the number of tokens after which its logits are not finite. ``broken_blocks``: by step,
+    the blocks whose contents nobody may trust any more, because a row broke over them in that step.
+    """
+
+    def __init__(self, blocks: int, block_size: int, slots: int) -> None:
+        self.block_size = block_size
+        self.cells = [[GARBAGE] * block_size for _ in range(blocks + 1)]
+        self.tables: list[dict[int, int]] = [{} for _ in range(slots + 1)]
+        self.rows: list[SlotRow | None] = [None] * (slots + 1)
+        self.results: deque[tuple[StepResult | None, list[tuple[int, int, int]]]] = deque()
+        self.accepted: dict[int, list[int]] = {}
+        self.breaks_at: dict[int, int] = {}
+        self.broken_blocks: dict[int, list[int]] = {}
+
+    def launch(self, plan: StepPlan | None) -> None:
+        if plan is None:
+            self.results.append((None, []))
+            return
+        for write in plan.slot_writes:
+            self.rows[write.slot] = SlotRow(
+                write.request_id, write.epoch, write.length, GARBAGE, False, write.max_length, write.stop_token_ids
+            )
+        cells = [(slot, index) for slot, index, _ in plan.block_writes]
+        assert len(set(cells)) == len(cells), "a plan names each cell of the block table once"
+        for slot, index, block in plan.block_writes:
+            self.tables[slot][index] = block
+        run = self._prefill if plan.kind is StepKind.PREFILL else self._decode
+        self.results.append(run(plan))
+
+    def land(self, epochs: list[int]) -> StepResult | None:
+        """The oldest result. ``epochs`` are the scheduler's: rows it has ended write late, over whoever is there."""
+        result, writes = self.results.popleft()
+        for slot, epoch, block_and_offset in writes:
+            if epochs[slot] != epoch:
+                block, offset = divmod(block_and_offset, self.block_size)
+                self.cells[block][offset] = GARBAGE
+        return result
+
+    def _cell(self, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[slot][position // self.block_size], position % self.block_size
+
+    def _history(self, slot: int, length: int) -> tuple[int, ...]:
+        size, table, tokens = self.block_size, self.tables[slot], []
+        for index in range(-(-length // size)):
+            tokens += self.cells[table[index]]
+        return tuple(tokens[:length])
+
+    def _write(self, slot: int, position: int, token: int, writes: list[tuple[int, int, int]], epoch: int) -> None:
+        block, offset = self._cell(slot, position)
+        self.cells[block][offset] = token
+        writes.append((slot, epoch, block * self.block_size + offset))
+
+    def _prefill(self, plan: StepPlan) -> tuple[StepResult, list[tuple[int, int, int]]]:
+        tokens: list[int] = []
+        counts: list[int] = []
+        finish: list[int] = []
+        writes: list[tuple[int, int, int]] = []
+        for chunk, epoch in zip(plan.chunks, plan.epochs, strict=True):
+            row = self.rows[chunk.slot]
+            assert row is not None
+            assert row.epoch == epoch
+            assert row.length == chunk.start, "chunks of a prompt follow each other"
+            for i, token in enumerate(chunk.token_ids):
+                self._write(chunk.slot, chunk.start + i, token, writes, epoch)
+            row.length += len(chunk.token_ids)
+            new = self._advance(row, self._history(chunk.slot, row.length), 1) if chunk.last else []
+            tokens += new + [0] * (plan.width - len(new))
+            counts.append(len(new))
+            finish.append(self._code(row, new) if chunk.last else FinishReason.NONE)
+            self._distrust(plan.step, chunk.slot, row, finish[-1])
+        return StepResult(plan.step, tokens, counts, finish), writes
+
+    def _decode(self, plan: StepPlan) -> tuple[StepResult, list[tuple[int, int, int]]]:
+        tokens: list[int] = []
+        counts: list[int] = []
+        finish: list[int] = []
+        writes: list[tuple[int, int, int]] = []
+        for slot, epoch in zip(plan.slots, plan.epochs, strict=True):
+            row = self.rows[slot]
+            assert row is not None
+            new: list[int] = []
+            live = not row.finished
+            if live:
+                assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
+                self._write(slot, row.length, row.last, writes, epoch)
+                history = self._history(slot, row.length + 1)
+                new = self._advance(row, history, accepted(row.request_id, history, plan.width))
+                for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
+                    self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)
+                row.length += max(len(new), 1)
+                self.accepted.setdefault(row.request_id, []).append(len(new))
+            tokens += new + [0] * (plan.width - len(new))
+            counts.append(len(new))
+            finish.append(self._code(row, new) if live else FinishReason.NONE)
+            self._distrust(plan.step, slot, row, finish[-1])
+        return StepResult(plan.step, tokens, counts, finish), writes
+
+    def _distrust(self, step: int, slot: int, row: SlotRow, code: int) -> None:
+        if code == FinishReason.ERROR:
+            blocks = [self.tables[slot][i] for i in range(-(-row.length // self.block_size))]
+            self.broken_blocks.setdefault(step, []).extend(blocks)
+
+    def _advance(self, row: SlotRow, history: tuple[int, ...], most: int) -> list[int]:
+        new: list[int] = []
+        for _ in range(most):
+            if len(history) >= self.breaks_at.get(row.request_id, MANY):
+                row.broken = row.finished = not new  # what was drawn before counts; the next step tells
+                break
+            token = next_token(row.request_id, history)
+            history += (token,)
+            new.append(token)
+            if token in row.stops or len(history) >= row.max_length:
+                row.finished = True
+                break
+        if new:
+            row.last = new[-1]
+        return new
+
+    @staticmethod
+    def _code(row: SlotRow, new: list[int]) -> int:
+        """Of a row that was live when the step began."""
+        if row.broken:
+            return FinishReason.ERROR
+        if not new or not row.finished:
+            return FinishReason.NONE
+        return FinishReason.STOP if new[-1] in row.stops else FinishReason.LENGTH
