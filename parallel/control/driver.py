@@ -128,12 +128,27 @@ class LeaderPlane(Closing):
     def close(self) -> None:
         if self._closed:
             return
-        if not self.stopped:
-            self.abort("it closed its control plane before an agreed stop")
-        self._closed = True
-        self.link.close()
-        if self.watch is not None:
-            self.watch.close_unless_taken()
+        try:
+            if self.stopped:
+                self._see_off()
+            else:
+                self.abort("it closed its control plane before an agreed stop")
+        finally:
+            self._closed = True
+            self.link.close()
+            if self.watch is not None:
+                self.watch.close_unless_taken()
+
+    def _see_off(self) -> None:
+        """Nobody is left without a record that it needs: a link that queues drops the queue when it closes.
+
+        A rank that ends before its last turn, or does not get there in time, is named as in any other turn.
+        """
+        until = time.monotonic() + self.machine.limits.deadline
+        while ranks := self.machine.short_of_stop():
+            if time.monotonic() > until:
+                self.machine.stalled(ranks)
+            self._hear(0.001)
 
     def _hear(self, timeout: float) -> int:
         """Hears what comes within ``timeout`` seconds; returns the number of the last broadcast that it led to."""
@@ -295,7 +310,7 @@ class FollowerPlane(Closing):
         if self._closed:
             return
         if self.stopped:
-            self._see_off(LAST_WORDS)
+            self._see_off()
             self.machine.leave(Cause.ABORTED, "")
             self._speak()
             if self._tells():
@@ -307,12 +322,12 @@ class FollowerPlane(Closing):
         if self.watch is not None:
             self.watch.close_unless_taken()
 
-    def _see_off(self, seconds: float) -> None:
+    def _see_off(self, seconds: float = LAST_WORDS) -> None:
         """After the agreed stop: what was told and waits for its turn may still go, while the leader is there."""
         until = time.monotonic() + seconds
         with contextlib.suppress(ControlError):
             while self._busy() and time.monotonic() < until:
-                self._hear(min(self._pause, seconds / 50))
+                self._hear(min(self._pause, LAST_WORDS / 50))
 
     def _busy(self) -> bool:
         return self.machine.untold and not self._leader_left

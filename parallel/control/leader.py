@@ -57,6 +57,12 @@ class Leader(Agreeing):
         """Whether something was submitted that is not in effect yet: then an idle engine must go on taking turns."""
         return self._stop or any(payload or flags for payload, flags in self._coming)
 
+    def short_of_stop(self) -> tuple[int, ...]:
+        """Ranks that have not begun the last turn: they still wait for records of ours."""
+        if self._stop_step is None:
+            return ()
+        return tuple(r for r, step in self.acknowledged.items() if step < self._stop_step and r not in self.gone)
+
     def submit_stop(self) -> None:
         """The next record carries the stop."""
         self._enter(LeaderInput.SUBMIT_STOP)

@@ -181,7 +181,11 @@ class ControlPlane(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes everything. Without an agreed stop before it, the others raise Aborted."""
+        """Closes everything. Without an agreed stop before it, the others raise Aborted.
+
+        After one the leader stays until every rank has begun its last turn; raises the ControlError of one that does
+        not get there.
+        """
         ...
 
 

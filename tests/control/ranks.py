@@ -17,7 +17,7 @@ from parallel.control.plane import ControlPlane
 from parallel.topology import Topology
 
 IDENTITY = Identity(job=0xFEED, epoch=0, world=2, horizon=1, config="c0", model="m0", code="x0")
-LIMITS = Limits(deadline=5.0, resend=0.5, dispute=1.0, spin=0.0, start=60.0)
+LIMITS = Limits(deadline=20.0, resend=0.5, dispute=1.0, spin=0.0, start=60.0)
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ def in_threads(bodies: Mapping[int, Callable[[], Result]]) -> dict[int, Result |
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=90)
         assert not thread.is_alive(), f"{thread.name} hangs"
     return ended
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from parallel.control.errors import Aborted, Disagreement, HandshakeRefused, Los
 from parallel.control.plane import ControlPlane
 from parallel.control.record import Codec, Kind
 from parallel.control.relay import RelayPlane
-from parallel.control.zeromq import Gate, KeyPair, ListenError, ZmqFollowerLink, ZmqLeaderLink, routing_id
+from parallel.control.zeromq import Gate, KeyPair, ListenError, ZmqFollowerLink, ZmqLeaderLink, post, routing_id
 from runtime.schedule.digest import RollingDigest
 from tests.control.ranks import LIMITS, ThreadStore, identity_of, run_nodes, short_folder, take_turns
 from tests.control.test_plane import errors
@@ -322,3 +323,38 @@ def test_the_planes_are_of_the_right_kind(place: Path) -> None:
         return type(plane)
 
     assert run_nodes(2, 2, place, body) == {0: LeaderPlane, 1: FollowerPlane, 2: RelayPlane, 3: FollowerPlane}
+
+
+def test_a_leader_that_is_done_stays_until_every_node_has_what_it_sent(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing slows a leader down that speaks to its ranks over a queue: it is done long before one asks again."""
+    posted = 0
+
+    def loses_one(socket: zmq.Socket[bytes], rank: int, frame: bytes) -> None:
+        nonlocal posted
+        posted += 1
+        if posted != 30:
+            post(socket, rank, frame)
+
+    monkeypatch.setattr("parallel.control.zeromq.post", loses_one)
+    submitted = [b"event"] * 60
+    ended = run_nodes(2, 1, place, lambda plane: len(take_turns(plane, submitted)), limits=replace(LIMITS, resend=0.1))
+    assert posted > 60
+    assert ended == dict.fromkeys(range(2), len(submitted) + 2)
+
+
+def test_a_rank_that_ends_before_the_agreed_stop_reaches_it_is_named(place: Path) -> None:
+    leader_is_done = threading.Event()
+
+    def body(plane: ControlPlane) -> None:
+        if plane.rank == 1:
+            plane.exchange(0, 0)
+            leader_is_done.wait(20)
+            raise MemoryError("no room")
+        take_turns(plane, [b""], lambda step: 0)
+        leader_is_done.set()
+
+    ended = run_nodes(2, 1, place, body)
+    assert isinstance(ended[0], Aborted)
+    assert "rank 1 ends at step 0: MemoryError: no room" in str(ended[0])
