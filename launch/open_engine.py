@@ -37,7 +37,8 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.engine_build import build_engine
 from runtime.execute.landing import StepTiming
-from runtime.observe.watchdog import Watchdog, WatchdogOptions
+from runtime.observe.watchdog import Watchdog
+from runtime.observe.watchdog_options import WatchdogOptions
 
 log = logging.getLogger(__name__)
 

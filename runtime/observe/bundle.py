@@ -1,7 +1,7 @@
 """What a rank leaves behind when the job ends badly: one folder a rank, one summary a job.
 
 Knows: file names, and that nothing here may hang or fail for long: the process is about to end.
-Does not know: why it ends (watchdog.py passes the verdict), or what step records look like inside.
+Does not know: why it ends (last_acts.py passes the verdict), or what step records look like inside.
 """
 
 from __future__ import annotations

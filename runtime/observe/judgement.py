@@ -7,11 +7,12 @@ Does not know: threads, sockets, clocks (times are passed in), what is done with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from parallel.control.errors import Cause, Verdict
+from parallel.call_log import CollectiveError
+from parallel.control.errors import Cause, ControlError, Verdict
 from parallel.control.record import Heartbeat
 
 # Places in which an engine waits for other ranks or for its device, which waits for other ranks in a collective.
@@ -79,6 +80,35 @@ def judge(
         return silent[rank] <= patience.silence, beat.step, beat.phase in WAITING_PLACES, beat.called, rank
 
     return standing_still(min(over, key=order), signs, now, patience.silence, far)
+
+
+def verdict_on(reason: BaseException | str, rank: int, step: int) -> Verdict:
+    """What a rank that ends for ``reason`` says of itself. A ControlError is what all ranks agreed on already."""
+    if isinstance(reason, ControlError):
+        return reason.verdict
+    said = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
+    cause = Cause.ABORTED
+    if isinstance(reason, (SystemExit, KeyboardInterrupt)):
+        cause = Cause.TERMINATED
+    elif isinstance(reason, BaseException) and any(isinstance(e, CollectiveError) for e in _causes(reason)):
+        cause = Cause.COLLECTIVE
+    return Verdict(cause, rank, step, f"rank {rank} ends at step {step}: {said}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it came from."""
+    step: BaseException | None = error
+    while step is not None:
+        yield step
+        step = step.__cause__ or step.__context__
+
+
+def gone(rank: int, sign: Sign, far: Collection[int] = ()) -> Verdict:
+    """The verdict on a rank whose process ended without a word. ``far``: ranks on other nodes, behind a network."""
+    beat = sign.heartbeat
+    how = ", or the network to its node was cut for long" if rank in far else ""
+    text = f"rank {rank} is gone: its process ended without an agreed stop{how}; last seen at step {beat.step} in "
+    return Verdict(Cause.LOST, rank, beat.step, text + beat.phase)
 
 
 def weigh(reports: Sequence[Verdict], signs: Mapping[int, Sign]) -> Verdict:

@@ -14,7 +14,8 @@ from parallel.control.driver import FollowerPlane
 from parallel.control.errors import Disagreement, HandshakeRefused, LostPeer, MissedDeadline, NoProgress, Verdict
 from parallel.control.plane import ControlPlane, SingleRankControl
 from parallel.control.record import MAX_PAYLOAD
-from runtime.observe.watchdog import Watchdog, WatchdogOptions
+from runtime.observe.watchdog import Watchdog
+from runtime.observe.watchdog_options import WatchdogOptions
 from runtime.schedule.digest import RollingDigest
 from tests.control.ranks import LIMITS, run_nodes, run_ranks, short_folder, take_turns
 from tests.control.test_plane import errors

@@ -19,7 +19,8 @@ from parallel.control.opening import open_control
 from parallel.topology import Topology
 from runtime.observe.bundle import Evidence
 from runtime.observe.parent import die_with_parent
-from runtime.observe.watchdog import Watchdog, WatchdogOptions
+from runtime.observe.watchdog import Watchdog
+from runtime.observe.watchdog_options import WatchdogOptions
 from runtime.schedule.digest import RollingDigest
 
 

@@ -18,8 +18,10 @@ from parallel.call_log import CollectiveError
 from parallel.control.errors import Cause, Disagreement, Verdict
 from parallel.control.plane import ControlPlane, SingleRankControl
 from runtime.observe.bundle import STEP_RECORDS, Evidence, write_bundle
+from runtime.observe.last_acts import EXIT_CODE, TERMINATED_CODE
 from runtime.observe.parent import OrphanedError, die_with_parent
-from runtime.observe.watchdog import EXIT_CODE, TERMINATED_CODE, Watchdog, WatchdogOptions
+from runtime.observe.watchdog import Watchdog
+from runtime.observe.watchdog_options import WatchdogOptions
 from runtime.schedule.digest import RollingDigest
 from tests.control.ranks import run_nodes, run_ranks, short_folder, take_turns
 

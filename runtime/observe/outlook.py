@@ -1,0 +1,81 @@
+"""What one rank has heard of the others, and whom it may judge by that.
+
+Knows: whose signs a leader, a node's leader and a follower go by, when a silent leader is given up.
+Does not know: when to look (watchdog.py), how ranks are compared (judgement.py), how frames travel (channel.py).
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from parallel.control.errors import Verdict
+from parallel.control.record import Heartbeat
+from runtime.observe.channel import Channel, is_stopped
+from runtime.observe.judgement import Patience, Sign, gone, judge, standing_still
+
+
+class Outlook:
+    """The ranks as ``rank`` sees them. The watchdog's thread calls everything; times are those of time.monotonic.
+
+    ``signs``: the last heartbeats of itself and of those whom it follows, a leader all, others their leader.
+    """
+
+    def __init__(self, rank: int, patience: Patience) -> None:
+        self.rank = rank
+        self.patience = patience
+        self.signs: dict[int, Sign] = {}
+        self._channel: Channel | None = None
+        self._far = frozenset[int]()  # ranks on other nodes
+
+    def begin(self, world: int, channel: Channel | None, now: float) -> None:
+        """From now on: nobody has left yet. Who does not speak at all may be gone or stopped, too."""
+        self._channel = channel
+        followed = range(world) if channel is None or channel.leads else (channel.leader,)
+        begins = Sign(Heartbeat(0, 0, "start", 0.0, inf, 0, 0, 0, ()), now)
+        self.signs.update(dict.fromkeys(followed, begins))
+        if channel is not None:  # processes are known of this node only
+            self._far = frozenset(rank for rank in followed if rank != self.rank and channel.process(rank) is None)
+
+    def note(self, rank: int, beat: Heartbeat, now: float) -> None:
+        self.signs[rank] = Sign(beat, now)
+
+    def was_away(self, now: float) -> None:
+        """This process was stopped, or had no processor for long: the others' silence until ``now`` is its own."""
+        self.signs = {rank: Sign(sign.heartbeat, max(sign.at, now)) for rank, sign in self.signs.items()}
+
+    def judge(self, now: float) -> Verdict | None:
+        """The leader judges all; a follower its leader, or itself once the leader has said goodbye."""
+        channel, signs, patience = self._channel, self.signs, self.patience
+        if channel is not None and not channel.leads:
+            if channel.leader not in channel.left:
+                return self._judge_leader(channel, now)
+            signs = {self.rank: signs[self.rank]}
+        elif channel is not None:
+            signs = {rank: sign for rank, sign in signs.items() if rank not in channel.left}
+        stopped = {rank for rank, sign in signs.items() if now - sign.at > patience.silence and self._stopped(rank)}
+        return judge(signs, now, patience, stopped, self._far)
+
+    def lost(self, rank: int) -> Verdict:
+        """On a rank whose connection ended."""
+        return gone(rank, self.signs[rank], self._far)
+
+    def silent(self, now: float) -> set[int]:
+        """The ranks that have not been heard of for longer than ``patience.silence``."""
+        return {rank for rank, sign in self.signs.items() if now - sign.at > self.patience.silence}
+
+    def _judge_leader(self, channel: Channel, now: float) -> Verdict | None:
+        """A leader that has fallen silent gets the time to judge first, unless it is known to be stopped."""
+        sign, patience = self.signs[channel.leader], self.patience
+        beat, silent = sign.heartbeat, now - sign.at
+        if silent <= patience.silence:
+            return None
+        if self._stopped(channel.leader):
+            due = patience.stopped
+        else:
+            due = min(max(beat.limit - beat.still_for, 0.0) + patience.silence, patience.mute)
+        if silent <= due:
+            return None
+        return standing_still(channel.leader, {channel.leader: sign}, now, patience.silence, self._far)
+
+    def _stopped(self, rank: int) -> bool:
+        return self._channel is not None and is_stopped(self._channel.process(rank))
