@@ -10,9 +10,10 @@ import pytest
 
 from launch.generate import run
 from launch.open_engine import open_engine
-from launch.options import Command, parse
+from launch.options import Command
 from models.config import ModelConfig
 from tests.launch.batches import model_folder, rows_of, write_input
+from tests.launch.parsed import parsed
 from tests.models import tiny_checkpoint
 
 VOCABULARY, LONGEST = 360, 64
@@ -36,8 +37,7 @@ def generate(folder: Path, work: Path, lines: list[Row], *options: str) -> tuple
     source = write_input(work, [json.dumps(line).encode() for line in lines])
     arguments = ["generate", "--model", str(folder), "--input", str(source), "--output", str(work / "out.jsonl")]
     arguments += ["--device", "cpu", "--overwrite", "--max-model-len", str(LONGEST), "--num-blocks", "40"]
-    command = parse([*arguments, "--block-size", "8", "--max-num-seqs", "4", "--chain-depth", "2", *options])
-    assert isinstance(command, Command)
+    command = parsed(Command, [*arguments, "--block-size", "8", "--max-num-seqs", "4", "--chain-depth", "2", *options])
     code = run(command, {}, open_engine)
     return code, {str(row.get("custom_id", row["id"])): row for row in rows_of(work / "out.jsonl")}
 

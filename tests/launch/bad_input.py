@@ -19,9 +19,10 @@ import torch
 
 from launch.generate import run
 from launch.open_engine import open_engine
-from launch.options import Command, parse
+from launch.options import Command
 from tests.launch import bad_lines
 from tests.launch.batches import answers_of, good_lines, model_folder, rows_of
+from tests.launch.parsed import parsed
 from tests.models.tiny_checkpoint import TINY
 
 LONG = b"long"  # stands for a line that is written in pieces, because nobody should hold it as a whole
@@ -61,8 +62,7 @@ def serve(folder: Path, name: str, lines: Iterable[bytes]) -> tuple[int, Path]:
     arguments = ["generate", "--model", str(model), "--input", str(source), "--output", str(output)]
     arguments += ["--device", "cpu", "--load-format", "dummy", "--max-model-len", "64", "--num-blocks", "80"]
     arguments += ["--block-size", "8", "--max-num-seqs", "4", "--decode-buckets", "4"]
-    command = parse(arguments)
-    assert isinstance(command, Command)
+    command = parsed(Command, arguments)
     return run(command, {}, open_engine), output
 
 

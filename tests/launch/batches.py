@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.generate import run
-from launch.options import parse
+from launch.options import Command
 from launch.rendezvous import Rendezvous
 from launch.request_parser import BadLine, PreparedRequest, RequestParser
 from runtime.assembly import stop_ids_of
@@ -19,6 +19,7 @@ from runtime.schedule.request import Request
 from runtime.text import TextStream, Tokenizer
 from tests.launch import small_tokenizers
 from tests.launch.fake_engine import FakeEngine, FakeModel, serial_answer
+from tests.launch.parsed import parsed
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
@@ -94,7 +95,7 @@ def generate(
     output = folder / "out.jsonl"
     arguments = ["generate", "--model", str(model_folder(folder)), "--input", str(folder / "in.jsonl")]
     arguments += ["--output", str(output), "--device", "cpu", *options]
-    return run(parse(arguments), {}, engine or (lambda config, rendezvous: FakeEngine(config))), output
+    return run(parsed(Command, arguments), {}, engine or (lambda config, rendezvous: FakeEngine(config))), output
 
 
 def expected_choices(prepared: PreparedRequest, model: FakeModel, tokenizer: Tokenizer) -> list[tuple[str, int, str]]:

@@ -10,10 +10,11 @@ import sys
 import time
 
 from launch.generate import run
-from launch.options import parse
+from launch.options import Command
 from launch.rendezvous import Rendezvous
 from runtime.config import EngineConfig
 from tests.launch.fake_engine import FakeEngine
+from tests.launch.parsed import parsed
 
 
 def open_engine(config: EngineConfig, rendezvous: Rendezvous) -> FakeEngine:
@@ -24,4 +25,4 @@ def open_engine(config: EngineConfig, rendezvous: Rendezvous) -> FakeEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse(sys.argv[1:]), os.environ, open_engine))
+    sys.exit(run(parsed(Command, sys.argv[1:]), os.environ, open_engine))

@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from launch.options import parse
 from launch.sweep_grid import Grid, grid_of, read_grid
 from launch.sweep_ledger import Ledger
 from launch.sweep_options import SweepCommand
 from launch.sweep_outcome import point_rows
 from launch.sweep_point import Point
 from launch.sweep_run import run_here
+from tests.launch.parsed import parsed
 
 POINT = Path(__file__).with_name("fake_point.py")
 
@@ -79,8 +79,7 @@ def results_of(out: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    command = parse(["sweep", "run", *sys.argv[1:]])
-    assert isinstance(command, SweepCommand)
+    command = parsed(SweepCommand, ["sweep", "run", *sys.argv[1:]])
     options = command.options
     assert options.grid is not None
     assert options.out is not None

@@ -29,9 +29,10 @@ from typing import Any
 
 from launch.generate import run
 from launch.open_engine import open_engine
-from launch.options import Command, parse
+from launch.options import Command
 from tests.launch import bad_lines, fake_main
 from tests.launch.batches import answers_of, good_lines, model_folder, rows_of, write_input
+from tests.launch.parsed import parsed
 from tests.models.tiny_checkpoint import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -110,8 +111,7 @@ class Batch:
             if moment is not None and moment.call:
                 _die_in(moment)
             os.environ["FAKE_STEP_SECONDS"] = STEP_SECONDS
-            command = parse([*self.arguments, *options])
-            assert isinstance(command, Command)
+            command = parsed(Command, [*self.arguments, *options])
             code = run(command, {}, open_engine if self.real else fake_main.open_engine)
         finally:
             sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from runtime.request_checks import RequestError
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, SamplingParams
 from tests.launch import small_tokenizers
+from tests.sampling_fields import SamplingFields
 
 EOS = 0
 
@@ -50,8 +52,9 @@ def feed(assembler: OutputAssembler, request_id: int, tokens: list[int], reason:
     return output
 
 
-def params(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"seed": 5, "max_tokens": 20, **fields})  # type: ignore[arg-type]
+def params(**fields: Unpack[SamplingFields]) -> SamplingParams:
+    given: SamplingFields = {"seed": 5, "max_tokens": 20, **fields}
+    return SamplingParams(**given)
 
 
 def test_text_without_the_stop_id_and_tokens_with_it() -> None:

@@ -21,9 +21,9 @@ from launch.bench_results import Point
 from launch.bench_trace import BenchError
 from launch.generate import UsageError
 from launch.open_engine import open_engine
-from launch.options import parse
 from tests.engine.rig import TINY, tiny_folder
 from tests.engine.test_experts import EXPERTS
+from tests.launch.parsed import parsed
 
 ROOT = Path(__file__).parents[2]
 BUSY = "something else kept the machine busy"
@@ -40,8 +40,7 @@ def one_thread() -> Iterator[None]:
 
 def measure(folder: Path, line: str) -> int:
     arguments = f"bench {line} --model {tiny_folder(folder / 'tiny')} --result-dir {folder / 'results'}"
-    command = parse(arguments.split())
-    assert isinstance(command, BenchCommand)
+    command = parsed(BenchCommand, arguments.split())
     return bench.run(command, {}, open_engine)
 
 

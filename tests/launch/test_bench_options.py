@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -29,9 +30,13 @@ def parsed(line: str) -> BenchCommand:
     return command
 
 
+def no_engine(*_: object) -> NoReturn:
+    pytest.fail("no engine is needed")
+
+
 def config_of(folder: Path, line: str) -> EngineConfig:
     command = parsed(f"{line} --model {tiny_folder(folder)} --device cpu")
-    return open_session(command, {}, lambda *_: pytest.fail("no engine is needed")).config
+    return open_session(command, {}, no_engine).config
 
 
 @pytest.mark.parametrize("name", ["latency", "throughput", "anatomy", "plot"])
@@ -142,13 +147,10 @@ def test_a_shape_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_control_measures_the_ways_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from launch import bench
 
-    def no_engine(*_: object) -> object:
-        raise AssertionError("agreement needs no engine")
-
     way, output = "unix sockets, blocking", str(tmp_path / "control.json")
     command = parse(["bench", "control", "--ranks", "2", "--turns", "20", "--way", way, "--output", output])
     assert isinstance(command, BenchCommand)
-    assert bench.run(command, {}, no_engine) == 0  # type: ignore[arg-type]
+    assert bench.run(command, {}, no_engine) == 0
     assert "unix sockets, blocking" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "control.json").read_text())["rows"]
     assert row["ranks"] == 2
@@ -161,4 +163,4 @@ def test_control_refuses_an_unknown_way() -> None:
     command = parse(["bench", "control", "--way", "telepathy"])
     assert isinstance(command, BenchCommand)
     with pytest.raises(UsageError, match="'telepathy' is no way to agree"):
-        bench.run(command, {}, None)  # type: ignore[arg-type]
+        bench.run(command, {}, no_engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,13 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
 
 def test_a_byte_bound_step_and_a_compute_bound_one() -> None:
     shape = Shape(dense=1000, expert=0, experts=0, experts_per_token=0, kv_heads=2, kv_per_head=5)
-    options = {"length": 10.0, "value_bytes": 2, "bytes_per_s": 100.0, "flop_per_s": 10_000.0}
-    one = decode_floor(shape, batch=1, ranks=1, **options)
+    floor = partial(decode_floor, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
+    one = floor(shape, batch=1, ranks=1)
     assert (one.weight_bytes, one.kv_bytes) == (2000, 2 * 10 * 2 * 5)
     assert one.seconds == pytest.approx(2000 / 100 + 200 / 100)
-    many = decode_floor(shape, batch=1000, ranks=1, **options)
+    many = floor(shape, batch=1000, ranks=1)
     assert many.seconds == pytest.approx(2 * 1000 * 1000 / 10_000 + 200_000 / 100)
-    four = decode_floor(shape, batch=1, ranks=4, **options)
+    four = floor(shape, batch=1, ranks=4)
     assert four.weight_bytes == 500
     assert four.kv_bytes == 100, "two heads cannot be shared by four ranks"
 
@@ -84,18 +85,18 @@ def test_a_byte_bound_step_and_a_compute_bound_one() -> None:
 def test_groups_have_rows_of_their_own_and_share_experts() -> None:
     """Four ranks as two groups of two: what is no expert's, for the rows of the fuller group."""
     shape = Shape(dense=1000, expert=7, experts=16, experts_per_token=2, kv_heads=4, kv_per_head=5)
-    options = {"length": 10.0, "value_bytes": 2, "bytes_per_s": 100.0, "flop_per_s": 1e12}
-    alone = decode_floor(shape, batch=1000, ranks=4, **options)
-    groups = decode_floor(shape, batch=1000, ranks=4, groups=2, **options)
+    floor = partial(decode_floor, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=1e12)
+    alone = floor(shape, batch=1000, ranks=4)
+    groups = floor(shape, batch=1000, ranks=4, groups=2)
     assert groups.weight_bytes - alone.weight_bytes == pytest.approx(2 * (1000 / 2 - 1000 / 4))
     assert groups.kv_bytes == alone.kv_bytes, "half the rows, twice the heads"
-    assert decode_floor(shape, batch=3, ranks=4, groups=2, **options).kv_bytes == 2 * 2 * 10 * 2 * 5
+    assert floor(shape, batch=3, ranks=4, groups=2).kv_bytes == 2 * 2 * 10 * 2 * 5
 
 
 def test_all_experts_are_read_once_many_tokens_ask() -> None:
     shape = Shape(dense=0, expert=7, experts=16, experts_per_token=2, kv_heads=1, kv_per_head=0)
-    options = {"length": 1.0, "value_bytes": 1, "bytes_per_s": 1.0, "flop_per_s": 1e9}
-    assert decode_floor(shape, batch=1, ranks=1, **options).weight_bytes == pytest.approx(7 * 2)
-    assert decode_floor(shape, batch=10_000, ranks=1, **options).weight_bytes == pytest.approx(7 * 16)
-    assert decode_floor(shape, batch=10_000, ranks=2, **options).weight_bytes == pytest.approx(7 * 8)
-    assert 7 * 1 < decode_floor(shape, batch=1, ranks=2, **options).weight_bytes < 7 * 2
+    floor = partial(decode_floor, length=1.0, value_bytes=1, bytes_per_s=1.0, flop_per_s=1e9)
+    assert floor(shape, batch=1, ranks=1).weight_bytes == pytest.approx(7 * 2)
+    assert floor(shape, batch=10_000, ranks=1).weight_bytes == pytest.approx(7 * 16)
+    assert floor(shape, batch=10_000, ranks=2).weight_bytes == pytest.approx(7 * 8)
+    assert 7 * 1 < floor(shape, batch=1, ranks=2).weight_bytes < 7 * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -11,8 +11,8 @@ from runtime.config import DEVICE_DEFAULTS, ConfigError, EngineConfig, default_b
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_fields_left_out_take_the_device_s_default(device: str) -> None:
-    config = EngineConfig(model="m", device=device)  # type: ignore[arg-type]
+def test_fields_left_out_take_the_device_s_default(device: Literal["cpu", "cuda"]) -> None:
+    config = EngineConfig(model="m", device=device)
     for name, by_device in DEVICE_DEFAULTS.items():
         assert getattr(config, name) == by_device[device]
 

@@ -18,6 +18,7 @@ from launch.doctor_findings import Finding, Level, Section, worst
 from launch.doctor_options import DoctorCommand
 from launch.doctor_software import own_requirements, parse_requirement, software
 from launch.options import parse
+from tests.launch.parsed import parsed
 
 TOPOLOGY = """\
 \tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
@@ -62,7 +63,7 @@ def test_this_machine_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_this_machine_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(parse(["doctor", "--no-measure"]), {}) == 0  # type: ignore[arg-type]
+    assert doctor.run(parsed(DoctorCommand, ["doctor", "--no-measure"]), {}) == 0
     said = capsys.readouterr().out
     assert "two processes agree in" in said
     assert said.splitlines()[-1].startswith(("Everything is as it should be", "The runtime can run here"))

@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from launch.bench_options import BenchCommand
 from launch.dry_run import jobs_text, plan_topologies
 from launch.dry_run_control import HopCosts, control_tree, rehearse
 from launch.dry_run_hops import far_costs, near_costs
 from launch.dry_run_shards import Part, check_coverage, coordinates, plan_part
-from launch.options import parse
 from launch.sweep import run
+from launch.sweep_options import SweepCommand
 from models.config import ModelConfig
 from parallel.shard import HeadShard, Shard, VocabShard
 from parallel.topology import Sharing
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.scheduler import Scheduler
+from tests.launch.parsed import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,7 +205,7 @@ def test_the_cost_of_a_record_can_be_measured() -> None:
 
 def test_a_world_is_planned_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     line = "sweep plan --dry-run-world 32 --model models/demo --tp 2 --memory-gib 1 --steps 12"
-    assert run(parse(line.split()), {}) == 0
+    assert run(parsed(SweepCommand, line.split()), {}) == 0
     lines = {text.split()[0]: text for text in capsys.readouterr().out.splitlines()}
     assert lines["world"].endswith("32 ranks on 4 node(s) of 8")
     assert "16 replica(s) x tp 2" in lines["model"]
@@ -226,21 +228,22 @@ def test_a_world_is_planned_and_told(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_plan_says_how_its_jobs_are_started(sharing: Sharing, jobs: str) -> None:
     assert jobs_text(sharing) == jobs
     flags = jobs.partition(": ")[2].split()
-    config = parse(["bench", "latency", "--model", "m", *flags]).engine_config(sharing.tensor, {"device": "cpu"})
+    command = parsed(BenchCommand, ["bench", "latency", "--model", "m", *flags])
+    config = command.engine_config(sharing.tensor, {"device": "cpu"})
     assert config.ranks == max(sharing.tensor, sharing.expert)
     assert config.expert_parallel is (sharing.expert > 1)
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     line = "sweep plan --dry-run-world 8 --model qwen3-32b --tp 1 --memory-gib 40"
-    assert run(parse(line.split()), {}) == 0
+    assert run(parsed(SweepCommand, line.split()), {}) == 0
     assert "TOO LARGE for 0.9 of 40 GiB" in capsys.readouterr().out
 
 
 def test_a_failed_check_is_told_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(VocabShard, "start", property(lambda self: max(0, self.rank * self.width - 1)))
     line = "sweep plan --dry-run-world 2 --model models/demo --steps 2"
-    assert run(parse(line.split()), {}) == 1
+    assert run(parsed(SweepCommand, line.split()), {}) == 1
     told = capsys.readouterr()
     assert "FAILED" in told.out
     assert "wrong: tensor model.embed_tokens.weight" in told.err
@@ -261,5 +264,5 @@ def test_a_failed_check_is_told_and_fails(monkeypatch: pytest.MonkeyPatch, capsy
     ],
 )
 def test_a_world_that_cannot_be_is_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse(["sweep", "plan", *line.split()]), {}) == 2
+    assert run(parsed(SweepCommand, ["sweep", "plan", *line.split()]), {}) == 2
     assert words in capsys.readouterr().err

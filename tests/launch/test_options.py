@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.options import build_parser, parse
+from launch.options import Command, build_parser, parse
 from runtime.config import ConfigError, EngineConfig, flag_of
+from tests.launch.parsed import parsed
 
 NEEDED = ["generate", "--model", "m", "--input", "i", "--output", "o"]
 
@@ -43,7 +44,7 @@ def test_help_prints(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_left_out_leave_the_config_s_defaults() -> None:
-    config = parse([*NEEDED, "--device", "cpu"]).engine_config(tensor_parallel=2)
+    config = parsed(Command, [*NEEDED, "--device", "cpu"]).engine_config(tensor_parallel=2)
     assert config == EngineConfig(model="m", device="cpu", tensor_parallel=2)
 
 
@@ -52,7 +53,7 @@ def test_given_options_reach_the_config() -> None:
     given += "--num-blocks 50 --gpu-memory-utilization 0.5 --max-num-batched-tokens 77 --prefill-burst 2 --width 3 "
     given += "--chain-depth 0 --decode-buckets 1,3,6 --no-enable-prefix-caching --max-waiting 9 --horizon 4 --seed 11 "
     given += "--control-timeout-s 2.5"
-    assert parse([*NEEDED, *given.split()]).engine_config(1) == EngineConfig(
+    assert parsed(Command, [*NEEDED, *given.split()]).engine_config(1) == EngineConfig(
         model="m",
         dtype="float32",
         device="cpu",
@@ -76,7 +77,7 @@ def test_given_options_reach_the_config() -> None:
 
 
 def test_generate_options() -> None:
-    options = parse([*NEEDED, "--overwrite", "--show", "3", "--temperature", "0"]).generate
+    options = parsed(Command, [*NEEDED, "--overwrite", "--show", "3", "--temperature", "0"]).generate
     assert (options.input, options.output, options.overwrite, options.show) == (Path("i"), Path("o"), True, 3)
     assert (options.temperature, options.top_p, options.max_tokens, options.drain_seconds) == (0.0, None, None, 20.0)
 
@@ -114,7 +115,7 @@ def test_a_wrong_command_line_ends_with_2_and_names_the_option(
 
 def test_values_that_cannot_work_are_the_config_s_to_refuse() -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs 1"):
-        parse([*NEEDED, "--max-num-seqs", "0", "--device", "cpu"]).engine_config(1)
+        parsed(Command, [*NEEDED, "--max-num-seqs", "0", "--device", "cpu"]).engine_config(1)
 
 
 def test_help_starts_without_torch() -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from launch.options import parse
 from launch.report import write_report
 from launch.report_compare import compare
 from launch.report_html import html
@@ -48,8 +47,10 @@ from launch.report_rows import (
 from launch.sweep import run
 from launch.sweep_grid import Grid, grid_of
 from launch.sweep_ledger import Ledger
+from launch.sweep_options import SweepCommand
 from launch.sweep_point import SweepError
 from tests.launch.measured_sweep import example_grid, tpot_ms, write_ledger
+from tests.launch.parsed import parsed
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -235,7 +236,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
         "--html",
         str(tmp_path / "to" / "r.html"),
     ]
-    assert run(parse(line), {}) == 0
+    assert run(parsed(SweepCommand, line), {}) == 0
     names = {path.name for path in (tmp_path / "to").iterdir()}
     assert names == {
         "r.html",
@@ -245,7 +246,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "4 of 4 points done\n" in said
     assert "0 faster, 4 slower, 0 within their spread" in said
-    assert run(parse(["sweep", "report", str(tmp_path)]), {}) == 2
+    assert run(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
 
 
 def test_a_report_against_the_one_it_replaces(tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_a_browser_shows_it_readably(whole: Path, tmp_path: Path) -> None:
     assert probe["text"] > 2000
     pixels = imread(picture)[..., :3]
     assert pixels.shape[:2] == (5400, 1280)
-    ink = (pixels < 0.75).any(axis=2)
+    ink = np.asarray((pixels < 0.75).any(axis=2))
     bands = ink[: min(probe["height"], 5400) // 300 * 300].reshape(-1, 300, 1280)
     assert all(band.mean() > 0.004 for band in bands), "no blank stretch"
     assert ink.mean() < 0.5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.generate import run
-from launch.options import Command, parse
+from launch.options import Command
 from launch.sampling_defaults import sampling_defaults
 from lockstride import EngineConfig, complete
 from models.config import ModelConfigError
@@ -20,8 +20,10 @@ from runtime.config import EngineConfig as Config
 from runtime.schedule.request import Request, SamplingParams
 from tests.launch.batches import model_folder, write_input
 from tests.launch.fake_engine import FakeEngine
+from tests.launch.parsed import parsed
+from tests.sampling_fields import SamplingFields
 
-TUNED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+TUNED: SamplingFields = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 OTHERS = {"eos_token_id": [1, 2], "do_sample": False, "max_new_tokens": 3, "transformers_version": "5.0.0"}
 
 
@@ -40,9 +42,9 @@ def test_the_folder_s_parameters_and_no_others(tmp_path: Path) -> None:
 def test_the_command_line_wins_over_the_folder_and_none_leaves_it_out(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, TUNED)
     silent = {"temperature": None, "top_p": None, "top_k": None}
-    assert sampling_defaults(folder, "auto", silent) == SamplingParams(**TUNED)  # type: ignore[arg-type]
+    assert sampling_defaults(folder, "auto", silent) == SamplingParams(**TUNED)
     mixed = sampling_defaults(folder, "auto", silent | {"temperature": 0.0, "top_k": 0})
-    assert mixed == replace(SamplingParams(**TUNED), temperature=0.0, top_k=0)  # type: ignore[arg-type]
+    assert mixed == replace(SamplingParams(**TUNED), temperature=0.0, top_k=0)
     assert sampling_defaults(folder, "none", silent | {"top_p": 0.5}) == SamplingParams(top_p=0.5)
 
 
@@ -88,8 +90,7 @@ def drawn_with(parent: Path, *options: str) -> dict[int, SamplingParams]:
 
     arguments = ["generate", "--model", str(parent / "model"), "--device", "cpu", "--overwrite", *options]
     arguments += ["--input", str(parent / "in.jsonl"), "--output", str(parent / "out.jsonl")]
-    command = parse(arguments)
-    assert isinstance(command, Command)
+    command = parsed(Command, arguments)
 
     def open_engine(config: Config, rendezvous: object) -> FakeEngine:
         return Listening(config)
@@ -101,7 +102,7 @@ def drawn_with(parent: Path, *options: str) -> dict[int, SamplingParams]:
 def test_lines_that_do_not_say_are_drawn_as_the_folder_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lockstride"):
         asked = drawn_with(tmp_path)
-    tuned = SamplingParams(**TUNED)  # type: ignore[arg-type]
+    tuned = SamplingParams(**TUNED)
     assert asked[1] == replace(tuned, max_tokens=1)
     assert asked[2] == replace(tuned, max_tokens=2, top_p=0.3)
     assert asked[3] == SamplingParams(max_tokens=3, temperature=0.0)

@@ -37,8 +37,8 @@ def command(*words: str, code: int = 0) -> str:
 def test_from_a_grid_to_a_report(tmp_path: Path) -> None:
     options = {"model": str(tiny_folder(tmp_path / "tiny")), "device": "cpu", "input-len": 12, "output-len": 5}
     options |= {"num-iters": 2, "num-warmups": 0, "block-size": 8, "max-model-len": 64, "protocol": "generation"}
-    content = {"options": options, "grid": {"tp": [1, 2], "batch": ["1,2"]}, "minutes": 4}
-    content["grid"]["num-blocks"] = [None, 2]  # two blocks hold no request
+    variables = {"tp": [1, 2], "batch": ["1,2"], "num-blocks": [None, 2]}  # two blocks hold no request
+    content: dict[str, object] = {"options": options, "grid": variables, "minutes": 4}
     content["exclude"] = [{"tp": 2, "num-blocks": 2}]
     grid, out = tmp_path / "grid.yaml", tmp_path / "out"
     grid.write_text(yaml.safe_dump(content))

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from launch.bench_options import BenchCommand
 from launch.options import build_parser, parse
 from launch.sweep_grid import MOST_POINTS, grid_of, read_grid
 from launch.sweep_options import SweepCommand
-from launch.sweep_point import Point, SweepError
+from launch.sweep_point import Point, Setting, SweepError
+from tests.launch.parsed import parsed
 
 
 def batches(content: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -42,13 +44,12 @@ def test_every_option_says_its_default_and_its_unit() -> None:
 
 def test_options_are_read() -> None:
     line = "sweep submit g.yaml --out o --resume --max-array 7 --throttle 3 --show"
-    command = parse(line.split())
-    assert isinstance(command, SweepCommand)
+    command = parsed(SweepCommand, line.split())
     options = command.options
     assert (command.name, command.subcommand) == ("sweep", "submit")
     assert (options.grid, options.out, options.resume, options.show) == (Path("g.yaml"), Path("o"), True, True)
     assert (options.max_array, options.throttle, options.retry_failed) == (7, 3, False)
-    assert parse(["sweep", "plan"]).options.grid is None
+    assert parsed(SweepCommand, ["sweep", "plan"]).options.grid is None
 
 
 @pytest.mark.parametrize("line", ["", "run", "status", "submit g --max-array 0", "run g --resum", "task middle"])
@@ -96,14 +97,15 @@ def test_a_value_of_nothing_leaves_the_option_out() -> None:
 
 
 def test_a_point_is_a_command_line_that_bench_reads() -> None:
-    settings = {"model": "m", "tp": 4, "ep": 4, "batch": 8, "depth": 0, "roofline": True, "prefix-caching": False}
+    settings: dict[str, Setting] = {"model": "m", "tp": 4, "ep": 4, "batch": 8, "depth": 0, "roofline": True}
+    settings["prefix-caching"] = False
     flags = Point("latency", {**settings, "max-prefill-tokens": 64, "dtype": "float32"}).flags("out")
     assert flags == [
         *("bench", "latency", "--tensor-parallel-size", "4", "--expert-parallel", "--batch-size", "8"),
         *("--chain-depth", "0", "--dtype", "float32", "--max-num-batched-tokens", "64", "--model", "m"),
         *("--no-prefix-caching", "--roofline", "--result-dir", "out"),
     ]
-    engine = parse(flags).engine
+    engine = parsed(BenchCommand, flags).engine
     assert engine["expert_parallel"] is True
     assert engine["max_prefill_tokens"] == 64
 
@@ -115,7 +117,7 @@ def test_groups_share_the_experts_of_all_ranks() -> None:
     flags = point.flags("out")
     assert flags[2:6] == ["--tensor-parallel-size", "2", "--data-parallel-size", "4"]
     assert "--expert-parallel" not in flags
-    assert parse(flags).engine["data_parallel"] == 4
+    assert parsed(BenchCommand, flags).engine["data_parallel"] == 4
     assert [p.ranks for p in grid_of({"options": {"model": "m"}, "grid": {"dp": [1, 2, 4]}}, "g").points] == [1, 2, 4]
     with pytest.raises(SweepError, match="ep is 2, but groups share the experts: leave it out, or write 8"):
         Point("latency", {"model": "m", "tp": 2, "dp": 4, "ep": 2})
@@ -123,7 +125,7 @@ def test_groups_share_the_experts_of_all_ranks() -> None:
 
 def test_several_batches_in_one_process() -> None:
     (point,) = grid_of({"options": {"model": "m", "batch": "1,8"}}, "g").points
-    assert parse(point.flags("r")).options.batch_size == (1, 8)
+    assert parsed(BenchCommand, point.flags("r")).options.batch_size == (1, 8)
 
 
 # ---- keys ----
@@ -145,8 +147,16 @@ def test_order_and_spelling_do_not_change_a_key() -> None:
 
 
 def test_other_settings_have_other_keys() -> None:
-    contents = [{}, {"batch": 1}, {"batch": 2}, {"batch": "1"}, {"tp": 2}, {"roofline": True}, {"seed": 1}]
-    points = [Point("latency", {"model": "m", **content}) for content in contents]  # type: ignore[dict-item]
+    contents: list[dict[str, Setting]] = [
+        {},
+        {"batch": 1},
+        {"batch": 2},
+        {"batch": "1"},
+        {"tp": 2},
+        {"roofline": True},
+        {"seed": 1},
+    ]
+    points = [Point("latency", {"model": "m", **content}) for content in contents]
     assert len({point.key for point in [*points, Point("throughput", {"model": "m"})]}) == len(points) + 1
 
 

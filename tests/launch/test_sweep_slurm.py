@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from launch.options import parse
 from launch.sweep_grid import Grid, grid_of
 from launch.sweep_ledger import Ledger
-from launch.sweep_options import GIVE_UP_AFTER
+from launch.sweep_options import GIVE_UP_AFTER, SweepCommand
 from launch.sweep_point import SweepError
 from launch.sweep_render import MARK, TEMPLATE, chunks_of, shape_of
 from launch.sweep_slurm import Slurm, numbers_in
@@ -22,6 +21,7 @@ from launch.sweep_submit import Jobs, render, submit
 from launch.sweep_task import NOTHING_LEFT, task
 from tests.launch.fake_slurm import FakeSlurm
 from tests.launch.fake_sweep import grid_with, write_grid
+from tests.launch.parsed import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,7 +246,7 @@ class Task:
 
     def begin(self) -> tuple[int, Path]:
         command = ["sweep", "task", "begin", *self._arguments, "--index", str(self._index)]
-        code = task(parse(command).options, self.environ)
+        code = task(parsed(SweepCommand, command).options, self.environ)
         return code, Path(self._capsys.readouterr().out.strip())
 
     def end(self, attempt: Path, code: int, asked: str = "none") -> int:
@@ -260,7 +260,7 @@ class Task:
             "--out",
             str(self.ledger.out),
         ]
-        return task(parse(["sweep", "task", "end", *arguments]).options, self.environ)
+        return task(parsed(SweepCommand, ["sweep", "task", "end", *arguments]).options, self.environ)
 
     def requeue(self) -> None:
         self.environ["SLURM_RESTART_COUNT"] = str(int(self.environ.get("SLURM_RESTART_COUNT", 0)) + 1)
@@ -307,7 +307,7 @@ def test_the_time_limit_gives_a_point_back_and_at_last_gives_up(
     it = Task(tmp_path, grid_with([1], minutes=1), capsys)
     for _ in range(GIVE_UP_AFTER - 1):
         assert it.end(it.begin()[1], 143, "USR1") == NOTHING_LEFT
-        assert it.ledger.failed() == it.ledger.working() == {}
+        assert (it.ledger.failed(), it.ledger.working()) == ({}, {})
         it.requeue()
     assert it.end(it.begin()[1], 143, "USR1") == 1
     ((folder,),) = it.ledger.failed().values()
@@ -327,7 +327,7 @@ def test_a_point_that_was_done_in_time_counts(tmp_path: Path, capsys: pytest.Cap
 def test_scancel_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     it = Task(tmp_path, grid_with([1], minutes=1), capsys)
     assert it.end(it.begin()[1], 143, "TERM") == NOTHING_LEFT
-    assert it.ledger.failed() == it.ledger.working() == {}
+    assert (it.ledger.failed(), it.ledger.working()) == ({}, {})
 
 
 def test_a_task_whose_node_was_lost_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,11 +346,11 @@ def test_a_task_by_hand_takes_the_grid_s_point_of_its_number(
 ) -> None:
     grid = write_grid(tmp_path, [1, 2])
     given = ["--grid", str(grid), "--out", str(tmp_path / "out")]
-    assert task(parse(["sweep", "task", "begin", *given, "--index", "1"]).options, {}) == 0
+    assert task(parsed(SweepCommand, ["sweep", "task", "begin", *given, "--index", "1"]).options, {}) == 0
     attempt = Path(capsys.readouterr().out.strip())
     assert b"--batch-size\x002\0" in (attempt / "command").read_bytes()
     with pytest.raises(SweepError, match=r"has 2 points: type --array=0-1"):
-        task(parse(["sweep", "task", "begin", *given, "--index", "2"]).options, {})
+        task(parsed(SweepCommand, ["sweep", "task", "begin", *given, "--index", "2"]).options, {})
 
 
 @pytest.mark.parametrize(
@@ -370,6 +370,7 @@ def test_a_task_that_cannot_be_is_refused(
     it = Task(tmp_path, grid_with([1], minutes=1), capsys)
     (tmp_path / "strange").write_text("abc\n")
     places = {"out": it.ledger.out, "points": it.chunk.folder / "points", "strange": tmp_path / "strange"}
+    given = [argument.format(**places) for argument in arguments]
     with pytest.raises(SweepError) as refused:
-        task(parse(["sweep", "task", *(argument.format(**places) for argument in arguments)]).options, {})
+        task(parsed(SweepCommand, ["sweep", "task", *given]).options, {})
     assert words in str(refused.value)

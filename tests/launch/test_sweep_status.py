@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from launch.options import parse
 from launch.sweep import run
 from launch.sweep_estimate import batches_of, estimate_seconds, runs_of
 from launch.sweep_grid import grid_of
 from launch.sweep_ledger import Ledger
+from launch.sweep_options import SweepCommand
 from launch.sweep_plan import plan_json, plan_text
-from launch.sweep_point import Point
+from launch.sweep_point import Point, Setting
 from launch.sweep_status import NOT_ALL, shown_seconds, status, status_of, table
 from launch.sweep_submit import submit
 from tests.launch.fake_slurm import FakeSlurm
 from tests.launch.fake_sweep import grid_with, run_fake
+from tests.launch.parsed import parsed
 
 
 def test_every_state_is_told_apart(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_it_is_shown_again_until_all_is_settled(tmp_path: Path) -> None:
 
 def test_as_json_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    command = parse(["sweep", "status", str(out), "--json"])
+    command = parsed(SweepCommand, ["sweep", "status", str(out), "--json"])
     assert run(command, {}) == 2
     assert "holds no sweep" in capsys.readouterr().err
     run_fake(grid_with([1, 13]), out)
@@ -142,15 +143,15 @@ def test_a_plan_of_a_grid_that_was_run_says_what_is_done(tmp_path: Path) -> None
 
 
 def test_a_command_without_a_grid_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse(["sweep", "plan"]), {}) == 2
+    assert run(parsed(SweepCommand, ["sweep", "plan"]), {}) == 2
     assert "sweep plan GRID, or sweep plan --dry-run-world N --model M" in capsys.readouterr().err
 
 
 # ---- estimates ----
 
 
-def point(**settings: object) -> Point:
-    return Point("latency", {"model": "qwen3-8b", **settings})  # type: ignore[dict-item]
+def point(**settings: Setting) -> Point:
+    return Point("latency", {"model": "qwen3-8b", **settings})
 
 
 def test_more_work_takes_longer() -> None:

@@ -128,6 +128,10 @@ class Cluster:
         wait_until(lambda: self.job(job).ended, f"the end of job {job}", seconds)
         return self.job(job)
 
+    def wait_for_requeue(self, job: str, restarts: int = 1) -> None:
+        """Once Slurm has started it anew so many times."""
+        wait_until(lambda: self.job(job).restarts == restarts, f"the requeue of job {job}", 120)
+
     def kill(self, daemon: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Ends ``slurmctld`` or a ``slurmd.NODE`` and waits until it is gone."""
         for each in [each for each in self._daemons if each.name == daemon]:

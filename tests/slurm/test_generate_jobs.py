@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import CAUGHT, FEW, GenerateJob
 
 pytestmark = pytest.mark.slurm
@@ -84,7 +84,7 @@ def test_usr1_ends_tasks_of_arrays_which_go_on_after_a_requeue(
         job.id = f"{array}_3"
         job.wait_for_rows()
         cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-        wait_until(lambda id=job.id: cluster.job(id).restarts == 1, "the requeue", 120)  # type: ignore[misc]
+        cluster.wait_for_requeue(job.id)
         assert CAUGHT <= job.rows() < len(expected), job.said
     for job in jobs:
         ended = cluster.wait_for_job(job.id)

@@ -156,7 +156,7 @@ def test_usr1_while_ranks_are_still_starting(job: GenerateJob, launcher: str) ->
     job.submit()
     wait_until(lambda: bool(job.ranks()), "a first rank", 120)
     job.cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    wait_until(lambda: job.cluster.job(job.id).restarts == 1, "the requeue", 120)
+    job.cluster.wait_for_requeue(job.id)
     check_completed(job, restarts=1)
 
 
@@ -165,7 +165,7 @@ def test_two_time_limits(job: GenerateJob) -> None:
     for restarts, rows in ((1, CAUGHT), (2, 9)):
         job.wait_for_rows(rows)
         job.cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-        wait_until(lambda n=restarts: job.cluster.job(job.id).restarts == n, "the requeue", 120)  # type: ignore[misc]
+        job.cluster.wait_for_requeue(job.id, restarts)
     check_completed(job, restarts=2)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.options import parse
 from launch.sweep import run
 from launch.sweep_ledger import Ledger
 from launch.sweep_options import SweepCommand
@@ -17,6 +16,7 @@ from launch.sweep_slurm import Slurm
 from launch.sweep_status import NOT_ALL, SweepStatus, status_of
 from launch.sweep_submit import Jobs
 from tests.launch.fake_sweep import journal_lines, journal_of, results_of, write_grid
+from tests.launch.parsed import parsed
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.jobs import ROOT, environment
 
@@ -44,8 +44,7 @@ class SweepJobs:
         monkeypatch.chdir(folder)
 
     def submit(self, grid: Path, *more: str) -> None:
-        command = parse(["sweep", "submit", str(grid), "--out", str(self.out), *more])
-        assert isinstance(command, SweepCommand)
+        command = parsed(SweepCommand, ["sweep", "submit", str(grid), "--out", str(self.out), *more])
         assert run(command, self.environment) == 0, self.said
 
     def status(self) -> SweepStatus:
