@@ -6,6 +6,7 @@ Does not know: what a heartbeat or a verdict means (judgement.py), when to speak
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from parallel.control.plane import Watch
 from parallel.control.record import EVERYONE, Frame, Heartbeat, Kind
 
 _MOMENT = 0.05
+_EXITING = 0x4  # PF_EXITING of the flags in /proc/PID/stat
 
 
 class News(NamedTuple):
@@ -76,8 +78,8 @@ class Channel:
         """The process id of a rank that is connected directly and runs on this node; None for others, and when gone."""
         watch = self._watch
         if watch.up is not None and rank == self.leader:
-            return watch.up.process()
-        return None if watch.down is None else watch.down.process(rank)
+            return watch.up.process() or None  # 0: of another namespace, where it has a number of its own
+        return None if watch.down is None else watch.down.process(rank) or None
 
     def remaining(self, seconds: float, wait_for_leader: bool) -> list[int]:
         """The ranks connected directly that have not closed after ``seconds``: those below, and perhaps the leader."""
@@ -149,10 +151,28 @@ class Channel:
 
 def is_stopped(process: int | None) -> bool:
     """Whether the kernel says that a process of this node is stopped (SIGSTOP, a debugger)."""
+    return process is not None and _state_of(process)[0] in ("T", "t")
+
+
+def is_gone(process: int | None) -> bool:
+    """Whether a process of this node has ended or is ending, though its connections may still be open.
+
+    It closes them only after it has given its memory back, and never where a child of it holds them, too.
+    """
     if process is None:
         return False
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in ("T", "t")
+        os.kill(process, 0)
+    except OSError:  # nobody has this number, or somebody else
+        return True
+    state, flags = _state_of(process)
+    return state in ("Z", "X") or bool(flags & _EXITING)
+
+
+def _state_of(process: int) -> tuple[str, int]:
+    """The state's letter and the flags of its main thread, as the kernel tells them; nothing where it does not."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[6])
+    except (OSError, IndexError, ValueError):
+        return "", 0

@@ -111,14 +111,33 @@ def gone(rank: int, sign: Sign, far: Collection[int] = ()) -> Verdict:
     return Verdict(Cause.LOST, rank, beat.step, text + beat.phase)
 
 
-def weigh(reports: Sequence[Verdict], signs: Mapping[int, Sign]) -> Verdict:
-    """The verdict when ranks reported nothing but consequences, first report first, and no cause has shown itself."""
+def weigh(
+    reports: Sequence[Verdict],
+    signs: Mapping[int, Sign],
+    now: float,
+    silence: float,
+    ended: Collection[int] = (),
+    far: Collection[int] = (),
+) -> Verdict:
+    """The verdict when ranks reported nothing but consequences, first report first, and no cause was heard in time.
+
+    Of what is known besides, in this order: a rank that is among ``ended``, those whose processes are gone; one that
+    called another collective than the others, where one broke; one of those on other nodes, ``far``, of which nothing
+    was heard for longer than ``silence``. Ranks that reported have said why they end.
+    """
+    wordless = sorted(signs.keys() - {report.rank for report in reports})
+    for rank in wordless:
+        if rank in ended:
+            return gone(rank, signs[rank], far)
     broken = [report for report in reports if report.cause is Cause.COLLECTIVE]
-    if not broken:
-        return reports[0]
-    odd = odd_caller(signs, sure=False)
+    odd = odd_caller(signs, sure=False) if broken else None
     if odd is not None:
         return odd
+    for rank in wordless:
+        if rank in far and now - signs[rank].at > silence:
+            return standing_still(rank, signs, now, silence, far)
+    if not broken:
+        return reports[0]
     first = broken[0]
     text = f"{first.text}; no rank is gone, and none is known to have called another collective than the others"
     return Verdict(first.cause, first.rank, first.step, text)

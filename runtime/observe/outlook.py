@@ -1,17 +1,19 @@
 """What one rank has heard of the others, and whom it may judge by that.
 
-Knows: whose signs a leader, a node's leader and a follower go by, when a silent leader is given up.
+Knows: whose signs a leader, a node's leader and a follower go by, when a silent leader is given up, what the kernel
+says of the others' processes.
 Does not know: when to look (watchdog.py), how ranks are compared (judgement.py), how frames travel (channel.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from parallel.control.errors import Verdict
 from parallel.control.record import Heartbeat
-from runtime.observe.channel import Channel, is_stopped
-from runtime.observe.judgement import Patience, Sign, gone, judge, standing_still
+from runtime.observe.channel import Channel, is_gone, is_stopped
+from runtime.observe.judgement import Patience, Sign, gone, judge, standing_still, weigh
 
 
 class Outlook:
@@ -45,15 +47,22 @@ class Outlook:
 
     def judge(self, now: float) -> Verdict | None:
         """The leader judges all; a follower its leader, or itself once the leader has said goodbye."""
-        channel, signs, patience = self._channel, self.signs, self.patience
+        channel, signs, patience = self._channel, self._there(), self.patience
+        silent = [rank for rank, sign in signs.items() if now - sign.at > patience.silence]
+        for rank in silent:
+            if is_gone(self._process(rank)):
+                return self.lost(rank)
         if channel is not None and not channel.leads:
-            if channel.leader not in channel.left:
+            if channel.leader in signs:
                 return self._judge_leader(channel, now)
             signs = {self.rank: signs[self.rank]}
-        elif channel is not None:
-            signs = {rank: sign for rank, sign in signs.items() if rank not in channel.left}
-        stopped = {rank for rank, sign in signs.items() if now - sign.at > patience.silence and self._stopped(rank)}
-        return judge(signs, now, patience, stopped, self._far)
+        return judge(signs, now, patience, {rank for rank in silent if is_stopped(self._process(rank))}, self._far)
+
+    def weigh(self, reports: Sequence[Verdict]) -> Verdict:
+        """One last look at who is gone; silence counts up to this rank's own last beat, so that it was there itself."""
+        signs = self._there()
+        ended = {rank for rank in signs if is_gone(self._process(rank))}
+        return weigh(reports, signs, self.signs[self.rank].at, self.patience.silence, ended, self._far)
 
     def lost(self, rank: int) -> Verdict:
         """On a rank whose connection ended."""
@@ -69,7 +78,7 @@ class Outlook:
         beat, silent = sign.heartbeat, now - sign.at
         if silent <= patience.silence:
             return None
-        if self._stopped(channel.leader):
+        if is_stopped(self._process(channel.leader)):
             due = patience.stopped
         else:
             due = min(max(beat.limit - beat.still_for, 0.0) + patience.silence, patience.mute)
@@ -77,5 +86,10 @@ class Outlook:
             return None
         return standing_still(channel.leader, {channel.leader: sign}, now, patience.silence, self._far)
 
-    def _stopped(self, rank: int) -> bool:
-        return self._channel is not None and is_stopped(self._channel.process(rank))
+    def _there(self) -> dict[int, Sign]:
+        """The signs of those who have not said goodbye."""
+        left = set[int]() if self._channel is None else self._channel.left
+        return {rank: sign for rank, sign in self.signs.items() if rank not in left}
+
+    def _process(self, rank: int) -> int | None:
+        return None if self._channel is None else self._channel.process(rank)

@@ -31,7 +31,7 @@ from parallel.control.plane import ControlPlane
 from parallel.control.record import Heartbeat, Kind
 from runtime.observe.bundle import Evidence
 from runtime.observe.channel import Channel, News
-from runtime.observe.judgement import CONSEQUENCES, Patience, verdict_on, weigh
+from runtime.observe.judgement import CONSEQUENCES, Patience, verdict_on
 from runtime.observe.last_acts import LAST_SECONDS, LastActs, exit_code
 from runtime.observe.outlook import Outlook
 from runtime.observe.progress import Health, Progress
@@ -139,7 +139,8 @@ class Watchdog(Progress):
                     self._beat(time.monotonic())
                     self._report(failure)
                 if time.monotonic() >= self._settled_at:
-                    self._end(weigh(self._reports, self._outlook.signs))
+                    self._listen(0.0)  # who told us to end may have been quicker than what came before it
+                    self._end(self._outlook.weigh(self._reports))
         except Exception as error:  # a watchdog that dies unnoticed is worse than none
             self._end(verdict_on(f"its watchdog failed: {error!r}", self.rank, self.step))
 

@@ -135,8 +135,37 @@ def test_consequences_are_weighed() -> None:
     ended = Verdict(Cause.TERMINATED, 3, 7, "rank 3 ends at step 7: SystemExit: 143")
     broke = Verdict(Cause.COLLECTIVE, 1, 7, "rank 1 ends at step 7: CollectiveError: closed")
     alike = {rank: caller(1, [(0, "sum [8]")]) for rank in range(3)}
-    assert weigh([ended], alike) == ended
-    verdict = weigh([ended, broke], alike)
+    assert weigh([ended], alike, 100.2, 2.0) == ended
+    verdict = weigh([ended, broke], alike, 100.2, 2.0)
     assert (verdict.cause, verdict.rank) == (Cause.COLLECTIVE, 1)
     assert verdict.text.startswith(f"{broke.text}; no rank is gone, and none is known to have called another")
-    assert weigh([broke], alike | {2: caller(1, [(0, "gather [4]")])}).rank == 2
+    assert weigh([broke], alike | {2: caller(1, [(0, "gather [4]")])}, 100.2, 2.0).rank == 2
+
+
+def test_who_is_gone_explains_a_signal_better_than_the_signal() -> None:
+    told = Verdict(Cause.TERMINATED, 0, 7, "rank 0 ends at step 7: SystemExit: 143")
+    broke = Verdict(Cause.COLLECTIVE, 1, 7, "rank 1 ends at step 7: CollectiveError: closed")
+    signs = {rank: caller(1, [(0, "sum [8]")]) for rank in range(4)}
+    for reports in ([told], [told, broke], [broke]):
+        verdict = weigh(reports, signs, 100.2, 2.0, ended={2, 3})
+        assert (verdict.cause, verdict.rank, verdict.step) == (Cause.LOST, 2, 7)
+        assert verdict.text == ("rank 2 is gone: its process ended without an agreed stop; last seen at step 7 in land")
+    other = signs | {3: caller(1, [(0, "gather [4]")])}
+    assert weigh([broke], other, 100.2, 2.0, ended={2}).rank == 2, "it cannot have called anything any more"
+    assert weigh([told, broke], signs, 100.2, 2.0, ended={0, 1}).cause is Cause.COLLECTIVE, "they have said why"
+
+
+def test_a_node_that_is_not_heard_of_explains_a_signal_better_than_the_signal() -> None:
+    told = Verdict(Cause.TERMINATED, 0, 7, "rank 0 ends at step 7: SystemExit: 143")
+    broke = Verdict(Cause.COLLECTIVE, 1, 7, "rank 1 ends at step 7: CollectiveError: closed")
+    signs = {rank: caller(1, [(0, "sum [8]")]) for rank in range(4)}
+    signs |= {rank: Sign(signs[rank].heartbeat, 97.5) for rank in (2, 3)}
+    assert weigh([told], signs, 100.2, 2.0) == told, "a rank of this node may hold its interpreter: it is not gone"
+    assert weigh([told], signs, 99.0, 2.0, far={2, 3}) == told
+    for reports in ([told], [broke]):
+        verdict = weigh(reports, signs, 100.2, 2.0, far={2, 3})
+        assert (verdict.cause, verdict.rank) == (Cause.NO_PROGRESS, 2)
+        assert "nothing was heard of it, nor of rank 3, for 2.7 s: the network to its node is cut" in verdict.text
+    odd = signs | {1: caller(1, [(0, "gather [4]")])}
+    assert weigh([broke], odd, 100.2, 2.0, far={2, 3}).rank == 1
+    assert weigh([told, Verdict(Cause.TERMINATED, 2, 7, "")], signs, 100.2, 2.0, far={2}) == told
