@@ -136,6 +136,7 @@ class Engine:
         self._at("plan")
         if joined is None:
             return None
+        self.observe.joined(joined.plan)
         self.executor.graphs.get(joined.decode_bucket, joined.features, joined.plan.exchange_rows)
         self.executor.launch(joined.plan, joined.features)
         return joined.plan

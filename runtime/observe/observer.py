@@ -3,7 +3,7 @@
 Knows: the order of the engine's marks, the ring of recent records. Does not know: how to wait for anything: host times
 are read where the engine passes by, device times come from the landing worker with the result.
 
-    turn N       agree(N) ... plan() ... launch(plan, why) ... launched()
+    turn N       agree(N) ... plan() ... launch(plan, why) [... joined(what groups made of it)] ... launched()
                  wait(N - D) ... land(N - D) ... landed(N - D, ghosts so far)
 
 Each mark ends the phase before it. All of a step's marks together cost about a microsecond.
@@ -69,6 +69,11 @@ class StepObserver:
             turn.bucket = plan.bucket
             turn.rows = len(plan.slots)
         self._next("launch")
+
+    def joined(self, launched: StepPlan) -> None:
+        """The groups agreed on ``launched``: perhaps wider than the plan, or without one, for the others' sake."""
+        self._turn.bucket = launched.bucket
+        self._turn.exchange_rows = launched.exchange_rows
 
     def launched(self) -> None:
         turn = self._turn

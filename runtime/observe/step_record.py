@@ -19,8 +19,10 @@ class StepRecord:
     """One step, filled from the beginning of its turn to the end of its landing.
 
     ``role`` is prefill, decode or void (a turn in which nothing could run); ``bucket`` rows were launched, ``rows`` of
-    them real, of which ``ghosts`` turned out to belong to ended requests. ``break_reason`` is None when the step was
-    chained, else one of ScheduleCounters' reasons.
+    them real, of which ``ghosts`` turned out to belong to ended requests. ``exchange_rows``: where several groups share
+    experts, the rows that each of them brought to every exchange of the step, as agreed; None where there is one
+    group, and where no group launched anything. ``break_reason`` is None when the step was chained, else one of
+    ScheduleCounters' reasons.
 
     ``*_at_ns`` are times of time.perf_counter_ns. Its turn: agree, plan, launch follow each other from ``began_at_ns``
     on; its landing, D turns later: wait (for the device) and land (bookkeeping) from ``land_at_ns`` on; durations in
@@ -34,6 +36,7 @@ class StepRecord:
     bucket: int = 0
     rows: int = 0
     ghosts: int = 0
+    exchange_rows: int | None = None
     break_reason: str | None = None
     agree_ns: int = 0
     plan_ns: int = 0
@@ -50,8 +53,14 @@ class StepRecord:
         """Whether the step was launched while another was in flight."""
         return self.break_reason is None and self.role != VOID
 
+    @property
+    def launched(self) -> bool:
+        """Whether there was a step; a void one that other groups needed is one, too."""
+        return self.role != VOID or self.exchange_rows is not None
 
-_LAYOUT = struct.Struct("<5i9q2d")
+
+_ONE_GROUP = -1
+_LAYOUT = struct.Struct("<6i9q2d")
 
 
 class StepLog:
@@ -82,6 +91,7 @@ class StepLog:
             record.bucket,
             record.rows,
             record.ghosts,
+            _ONE_GROUP if record.exchange_rows is None else record.exchange_rows,
             record.step,
             record.began_at_ns,
             record.agree_ns,
@@ -100,7 +110,7 @@ class StepLog:
         """Copies, oldest first."""
         words = list(self._words)
         for i in range(self.dropped, self.added):
-            role, why, bucket, rows, ghosts, step, *times, started, ended = _LAYOUT.unpack_from(
+            role, why, bucket, rows, ghosts, exchanged, step, *times, started, ended = _LAYOUT.unpack_from(
                 self._packed, i % self.capacity * _LAYOUT.size
             )
             began, agree, plan, launch, land_at, wait, land, seen = times
@@ -111,6 +121,7 @@ class StepLog:
                 bucket=bucket,
                 rows=rows,
                 ghosts=ghosts,
+                exchange_rows=None if exchanged == _ONE_GROUP else exchanged,
                 break_reason=words[why],
                 agree_ns=agree,
                 plan_ns=plan,

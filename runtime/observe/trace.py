@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from runtime.observe.step_record import VOID, StepRecord
+from runtime.observe.step_record import StepRecord
 
 HOST_THREAD = 1
 DEVICE_THREAD = 2
@@ -90,7 +90,7 @@ def _events(part: Part, shift_ns: int) -> Iterator[dict[str, Any]]:
             ("agree", step.began_at_ns, step.agree_ns),
             ("plan", step.began_at_ns + step.agree_ns, step.plan_ns),
         ]
-        if step.role != VOID:
+        if step.launched:
             phases += [("launch", launch_at, step.launch_ns), ("wait", step.land_at_ns, step.wait_ns)]
         phases.append(("land", step.land_at_ns + step.wait_ns, step.land_ns))
         for name, at_ns, duration_ns in phases:
@@ -128,12 +128,14 @@ def _slice(pid: int, tid: int, name: str, at_ns: int, duration_ns: int, args: di
 
 
 def _described(step: StepRecord) -> dict[str, Any]:
+    exchange = {} if step.exchange_rows is None else {"exchange_rows": step.exchange_rows}
     return {
         "step": step.step,
         "role": step.role,
         "bucket": step.bucket,
         "rows": step.rows,
         "ghosts": step.ghosts,
+        **exchange,
         "chained": step.chained,
         "break": step.break_reason,
     }
