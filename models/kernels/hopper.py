@@ -203,6 +203,8 @@ def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int,
         stages = 3
     elif pairs >= 256:
         block_n, warps = 32, 2
+    if query_rows >= 64:
+        warps = max(4, query_rows // 16)  # fewer would keep a part of so tall a tile in memory
     while block_n > 16 and row_bytes * (block_n * (stages - 1) + 3 * query_rows) > _SHARED_BYTES:
         block_n //= 2
     return block_n, stages, warps
