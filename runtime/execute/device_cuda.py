@@ -5,6 +5,8 @@ Knows: torch.cuda. Does not know: what is captured or copied, or that a CPU twin
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -93,6 +95,7 @@ class CudaDevice:
         self._compute = CudaStream("compute", self.torch_device)
         self._streams = {"compute": self._compute}
         self._copy = self._stream("copy")
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self.bind_thread()
         self._graph_pool = torch.cuda.graph_pool_handle()
 
@@ -129,6 +132,7 @@ class CudaDevice:
     def capture(self, work: Work, *, name: str, warmup: Work | None = None, warmups: int = 2) -> CudaGraph:
         side = self._stream("capture").cuda
         graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.torch_device)
         try:
             side.wait_stream(self._compute.cuda)
             with torch.no_grad(), torch.cuda.stream(side):
@@ -142,13 +146,22 @@ class CudaDevice:
             ):
                 work()
         except Exception as error:
-            # Torch leaves a pool and stream whose capture failed in the recording state: never use them again.
-            del self._streams["capture"]
-            self._graph_pool = torch.cuda.graph_pool_handle()
-            raise DeviceError(f"capturing graph {name!r} on {self.torch_device}: {error}") from error
+            self._give_up_capture(current)
+            first = f"; before that: {error.__context__}" if error.__context__ is not None else ""
+            raise DeviceError(f"capturing graph {name!r} on {self.torch_device}: {error}{first}") from error
         self._compute.cuda.wait_stream(side)
+        self._graphs.append(graph)
         self.captures += 1
         return CudaGraph(graph, self._compute)
+
+    def _give_up_capture(self, current: torch.cuda.Stream) -> None:
+        """Where the capture itself cannot be ended, torch leaves its stream current, the pool and the stream in the
+        recording state and, before 2.12, the allocator too, which then frees nothing any more."""
+        torch.cuda.set_stream(current)
+        with suppress(RuntimeError):  # torch has done it, or nothing was being recorded yet
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
+        del self._streams["capture"]
+        self._graph_pool = torch.cuda.graph_pool_handle()
 
     def allocations(self) -> int:
         return int(torch.cuda.memory_stats(self.torch_device).get("num_device_alloc", 0))
@@ -180,5 +193,9 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
+        """Takes the graphs apart, too: a NCCL communicator whose calls one of them holds would never end."""
         self.synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
         torch.cuda.set_stream(torch.cuda.default_stream(self.torch_device))
