@@ -44,7 +44,8 @@ class CublasLtError(RuntimeError):
 
 
 class Linear:
-    """Products on one device and one stream at a time. Raises OSError where the library cannot be loaded."""
+    """Products on one device and one stream at a time. Raises OSError where the library cannot be loaded, and
+    CublasLtError where it does not start."""
 
     def __init__(self, device: torch.device, workspace_bytes: int = 64 << 20) -> None:
         self._library = _load()
@@ -61,7 +62,9 @@ class Linear:
         preference = c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         limit = c_size_t(self._workspace.numel())
-        self._call("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_MAX_WORKSPACE, byref(limit), 8)
+        self._call(
+            "cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_MAX_WORKSPACE, byref(limit), c_size_t(8)
+        )
         found, count = (_Heuristic * most)(), c_int()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
@@ -148,4 +151,4 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise OSError(f"none of {', '.join(_SONAMES)} could be loaded; torch's own matrix product is used instead")
+    raise OSError(f"none of {', '.join(_SONAMES)} could be loaded")

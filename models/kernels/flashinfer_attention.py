@@ -47,6 +47,7 @@ class PagedPrefill:
         self._device = device
         self._backend = backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
         self._builder: threading.Thread | None = None
+        self._refused = False
         # Steps run in order on one stream, so the ring may share the workspace that only kernels touch.
         workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
         event: Any = torch.cuda.Event  # untyped in some versions of torch
@@ -64,9 +65,31 @@ class PagedPrefill:
         """
         if self.supports(dtype, head_dim):
             self._builder = threading.Thread(
-                target=_build, args=(self._backend, dtype, head_dim), name="build-prefill", daemon=True
+                target=self._build, args=(dtype, head_dim), name="build-prefill", daemon=True
             )
             self._builder.start()
+
+    def built(self) -> bool:
+        """Whether what ``build_ahead`` began came to a good end; waits for it. What nobody began, ``plan`` builds."""
+        if self._builder is not None:
+            self._builder.join()
+            self._builder = None
+        return not self._refused
+
+    def _build(self, dtype: torch.dtype, head_dim: int) -> None:
+        """As the wrapper's ``plan`` asks for it: FlashInfer remembers the module."""
+        plain = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
+        try:
+            get_batch_prefill_module(self._backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *plain)
+        except Exception as error:
+            self._refused = True
+            log.warning(
+                "prefill attention runs in plain torch, several times slower: FlashInfer's for %s with head_dim %d "
+                "cannot be built, for which it needs nvcc and ninja (CUDA_HOME, PATH): %s",
+                dtype,
+                head_dim,
+                error,
+            )
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int) -> bool:
@@ -74,9 +97,7 @@ class PagedPrefill:
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
         """A planned wrapper for these rows. Lengths come from the host, page numbers from the device table."""
-        if self._builder is not None:
-            self._builder.join()
-            self._builder = None
+        self.built()
         page = kv_layer.shape[2]
         width = inputs.page_table_BP.shape[1]
         pages = [-(-length // page) for length in inputs.kv_lengths]
@@ -109,15 +130,6 @@ class PagedPrefill:
             q_THD = q_THD * (scale / usual)
         out_THD: Tensor = planned.run(q_THD, (kv_layer[0], kv_layer[1]))
         return out_THD
-
-
-def _build(backend: str, dtype: torch.dtype, head_dim: int) -> None:
-    """As the wrapper's ``plan`` asks for it; FlashInfer remembers the module. An error will come again there."""
-    plain = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
-    try:
-        get_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *plain)
-    except Exception as error:
-        log.warning("FlashInfer's prefill for %s with head_dim %d could not be built: %s", dtype, head_dim, error)
 
 
 def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:

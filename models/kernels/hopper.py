@@ -147,7 +147,7 @@ class HopperKernels(HopperProducts):
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
-        if not self._prefill.supports(kv_layer.dtype, head_dim):
+        if not self._prefill.supports(kv_layer.dtype, head_dim) or not self._prefill.built():
             return inputs
         planned = self._prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer)
         return PrefillAttention(inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, planned)

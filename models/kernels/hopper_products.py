@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.kernels import autotune, gemv_triton, norm_triton, skinny_triton
 from models.kernels.autotune import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny
+from models.kernels.cublaslt import CublasLtError
 from models.kernels.cublaslt import Linear as CublasLtLinear
 from models.kernels.interface import Kernels
 
@@ -36,7 +37,7 @@ class HopperProducts(Kernels):
         if choices is not None:
             self.choices.update(choices)
         self._resolved: dict[LinearShape, Choice] = {}  # choices, looked up once a shape
-        self._lt = CublasLtLinear(device)
+        self._lt = _open_cublaslt(device)
         self._partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
         self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32, device=device)
 
@@ -92,7 +93,7 @@ class HopperProducts(Kernels):
 
     def _resolve(self, shape: LinearShape) -> Choice:
         found = self.choices.get(shape) or autotune.default_choice(shape)
-        if isinstance(found, CublasLt) and (found.version != self._lt.version or shape.rows != shape.bucket.rows):
+        if isinstance(found, CublasLt) and not self._lt_fits(shape, found):
             return Blas()
         if isinstance(found, Skinny) and not self._skinny_fits(shape, found):
             return Blas()
@@ -100,7 +101,8 @@ class HopperProducts(Kernels):
 
     def tune(self, shapes: Iterable[LinearShape], folder: Path | None = None, *, quick: bool = False) -> int:
         """Measure every shape whose bucket has no choice yet, and return how many those were; ``folder`` keeps and
-        recalls measurements. ``quick`` tries only what needs no compiling.
+        recalls measurements. ``quick`` tries only what needs no compiling. A shape that cannot be measured, for which
+        memory is too small for instance, keeps its default.
 
         Host-synchronous, for start-up only. In a job of several ranks call it on one and give its ``choices`` to the
         others, so that all of them run the same kernels.
@@ -110,15 +112,21 @@ class HopperProducts(Kernels):
         self.choices.fill(kept)  # the shipped table, measured in whole layers, knows better
         self._resolved.clear()
         missing = {shape.bucket.key: shape.bucket for shape in shapes if self.choices.get(shape) is None}
+        measured = 0
         for shape in missing.values():
-            tried = autotune.quick_candidates(shape, self._lt_choices(shape)) if quick else self.candidates(shape)
-            choice, us = autotune.fastest(shape, tried, self._run_candidate(shape), self.device)
+            try:
+                tried = autotune.quick_candidates(shape, self._lt_choices(shape)) if quick else self.candidates(shape)
+                choice, us = autotune.fastest(shape, tried, self._run_candidate(shape), self.device)
+            except RuntimeError as error:
+                log.warning("%s: not measured, its default kernel stays: %s", shape.key, error)
+                continue
             log.info("%s: %s, %.1f us", shape.key, choice, us)
             kept.put(shape, choice)
             self.choose(shape, choice)
-        if path is not None and missing:
+            measured += 1
+        if path is not None and measured:
             autotune.keep(path, kept)
-        return len(missing)
+        return measured
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         seen = [shape for shape in self._resolved if autotune.worth_measuring(shape)]
@@ -140,7 +148,7 @@ class HopperProducts(Kernels):
         return found + [c for c in fitting if not isinstance(c, Skinny) or self._skinny_fits(shape, c)]
 
     def _lt_choices(self, shape: LinearShape) -> list[Choice]:
-        if shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
+        if self._lt is None or shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
             return []
         names = self._lt.algorithms(shape.rows, shape.outputs, shape.inner, shape.dtype, most=8)
         return [CublasLt(name, self._lt.version) for name in names]
@@ -153,6 +161,9 @@ class HopperProducts(Kernels):
         return lambda x, weight, choice: self._normed_product(
             x, residual, norm, 1e-6, weight, None, choice, gate_up=shape.gate_up
         )[0]
+
+    def _lt_fits(self, shape: LinearShape, choice: CublasLt) -> bool:
+        return self._lt is not None and choice.version == self._lt.version and shape.rows == shape.bucket.rows
 
     def _skinny_fits(self, shape: LinearShape, choice: Skinny) -> bool:
         floats = skinny_triton.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
@@ -169,7 +180,7 @@ class HopperProducts(Kernels):
                 return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up)[0]
             case Skinny():
                 return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up)[0]
-            case CublasLt() if bias_O is None:
+            case CublasLt() if bias_O is None and self._lt is not None:
                 out_MO = self._lt.run(x_MK, weight_OK, choice.algorithm)
             case _:
                 out_MO = F.linear(x_MK, weight_OK, bias_O)
@@ -254,6 +265,14 @@ class HopperProducts(Kernels):
             prefetch=choice.prefetch,
             pdl=self.pdl,
         )
+
+
+def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
+    try:
+        return CublasLtLinear(device)
+    except (OSError, CublasLtError) as error:
+        log.warning("products by cuBLASLt's algorithms are not available, cuBLAS does them: %s", error)
+        return None
 
 
 def shipped_choices(device: torch.device) -> ChoiceTable:
