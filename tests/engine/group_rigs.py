@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from runtime.engine import Engine
 from runtime.schedule.plan import Event
 from tests.engine.exact_kernels import ExactKernels
 from tests.engine.lives import check_all_is_back
-from tests.engine.rig import rig
+from tests.engine.rig import RigLimits, RigPlace, rig
 
 PATIENCE_S = 120.0  # a machine may be busy with other things
 
@@ -82,7 +82,7 @@ class MetControl(SingleRankControl):
 
     def __init__(self, meeting: Meeting, index: int, horizon: int, mailbox: deque[tuple[int, bytes]]) -> None:
         super().__init__(horizon)
-        self.rank, self.world = index, meeting.groups  # type: ignore[misc]
+        self.rank, self.world = index, meeting.groups
         self._meeting = meeting
         self._mailbox = mailbox
 
@@ -118,60 +118,65 @@ class OwnEvents(MetControl):
         return encode_events(self.arrivals.get(step, ()))
 
 
-Follower = Callable[[int, dict[str, Any]], None]
-
-
 @contextmanager
-def dealt_rig(*, groups: int = 2, horizon: int = 0, all_back: bool = True, **limits: Any) -> Iterator[Engine]:
+def dealt_rig(
+    *, groups: int = 2, horizon: int = 0, all_back: bool = True, **limits: Unpack[RigLimits]
+) -> Iterator[Engine]:
     """Rank 0's engine of several groups that deal requests out among them; the others follow, each in a thread.
 
     ``limits`` are the rig's, the same for all. ``all_back``: in the end no group holds anything any more.
     """
     rows: list[list[int]] = []
 
-    def one(index: int, meetings: tuple[Meeting, Meeting], mailbox: deque[tuple[int, bytes]]) -> dict[str, Any]:
+    def one(index: int, meetings: tuple[Meeting, Meeting], mailbox: deque[tuple[int, bytes]]) -> RigPlace:
         control = MetControl(meetings[1], index, horizon, mailbox)
         exchange = MetExchange(meetings[0], index)
         rows.append(exchange.rows)
         experts = ExpertSplit(whole=True, exchange=exchange)
-        mine = {"control": control, "groups": control, "experts": experts, "assignment": Assignment(index, groups)}
-        return limits | mine
+        assignment = Assignment(index, groups)
+        return {"control": control, "groups": control, "experts": experts, "assignment": assignment}
 
-    with _together(groups, one, all_back) as engine:
+    with _together(groups, one, limits, all_back) as engine:
         yield engine
     assert all(each == rows[0] for each in rows), "the same exchanges on every group"
 
 
 @contextmanager
-def accompanied_rig(*, arrivals: Mapping[int, Sequence[Event]], horizon: int = 0, **limits: Any) -> Iterator[Engine]:
+def accompanied_rig(
+    *, arrivals: Mapping[int, Sequence[Event]], horizon: int = 0, **limits: Unpack[RigLimits]
+) -> Iterator[Engine]:
     """An engine that shares its experts with a second group, which has requests of its own, by turn."""
 
-    def one(index: int, meetings: tuple[Meeting, Meeting], mailbox: deque[tuple[int, bytes]]) -> dict[str, Any]:
+    def one(index: int, meetings: tuple[Meeting, Meeting], mailbox: deque[tuple[int, bytes]]) -> RigPlace:
         kind = OwnEvents if index else MetControl
         control = kind(meetings[1], index, horizon, mailbox)
         if isinstance(control, OwnEvents):
             control.arrivals = arrivals
         experts = ExpertSplit(whole=True, exchange=MetExchange(meetings[0], index))
-        return limits | {"control": control, "groups": control, "experts": experts}
+        return {"control": control, "groups": control, "experts": experts}
 
-    with _together(2, one, all_back=False) as engine:
+    with _together(2, one, limits, all_back=False) as engine:
         yield engine
 
 
 @contextmanager
 def _together(
     groups: int,
-    limits_of: Callable[[int, tuple[Meeting, Meeting], deque[tuple[int, bytes]]], dict[str, Any]],
+    place_of: Callable[[int, tuple[Meeting, Meeting], deque[tuple[int, bytes]]], RigPlace],
+    limits: RigLimits,
     all_back: bool = True,
 ) -> Iterator[Engine]:
     meetings = (Meeting(groups), Meeting(groups))  # of devices, and of hosts
     mailbox: deque[tuple[int, bytes]] = deque()
 
+    def exact() -> RigLimits:
+        return {"kernels": ExactKernels(), "dtype": torch.float64, **limits}
+
     def follow(index: int) -> None:
-        limits = {"kernels": ExactKernels(), "dtype": torch.float64} | limits_of(index, meetings, mailbox)
-        limits.pop("observe", None)
+        unobserved: RigLimits = {**exact(), "observe": None}
+        place = place_of(index, meetings, mailbox)
         try:
-            with rig(**limits) as engine:
+            with rig(**unobserved, **place) as engine:
                 engine.follow()
                 if all_back:
                     check_all_is_back(engine)
@@ -186,9 +191,7 @@ def _together(
     with ThreadPoolExecutor(groups) as threads:
         others: list[Future[None]] = [threads.submit(follow, index) for index in range(1, groups)]
         try:
-            with rig(
-                **({"kernels": ExactKernels(), "dtype": torch.float64} | limits_of(0, meetings, mailbox))
-            ) as engine:
+            with rig(**exact(), **place_of(0, meetings, mailbox)) as engine:
                 yield engine
         except BaseException:
             abort()

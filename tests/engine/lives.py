@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -24,6 +24,7 @@ from runtime.schedule.request import FinishReason, Request
 from tests.engine.exact_kernels import ExactKernels
 from tests.engine.prompt_ranks import Scores
 from tests.engine.rig import VOCABULARY, request, rig, run
+from tests.sampling_fields import SamplingFields
 
 Act = Callable[[Engine, int], None]  # called before each turn, with its number
 Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, top ids, top values
@@ -168,7 +169,9 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(draw.randrange(VOCABULARY) for _ in range(length))
 
 
-def people(count: int, *, length: int = 12, stops: tuple[int, ...] = (), **sampling: object) -> list[Request]:
+def people(
+    count: int, *, length: int = 12, stops: tuple[int, ...] = (), **sampling: Unpack[SamplingFields]
+) -> list[Request]:
     """Requests of different prompts that draw at random and report log-probabilities."""
-    params = {"temperature": 1.0, "max_tokens": 16, "logprobs": 2} | sampling
+    params: SamplingFields = {"temperature": 1.0, "max_tokens": 16, "logprobs": 2, **sampling}
     return [request(i, prompt(length, i), stops=stops, **params) for i in range(count)]

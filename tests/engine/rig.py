@@ -6,9 +6,10 @@ A rig is one rank: the same Engine class that torchrun starts, with a control pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -33,6 +34,7 @@ from runtime.observe.ranges import Ranges, around
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from tests.sampling_fields import SamplingFields
 
 VOCABULARY = 211
 TINY = {
@@ -62,6 +64,38 @@ def tiny_folder(folder: Path) -> Path:
     return folder
 
 
+class RigLimits(TypedDict, total=False):
+    """What a rig may be told, but for its place among others; for functions that pass it on."""
+
+    depth: int
+    rows: int
+    blocks: int
+    block_size: int
+    max_model_len: int
+    max_prefill_tokens: int
+    prefix_caching: bool
+    device: Device | None
+    dtype: torch.dtype
+    shape: Mapping[str, object] | None
+    kernels: Kernels | None
+    buckets: tuple[int, ...] | None
+    prefill_burst: int
+    variants: tuple[SamplingFeatures, ...]
+    observe: StepObserver | None
+    ranges: Ranges | None
+
+
+class RigPlace(TypedDict, total=False):
+    """What a rig is told of the others, where it is one of several."""
+
+    horizon: int
+    collectives: Collectives | None
+    experts: ExpertSplit | None
+    groups: StepAgreement | None
+    control: ControlPlane | None
+    assignment: Assignment | None
+
+
 @contextmanager
 def rig(
     *,
@@ -75,7 +109,7 @@ def rig(
     prefix_caching: bool = True,
     device: Device | None = None,
     dtype: torch.dtype = torch.float32,
-    shape: dict[str, object] | None = None,
+    shape: Mapping[str, object] | None = None,
     collectives: Collectives | None = None,
     experts: ExpertSplit | None = None,
     groups: StepAgreement | None = None,
@@ -105,7 +139,7 @@ def rig(
         prefix_caching=prefix_caching,
         prefill_burst=prefill_burst,
     )
-    model_config = ModelConfig.from_dict(TINY | (shape or {}))
+    model_config = ModelConfig.from_dict({**TINY, **(shape or {})})
     device = device or TwinDevice()
     model = load_model(
         model_config,
@@ -165,10 +199,12 @@ def rig(
         engine.close()
 
 
-def request(request_id: int, prompt: Iterable[int], *, stops: tuple[int, ...] = (2,), **sampling: object) -> Request:
+def request(
+    request_id: int, prompt: Iterable[int], *, stops: tuple[int, ...] = (2,), **sampling: Unpack[SamplingFields]
+) -> Request:
     """Greedy unless told otherwise; the seed is the id."""
-    params = {"temperature": 0.0, "max_tokens": 8, "seed": request_id} | sampling
-    return Request(request_id, tuple(prompt), SamplingParams(**params), stops)  # type: ignore[arg-type]
+    params: SamplingFields = {"temperature": 0.0, "max_tokens": 8, "seed": request_id, **sampling}
+    return Request(request_id, tuple(prompt), SamplingParams(**params), stops)
 
 
 def run(

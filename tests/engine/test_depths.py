@@ -13,6 +13,7 @@ from runtime.execute.landing import StepLogprobs
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
 from tests.engine.rig import VOCABULARY, request, rig, run
+from tests.sampling_fields import SamplingFields
 
 DEPTHS = (1, 2, 4)
 
@@ -26,7 +27,7 @@ def mixture(seed: int, count: int = 14) -> list[Request]:
         prompt = stem[: draw.choice((0, 0, 17, 30))] + [
             draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 50))
         ]
-        sampling: dict[str, object] = {"max_tokens": draw.randrange(1, 25)}
+        sampling: SamplingFields = {"max_tokens": draw.randrange(1, 25)}
         if draw.random() < 0.6:
             sampling |= {"temperature": draw.choice((0.5, 1.0, 1.7)), "top_p": draw.choice((1.0, 0.8))}
         if draw.random() < 0.3:
@@ -40,12 +41,15 @@ def mixture(seed: int, count: int = 14) -> list[Request]:
     return requests
 
 
+Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, top ids, top values
+
+
 class Logprobs:
     """Collects the log-probabilities of requests that asked, row by row."""
 
     def __init__(self, asked: set[int]) -> None:
         self.asked = asked
-        self.by_request: dict[int, list[tuple[object, ...]]] = {}
+        self.by_request: dict[int, list[Entry]] = {}
 
     def __call__(self, output: StepOutput) -> None:
         if not isinstance(output.logprobs, StepLogprobs):
@@ -54,8 +58,8 @@ class Logprobs:
             if request_id in self.asked and count:
                 values = output.logprobs
                 entry = (
-                    values.chosen_BW[row, 0].item(),
-                    values.rank_BW[row, 0].item(),
+                    float(values.chosen_BW[row, 0]),
+                    int(values.rank_BW[row, 0]),
                     tuple(values.top_ids_BWN[row, 0, :3].tolist()),
                     tuple(np.round(values.top_BWN[row, 0, :3], 5).tolist()),
                 )

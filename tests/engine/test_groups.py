@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -21,18 +21,18 @@ from runtime.schedule.plan import Chunk, Finished, StepKind, StepPlan
 from runtime.schedule.request import Request
 from tests.engine.exact_kernels import ExactKernels
 from tests.engine.group_rigs import Meeting, MetAgreement, MetExchange
-from tests.engine.rig import request, rig, run
+from tests.engine.rig import RigLimits, RigPlace, request, rig, run
 from tests.engine.test_depths import mixture, outcome
 from tests.engine.test_experts import EXPERTS
 
-LIMITS: dict[str, Any] = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
+LIMITS: RigLimits = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
 BUCKETS = (1, 2, 4, 8)
 
 
 class Lives:
     """Every group's engine from its first request to everybody's last. ``arrivals[g][turn]`` are group g's requests."""
 
-    def __init__(self, arrivals: Sequence[dict[int, list[Request]]], **limits: Any) -> None:
+    def __init__(self, arrivals: Sequence[dict[int, list[Request]]], **limits: Unpack[RigLimits]) -> None:
         self.finished: dict[int, Finished] = {}
         self.rows: list[list[int]] = []
         self.counters: list[dict[str, int | float]] = []
@@ -53,10 +53,11 @@ class Lives:
     def _live(self, index: int, arrivals: dict[int, list[Request]], device: Meeting, host: Meeting) -> Any:
         agreement, exchange = MetAgreement(host, index), MetExchange(device, index)
         split = ExpertSplit(whole=True, exchange=exchange)
-        options = {"kernels": ExactKernels(), "experts": split, "groups": agreement, "buckets": BUCKETS} | LIMITS
+        limits: RigLimits = {"kernels": ExactKernels(), "buckets": BUCKETS, **LIMITS, **self._limits}
+        place: RigPlace = {"experts": split, "groups": agreement}
         finished: dict[int, Finished] = {}
         try:
-            with rig(**(options | self._limits)) as engine:
+            with rig(**limits, **place) as engine:
                 turn, working = 0, True
                 while working:
                     for one in arrivals.get(turn, ()):
@@ -75,7 +76,8 @@ class Lives:
 
 
 def alone(requests: Sequence[Request]) -> dict[int, Any]:
-    with rig(depth=0, kernels=ExactKernels(), **LIMITS) as engine:
+    limits: RigLimits = {"depth": 0, "kernels": ExactKernels(), **LIMITS}
+    with rig(**limits) as engine:
         return outcome(run(engine, requests))
 
 

@@ -27,9 +27,11 @@ OTHERS = {
     turn: [Admit(request(9000 + turn, range(turn % 7, turn % 7 + 9), max_tokens=1 + turn % 5, stops=()))]
     for turn in (*range(4, 18, 5), *range(25, 90, 9))
 }
+DEPTHS = [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))]
 
 
-@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.fixture(params=DEPTHS)  # type: ignore[no-redef]  # instead of the suite's own
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -51,7 +53,7 @@ def engines_have_company() -> Iterator[None]:
     lives._alone.cache_clear()
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))])
+@pytest.mark.parametrize("seed", SEEDS)  # type: ignore[no-redef]  # instead of the suite's own
 def test_random_lives(seed: int) -> None:
     drawn = random_life(seed)
     life = live(drawn.first, drawn.act, depth=(2, 1, 4)[seed % 3], later=drawn.later, **drawn.limits)

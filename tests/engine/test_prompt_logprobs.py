@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Unpack
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ from runtime.execute.device_twin import TwinDevice
 from runtime.schedule.chain import State
 from runtime.schedule.request import Request
 from tests.engine.prompt_ranks import TOP, Score, Scores, prompts
-from tests.engine.rig import TINY, VOCABULARY, request, rig, run, tiny_folder
+from tests.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
 
 CLOSE = 1e-4
-SMALL = {"max_prefill_tokens": 24}  # prompts come in chunks, and chunks of several prompts share a step
+SMALL = 24  # prompts come in chunks, and chunks of several prompts share a step
 
 
 @cache
@@ -68,9 +69,9 @@ def check(one: Request, found: dict[int, Score]) -> None:
         assert len(set(top_ids)) == top
 
 
-def scored(requests: list[Request], **limits: object) -> tuple[Scores, Engine]:
+def scored(requests: list[Request], **limits: Unpack[RigLimits]) -> tuple[Scores, Engine]:
     scores = Scores()
-    with rig(**limits) as engine:  # type: ignore[arg-type]
+    with rig(**limits) as engine:
         run(engine, requests, watch=scores)
     return scores, engine
 
@@ -90,8 +91,8 @@ def test_every_prompt_token_but_the_first_is_scored(depth: int, max_prefill_toke
 def test_every_depth_reports_the_serial_engine_s_bits(depth: int) -> None:
     """Prompts come one at a time, so that the same chunks are cut at any depth."""
     for one in prompts(seed=1):
-        serial, _ = scored([one], depth=0, **SMALL)
-        deep, _ = scored([one], depth=depth, **SMALL)
+        serial, _ = scored([one], depth=0, max_prefill_tokens=SMALL)
+        deep, _ = scored([one], depth=depth, max_prefill_tokens=SMALL)
         assert deep.by_request == serial.by_request
 
 
@@ -108,9 +109,9 @@ def test_generated_and_prompt_log_probabilities_at_once() -> None:
     one = request(0, range(30, 60), max_tokens=5, logprobs=2, prompt_logprobs=4)
     plain = request(0, range(30, 60), max_tokens=5)
     scores = Scores()
-    with rig(**SMALL) as engine:  # type: ignore[arg-type]
+    with rig(max_prefill_tokens=SMALL) as engine:
         tokens = run(engine, [one], watch=scores)[0].token_ids
-    with rig(**SMALL) as engine:  # type: ignore[arg-type]
+    with rig(max_prefill_tokens=SMALL) as engine:
         assert run(engine, [plain])[0].token_ids == tokens
     check(one, scores.by_request[0])
 
@@ -127,7 +128,7 @@ def test_a_request_that_is_recomputed_reports_nothing_twice(depth: int, evicted_
         if ready and sequence is not None and sequence.prefilled >= 24:
             engine.scheduler._evict(sequence)
 
-    with rig(depth=depth, max_prefill_tokens=24) as engine:
+    with rig(depth=depth, max_prefill_tokens=SMALL) as engine:
         run(engine, requests, act, watch=scores)
         assert engine.counters["evictions"] == 1
     check(requests[1], scores.by_request[1])

@@ -180,7 +180,7 @@ def test_arrivals_go_to_one_group_and_everything_else_to_all() -> None:
 def test_rank_0_puts_out_what_all_groups_did_in_the_turn_before() -> None:
     leader, second, third, fourth = dealers()
     leader.mine([Admit(request(i, (1, 2))) for i in (1, 2)])
-    assert leader.outstanding
+    waiting = [leader.outstanding]
     ends = (Finished(2, FinishReason.LENGTH, (5,)),)
     for turn, (mine, theirs) in enumerate([(output([1]), output([2])), (output([]), output([2], finished=ends))]):
         assert second.gather(turn, mine, True) is mine
@@ -188,10 +188,10 @@ def test_rank_0_puts_out_what_all_groups_did_in_the_turn_before() -> None:
         assert fourth.gather(turn, theirs, True) is theirs
         found = leader.gather(turn, mine, True)
         assert list(found.request_ids) == ([1, 2] if turn else [])
-    assert leader.outstanding
+    waiting.append(leader.outstanding)
     last = leader.gather(2, output([]), False)
     assert (list(last.request_ids), last.finished) == ([2], ends)
-    assert not leader.outstanding
+    assert [*waiting, leader.outstanding] == [True, True, False]
     assert leader.idle_steps == [1, 0]
 
 

@@ -11,8 +11,9 @@ from parallel.control.plane import SingleRankControl
 from runtime.config import EngineConfig
 from runtime.engine_build import WARM_VARIANTS, build_engine
 from tests.engine.rig import request, run, tiny_folder
+from tests.sampling_fields import SamplingFields
 
-SAMPLING: dict[str, dict[str, float]] = {
+SAMPLING: dict[str, SamplingFields] = {
     "greedy": {},
     "random": {"temperature": 0.8},
     "filtered": {"temperature": 0.8, "top_p": 0.9},
@@ -27,7 +28,8 @@ def late_captures(folder: Path, warm: tuple[str, ...], kind: str) -> float:
     with build_engine(
         config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu"
     ) as engine:
-        run(engine, [request(0, (3, 4, 5), max_tokens=4, **SAMPLING[kind])])
+        sampling: SamplingFields = {"max_tokens": 4, **SAMPLING[kind]}
+        run(engine, [request(0, (3, 4, 5), **sampling)])
         return engine.counters["graph_captures_after_warmup"]
 
 

@@ -39,11 +39,12 @@ class ChainProgram:
         self.ring = ResultRing(self.device, entries=self.depth + 2, rows=ROWS, width=1)
         self.landing = Landing(self.device, self.ring, on_timing=self.times.append)
         row_map = self.staging.row_map(ROWS)
-        self.graph = self.device.capture(
-            lambda: self._work(row_map),
-            name="decode",
-            warmup=lambda: (self._work(row_map.new_zeros(ROWS)), self.ring.undo()),
-        )
+
+        def warm_up() -> None:
+            self._work(row_map.new_zeros(ROWS))
+            self.ring.undo()
+
+        self.graph = self.device.capture(lambda: self._work(row_map), name="decode", warmup=warm_up)
         self._last_tokens: dict[int, int] = {}
         self._slots: tuple[int, ...] = ()
 

@@ -6,6 +6,7 @@ Knows: how a list of requests becomes SamplingRows. Does not know: slots, expect
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from runtime.execute.penalties import SeenTokens
 from runtime.execute.sampling_rows import SamplingRows
 from runtime.schedule.request import SamplingParams
+from tests.sampling_fields import SamplingFields
 
 
 def rows_for(
@@ -58,13 +60,14 @@ def seen_for(vocab: int, prompts: Sequence[Sequence[int]], outputs: Sequence[Seq
     return SeenTokens(torch.from_numpy(counts), torch.from_numpy(prompt))
 
 
-def random_params(rng: np.random.Generator, **fixed: float) -> SamplingParams:
+def random_params(rng: np.random.Generator, **fixed: Unpack[SamplingFields]) -> SamplingParams:
     """A request with some of everything; a quarter of them greedy. Two-byte fractions: float32 holds them exactly."""
-    fields = {
+    fields: SamplingFields = {
         "temperature": 0.0 if rng.random() < 0.25 else float(rng.integers(16, 512)) / 256,
         "top_k": int(rng.integers(1, 60)) if rng.random() < 0.5 else 0,
         "top_p": float(rng.integers(1, 256)) / 256 if rng.random() < 0.5 else 1.0,
         "min_p": float(rng.integers(1, 128)) / 256 if rng.random() < 0.5 else 0.0,
         "seed": int(rng.integers(-(2**63), 2**63)),
+        **fixed,
     }
-    return SamplingParams(**(fields | fixed))  # type: ignore[arg-type]
+    return SamplingParams(**fields)

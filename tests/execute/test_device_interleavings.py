@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def submit(device: TwinDevice, cells: Tensor, program: list[Operation], *, guard
         if guarded:
             for cell in touched:
                 stream.wait(last_touch[cell])
-        stream.submit(lambda operation=operation: apply(cells, operation))
+        stream.submit(partial(apply, cells, operation))
         for cell in touched:
             stream.record(last_touch[cell])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def device() -> Iterator[TwinDevice]:
 def test_a_stream_runs_in_order(device: TwinDevice) -> None:
     seen: list[int] = []
     for number in range(200):
-        device.compute.submit(lambda number=number: seen.append(number))
+        device.compute.submit(partial(seen.append, number))
     device.compute.synchronize()
     assert seen == list(range(200))
 
@@ -110,7 +111,12 @@ def test_synchronize_blocks_until_the_event(device: TwinDevice) -> None:
     device.compute.pause()
     device.compute.submit(lambda: seen.append("work"))
     device.compute.record(event)
-    waiter = threading.Thread(target=lambda: (event.synchronize(), seen.append("woken")))
+
+    def wait() -> None:
+        event.synchronize()
+        seen.append("woken")
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
     device.compute.resume()
     waiter.join()

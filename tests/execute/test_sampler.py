@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.execute.candidates import NO_CANDIDATE, pack, unpack
 from runtime.execute.logprobs import token_logprobs
@@ -17,6 +16,7 @@ from runtime.execute.penalties import count_tokens_, load_tokens_, reset_slots_
 from runtime.execute.sampler import local_best, merge_and_check, merge_best, sample, sample_and_check, stop_check
 from runtime.execute.sampling_rows import SamplingFeatures, SamplingRows
 from runtime.schedule.request import FinishReason, SamplingParams
+from tests.dispatch_mode import DispatchMode
 from tests.execute import sampling_reference as reference
 from tests.execute.sampling_cases import random_params, rows_for, seen_for
 
@@ -150,7 +150,7 @@ def test_extreme_temperatures(temperature: float) -> None:
     if temperature < 1:
         assert torch.equal(draw.token_B, logits.argmax(1))
     else:
-        assert draw.token_B.unique().numel() > 40
+        assert len(set(draw.token_B.tolist())) > 40
 
 
 # ---- shares of the vocabulary ----
@@ -308,7 +308,7 @@ def test_the_fused_forms_are_the_two_steps() -> None:
 # ---- nothing reaches the host ----
 
 
-class _NoReadBack(TorchDispatchMode):
+class _NoReadBack(DispatchMode):
     """Fails on every operator whose result, or result's shape, the host would have to wait for."""
 
     def __torch_dispatch__(

@@ -68,7 +68,7 @@ def test_one_changed_input_bit_changes_half_of_the_output_bits(field: str) -> No
 
 
 def test_distinct_tokens_of_a_row_get_distinct_words() -> None:
-    assert token_bits(_key(5, 9), _ids(200_000)).unique().numel() == 200_000
+    assert len(set(token_bits(_key(5, 9), _ids(200_000)).flatten().tolist())) == 200_000
 
 
 def test_uniform_is_uniform_and_open() -> None:
@@ -96,7 +96,7 @@ def test_gumbel_matches_float64_and_has_a_fine_upper_tail() -> None:
     # The largest of 2**20 values would tie with each other if noise came from u near 1, in steps of 2**-24.
     many = gumbel_noise(_key(0, 0), _ids(1 << 20))[0]
     assert many.isfinite().all()
-    assert many.topk(100).values.unique().numel() == 100
+    assert len(set(many.topk(100).values.tolist())) == 100
 
 
 def test_gumbel_bits_depend_on_nothing_else() -> None:

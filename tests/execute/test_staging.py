@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def snapshot_history(
         staged = staging.stage(decode_plan(step, slots, block_writes=((1, 0, step + 1),)))
         assert staged is not None
         staging.apply(staged)
-        device.compute.submit(lambda step=step: note(step))
+        device.compute.submit(partial(note, step))
     if hold is not None:
         device.stream(hold).resume()
     device.synchronize()

@@ -62,7 +62,8 @@ def answers(group: int, collectives: Collectives, split: ExpertSplit) -> dict[st
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    sharing: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (0, 2), (1, 3))
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in sharing}
     mine, across = groups[SHARING.tensor_group(rank)], groups[SHARING.data_group(rank)]
     split = ExpertSplit(whole=True, exchange=GroupExchange(across))
     found = answers(rank // 2, GroupCollectives(mine), split)

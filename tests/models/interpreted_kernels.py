@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ class InterpretedKernels(HopperKernels):
         self.choices = ChoiceTable()
         self._resolved = {}
         self._reference = ReferenceKernels()
-        self._prefill = SimpleNamespace(supports=lambda dtype, head_dim: False)  # type: ignore[assignment]
-        self._lt = SimpleNamespace(version=0, algorithms=lambda *shape, most: [])  # type: ignore[assignment]
+        self._prefill = cast(Any, SimpleNamespace(supports=lambda dtype, head_dim: False))
+        self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
         self._partial = torch.full((1 << 20,), math.nan)
         self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32)
         self._attention_partial = self._partial.clone()
@@ -201,9 +201,9 @@ def rotation(kernels: InterpretedKernels) -> None:
         positions = torch.tensor(lengths) - 1
         slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(lengths))])
         qkv = randn(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
-        norms = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
+        q_norm, k_norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
         angles = torch.randn(64, rotary)
-        given: list[Any] = [qkv, heads, kv_heads, dim, *norms, 1e-6, angles, positions, slots]
+        given = (qkv, heads, kv_heads, dim, q_norm, k_norm, 1e-6, angles, positions, slots)
         written, alone, folded = cache.kv.clone(), cache.kv.clone(), cache.kv.clone()
         q = REFERENCE.rope_and_cache(*given, written)
         check(kernels.rope_and_cache(*given, alone), q, dtype, ("rotation", heads, dim))

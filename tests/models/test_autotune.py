@@ -153,7 +153,7 @@ def test_no_prefetch_is_worth_less_than_a_line_or_half_the_cache() -> None:
 
 def test_fastest_passes_over_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = LinearShape(1, 8, 8, BF16)
-    times = {Blas(): 3.0, Gemv(4, 8, 1): float("inf"), Gemv(2, 8, 1): 2.0}
+    times: dict[autotune.Choice, float] = {Blas(): 3.0, Gemv(4, 8, 1): float("inf"), Gemv(2, 8, 1): 2.0}
     monkeypatch.setattr(autotune, "measure", lambda shape, choices, run, device: [(c, times[c]) for c in choices])
 
     def run(x: torch.Tensor, weight: torch.Tensor, choice: autotune.Choice) -> torch.Tensor:

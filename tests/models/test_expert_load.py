@@ -12,7 +12,7 @@ from models.expert_load import ExpertLoad, ExpertLoadError, read_load, start_cou
 from parallel.expert_balance import balanced_order, rank_tokens
 from parallel.experts import ExpertSplit, held_experts
 from tests.models.paged_driver import PagedDriver
-from tests.models.test_experts import QWEN, load
+from tests.models.test_experts import QWEN, load, sparse_mlp
 
 
 def draws(count: int) -> list[tuple[list[int], int]]:
@@ -61,7 +61,9 @@ def test_counters_see_every_real_token_once() -> None:
     counted = read_load(model)
     assert list(counted.tokens) == [1]
     assert sum(counted.tokens[1]) == 3 * (5 + 3 + 2 * (4 - 1))
-    assert model.layers[1].mlp.load_E.dtype == torch.int64
+    load_E = sparse_mlp(model).load_E
+    assert load_E is not None
+    assert load_E.dtype == torch.int64
 
 
 def test_the_report_comes_back_and_says_how_uneven_ranks_are(tmp_path: Path) -> None:

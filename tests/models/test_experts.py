@@ -14,6 +14,7 @@ from models.checkpoint import WeightsError
 from models.config import ModelConfig, ModelConfigError
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
+from models.layers.moe import SparseMLP
 from models.registry import model_class
 from models.routed_experts import RoutedExperts
 from models.weights import load_model
@@ -61,6 +62,13 @@ def load(folder: Path | None, config: dict[str, Any], split: ExpertSplit, rank: 
         kernels=ReferenceKernels(),
         experts=split,
     )
+
+
+def sparse_mlp(model: Decoder) -> SparseMLP:
+    """That of layer 1, which has experts in QWEN and MIXTRAL."""
+    mlp = model.layers[1].mlp
+    assert isinstance(mlp, SparseMLP)
+    return mlp
 
 
 def fused(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
@@ -300,7 +308,7 @@ def test_ranks_terms_add_up() -> None:
     kernels = ReferenceKernels()
 
     def partial(split: ExpertSplit, rank: int, size: int) -> Tensor:
-        mlp = load(None, QWEN, split, rank, size).layers[1].mlp
+        mlp = sparse_mlp(load(None, QWEN, split, rank, size))
         routed = kernels.route_top_k(kernels.linear(x, mlp.router.weight), 3, True, mlp.experts.local_E, real)
         return kernels.expert_mlp(x, mlp.experts.gate_up, mlp.experts.down, *routed)
 
@@ -311,7 +319,7 @@ def test_ranks_terms_add_up() -> None:
 
 def test_masked_tokens_reach_no_expert() -> None:
     """A token that writes into the trash page leaves the layer as if there were no experts, whatever it holds."""
-    mlp = load(None, QWEN, ExpertSplit()).layers[1].mlp
+    mlp = sparse_mlp(load(None, QWEN, ExpertSplit()))
     residual, real = random(4, 24), torch.tensor([True, False, True, False])
     x = random(4, 24)
     x[3] = float("inf")

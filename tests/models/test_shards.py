@@ -46,7 +46,8 @@ def test_shards_cover_every_parameter_exactly_once(family: str, size: int) -> No
             if padding and parameter.shape[0] == model.vocab_shard.width and "norm" not in name:
                 parameter[-padding:] = 1
         for shard in model.checkpoint_shards().values():
-            shard.target.add_(1)
+            for piece in shard.pieces:
+                piece.target.add_(1)
         assert all(bool((parameter == 1).all()) for parameter in model.parameters())
 
 
@@ -56,7 +57,8 @@ def test_every_element_of_the_checkpoint_is_on_some_rank(size: int) -> None:
     seen = {name: torch.zeros(tensor.shape) for name, tensor in full_tensors(config).items()}
     for rank in range(size):
         for name, shard in build(config, rank, size, device="meta").checkpoint_shards().items():
-            seen[name][shard.ranges] += 1
+            for piece in shard.pieces:
+                seen[name][piece.ranges] += 1
     for name, count in seen.items():
         replicas = max(1, size // config.kv_heads) if ".k_proj" in name or ".v_proj" in name else 1
         if "norm" in name or name.endswith("o_proj.bias"):
@@ -69,7 +71,8 @@ def test_dummy_weights_do_not_depend_on_the_group(size: int) -> None:
     full = full_tensors(ModelConfig.from_dict(WIDE), seed=7)
     for rank in range(size):
         for name, shard in dummy(WIDE, rank, size, seed=7).checkpoint_shards().items():
-            assert torch.equal(shard.target, full[name][shard.ranges]), name
+            for piece in shard.pieces:
+                assert torch.equal(piece.target, full[name][piece.ranges]), name
 
 
 def test_dummy_weights_follow_seed_name_and_shape() -> None:

@@ -61,7 +61,7 @@ def build(config: ModelConfig, rank: int = 0, size: int = 1, device: str = "cpu"
 def full_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """The whole checkpoint, float32."""
     return {
-        name: DummyTensor(seed, name, shard.full_shape, shard.centre, "cpu")[
+        name: DummyTensor(seed, name, shard.full_shape, shard.pieces[0].centre, "cpu")[
             tuple(slice(0, n) for n in shard.full_shape)
         ]
         for name, shard in build(config, device="meta").checkpoint_shards().items()

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.checkpoint import WeightsError
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.collectives import SingleRank
+from tests.dispatch_mode import DispatchMode
 from tests.models.tiny_checkpoint import TINY, full_tensors
 from tests.models.weights_index_mutations import SEVERAL_FILES
 from tests.models.weights_mutations import ONE_FILE, Checkpoint, Mutation
@@ -41,11 +41,11 @@ class LoadedWrongly(AssertionError):
     """A mutation was loaded, refused or named otherwise than it should be, or took too much memory."""
 
 
-class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Allocations(DispatchMode):
     """The bytes of the largest tensor with storage that any operation gives, while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.largest = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
