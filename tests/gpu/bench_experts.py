@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+import triton
 from torch import Tensor
 
 from models.kernels import experts_triton
@@ -94,9 +95,13 @@ def try_tiles(
             if stages * k * (m + o) * 2 > 220_000 or m * o // (warps * 32) > 128:
                 continue
             pair = (tiles, default[1]) if which == 0 else (default[0], tiles)
-            us = microseconds(
-                lambda number: experts_triton.expert_mlp(x, *weights[number], *chosen[number], True, pair)  # noqa: B023
-            )
+            try:
+                us = microseconds(
+                    lambda number: experts_triton.expert_mlp(x, *weights[number], *chosen[number], True, pair)  # noqa: B023
+                )
+            except triton.runtime.errors.OutOfResources as refused:
+                print("refused", tiles, str(refused)[:80], flush=True)
+                continue
             found.append((us, tiles))
         for us, tiles in sorted(found, key=lambda item: item[0])[:5]:
             print(f"    {name}: {us:8.1f} us {tiles}", flush=True)

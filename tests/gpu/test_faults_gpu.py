@@ -9,6 +9,7 @@ Run: python3 -m pytest -m multigpu tests/gpu/test_faults_gpu.py
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 import tests.faults.job
 from tests.faults.cases import AFTER_DEATH, AFTER_HANG, LIMIT, Case, Fault, Phase
-from tests.faults.job import Job
+from tests.faults.job import ROOT, Job
 
 RANKS = 2
 REQUESTS = 8
@@ -59,6 +60,7 @@ def test_a_rank_is_lost_in_the_middle_of_a_decode(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with Job(tmp_path, str(case)) as job:
         job.environ["FAULT_LOAD_SECONDS"] = str(COLD_START)
+        job.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         program = ["-m", "tests.faults.rank", str(case), str(tmp_path), *_options(tmp_path)]
         launched = job.start([*torchrun, *program])
         job.wait_for_fault(launched)

@@ -6,12 +6,12 @@ The same tiny model as test_engine_gpu.py, in bfloat16; values are compared with
 from __future__ import annotations
 
 import pytest
-import torch
 
 from runtime.execute.prompt_scores import PIECE
 from runtime.schedule.request import Request
 from tests.engine.prompt_ranks import Scores, prompts
 from tests.engine.rig import VOCABULARY, request, rig, run
+from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
 
 pytestmark = pytest.mark.gpu
@@ -55,10 +55,7 @@ def test_no_step_synchronises() -> None:
     again = [Request(100 + r.request_id, r.prompt_token_ids, r.sampling, r.stop_token_ids) for r in requests]
     with gpu_rig(depth=2, max_prefill_tokens=24) as engine:
         run(engine, requests)  # kernels are compiled and the side channel is allocated here
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            scores = Scores()
+        scores = Scores()
+        with no_synchronisation():
             run(engine, again, watch=scores)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert scores.by_request

@@ -21,6 +21,7 @@ from runtime.execute.sampling_kernels import triton_kernels
 from runtime.execute.sampling_rows import SamplingFeatures, SamplingRows
 from runtime.schedule.request import SamplingParams
 from tests.execute.sampling_cases import random_params, rows_for, seen_for
+from tests.gpu.test_device_gpu import no_synchronisation
 
 triton = pytest.importorskip("triton")
 from models.kernels import sampling_filters_triton, sampling_triton  # noqa: E402
@@ -208,15 +209,11 @@ def test_a_captured_graph_draws_anew_at_each_position_and_never_syncs(features: 
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(stream):
-            step()  # compiles
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                tokens = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_synchronisation(), torch.cuda.stream(stream):
+        step()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            tokens = step()
     torch.cuda.synchronize()
     moved.position.copy_(rows.position)
     device_seen.counts.copy_(seen.counts)
