@@ -12,10 +12,14 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from parallel.control import record
 from parallel.control.agreement import FOLLOWER_TABLE, LEADER_TABLE
 from parallel.control.handshake import FOLLOWER_GREETING, LEADER_GREETING
+
+State = TypeVar("State", bound=Enum)
+Input = TypeVar("Input", bound=Enum)
 
 PAGE = Path(__file__).with_name("control-plane.md")
 _SIZES = {"4s": 4, "B": 1, "H": 2, "I": 4, "Q": 8}
@@ -55,7 +59,7 @@ def kind_table() -> str:
     return "\n".join(rows)
 
 
-def states(table: Mapping[Enum, Mapping[Enum, Enum]]) -> str:
+def states(table: Mapping[State, Mapping[Input, State]]) -> str:
     """A Mermaid state diagram; inputs that lead from one state to another share an arrow."""
     first = next(iter(table))
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.value}"]
@@ -72,10 +76,10 @@ def drawings() -> dict[str, str]:
     return {
         "header": header_table(),
         "kinds": kind_table(),
-        "leader": states(LEADER_TABLE),  # type: ignore[arg-type]
-        "follower": states(FOLLOWER_TABLE),  # type: ignore[arg-type]
-        "leader greeting": states(LEADER_GREETING),  # type: ignore[arg-type]
-        "follower greeting": states(FOLLOWER_GREETING),  # type: ignore[arg-type]
+        "leader": states(LEADER_TABLE),
+        "follower": states(FOLLOWER_TABLE),
+        "leader greeting": states(LEADER_GREETING),
+        "follower greeting": states(FOLLOWER_GREETING),
     }
 
 

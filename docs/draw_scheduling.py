@@ -116,10 +116,10 @@ def redrawn(text: str) -> str:
     """``text`` with everything between ``<!-- drawn: NAME -->`` and ``<!-- end -->`` drawn anew."""
     for name, draw in DRAWN.items():
         pattern = re.compile(rf"(<!-- drawn: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
+        found = list(pattern.finditer(text))
+        if len(found) != 1:
             raise ValueError(f"the document needs exactly one pair of <!-- drawn: {name} --> and <!-- end -->")
-        drawn = f"{draw()}\n"
-        text = pattern.sub(lambda match, drawn=drawn: match[1] + drawn + match[2], text)  # type: ignore[misc]
+        text = f"{text[: found[0].end(1)]}{draw()}\n{text[found[0].start(2) :]}"
     return text
 
 

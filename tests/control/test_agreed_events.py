@@ -93,12 +93,14 @@ def test_a_field_out_of_its_range_is_refused(change: dict[str, Any], said: str) 
 
 
 def test_what_is_no_event_cannot_be_sent() -> None:
+    no_event: Any = "admit"
+    no_number: Any = object()
     with pytest.raises(EventsRefused, match="str is no event"):
-        encode_events(["admit"])  # type: ignore[list-item]
+        encode_events([no_event])
     with pytest.raises(EventsRefused, match="events cannot be sent"):
         encode_events([Pause(2**70)])
     with pytest.raises(EventsRefused, match="events cannot be sent"):
-        encode_events([Pause(object())])  # type: ignore[arg-type]
+        encode_events([Pause(no_number)])
 
 
 @pytest.mark.parametrize(

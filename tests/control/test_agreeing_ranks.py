@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel.control.agreement import Limits
-from parallel.control.driver import FollowerPlane
+from parallel.control.driver import FollowerPlane, LeaderPlane
 from parallel.control.errors import Disagreement, HandshakeRefused, LostPeer, MissedDeadline, NoProgress, Verdict
 from parallel.control.plane import ControlPlane, SingleRankControl
 from parallel.control.record import MAX_PAYLOAD
@@ -224,8 +224,9 @@ def test_a_rank_that_dies_before_it_proposes_is_named(place: Path, gone: int) ->
         for step in range(1000):
             plane.exchange(step, 0)
             if (plane.rank, step) == (gone, 5):
-                plane.link.close()  # type: ignore[attr-defined]
-                plane._closed = True  # type: ignore[attr-defined]
+                assert isinstance(plane, LeaderPlane | FollowerPlane)
+                plane.link.close()
+                plane._closed = True
                 assert plane.watch is not None
                 plane.watch.close()
                 return

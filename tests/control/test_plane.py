@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from parallel.control.errors import (
 )
 from parallel.control.plane import ControlPlane, SingleRankControl
 from parallel.control.record import Codec, Kind
-from parallel.control.uds import PACKET, connect, socket_path
+from parallel.control.uds import PACKET, UdsFollowerLink, connect, socket_path
 from runtime.schedule.digest import RollingDigest
 from tests.control.ranks import IDENTITY, LIMITS, identity_of, run_ranks, short_folder, take_turns
 
@@ -79,8 +80,8 @@ def test_events_larger_than_any_socket_buffer_do_not_stop_the_leader(place: Path
     ("field", "value"),
     [("horizon", 2), ("config", "c1"), ("model", "m1"), ("code", "x1")],
 )
-def test_a_rank_that_differs_is_refused_on_every_rank(place: Path, field: str, value: int | str) -> None:
-    odd = replace(identity_of(3), **{field: value})  # type: ignore[arg-type]
+def test_a_rank_that_differs_is_refused_on_every_rank(place: Path, field: str, value: Any) -> None:
+    odd = replace(identity_of(3), **{field: value})
     found = errors(run_ranks(3, place, lambda plane: take_turns(plane, []), odd={2: odd}))
     said = f"rank 2 differs from rank 0 in {field}: rank 0 has {getattr(identity_of(3), field)!r}, rank 2 has {value!r}"
     assert len(found) == 3
@@ -325,7 +326,8 @@ def test_junk_on_an_established_connection_ends_the_job_by_name(place: Path) -> 
             for step in range(2000):
                 if plane.rank == 1 and step == 3:
                     assert isinstance(plane, FollowerPlane)
-                    plane.link.send(junk) if len(junk) <= PACKET else plane.link.connection.socket.send(junk)  # type: ignore[attr-defined]
+                    assert isinstance(plane.link, UdsFollowerLink)
+                    plane.link.send(junk) if len(junk) <= PACKET else plane.link.connection.socket.send(junk)
                 plane.exchange(step, step)
                 time.sleep(0.001)
 

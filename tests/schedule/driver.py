@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 from runtime.schedule.chain import State
 from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
@@ -36,11 +37,28 @@ def ending_by_stop(request_id: int, length: int, after: int) -> tuple[tuple[int,
     raise ValueError(f"no prompt of {length} tokens makes request {request_id} new {after} times")
 
 
+class Limits(TypedDict, total=False):
+    """Fields of SchedulerConfig."""
+
+    rows: int
+    slots: int
+    blocks: int
+    block_size: int
+    max_model_len: int
+    decode_buckets: tuple[int, ...]
+    depth: int
+    width: int
+    max_prefill_tokens: int
+    prefill_burst: int
+    prefix_caching: bool
+    max_waiting: int
+
+
 class Driver:
     """``limits`` replace fields of ROOMY. Everything planned and landed is kept, books are checked after every verb."""
 
-    def __init__(self, **limits: object) -> None:
-        self.config = replace(ROOMY, **limits)  # type: ignore[arg-type]
+    def __init__(self, **limits: Unpack[Limits]) -> None:
+        self.config = replace(ROOMY, **limits)
         self.scheduler = Scheduler(self.config)
         self.device = FakeDevice(self.config.blocks, self.config.block_size, self.config.slots)
         self.plans: list[StepPlan | None] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -73,10 +74,10 @@ def test_the_ring_keeps_the_last_decisions_with_their_digests() -> None:
 
 
 @pytest.mark.parametrize("bad", [1 << 63, -(1 << 63) - 1, 1.5, "x"])
-def test_what_is_no_int64_is_refused_and_changes_nothing(bad: object) -> None:
+def test_what_is_no_int64_is_refused_and_changes_nothing(bad: Any) -> None:
     digest = RollingDigest()
     digest.fold(1, "plan", (1,))
     before = digest.value
     with pytest.raises(ValueError, match=r"'plan' of step 2 holds .* not an int64"):
-        digest.fold(2, "plan", (1, bad))  # type: ignore[arg-type]
+        digest.fold(2, "plan", (1, bad))
     assert (digest.value, digest.folds) == (before, 1)

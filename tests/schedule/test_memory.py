@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import pytest
 
 from runtime.schedule.chain import State
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.request import FinishReason
-from tests.schedule.driver import Driver, ending_by_stop, prompt_of
+from tests.schedule.driver import Driver, Limits, ending_by_stop, prompt_of
 
 
-def tight(blocks: int, **limits: object) -> Driver:
-    return Driver(blocks=blocks, block_size=2, prefix_caching=False, **limits)
+def tight(**more: Unpack[Limits]) -> Driver:
+    limits: Limits = {"block_size": 2, "prefix_caching": False, **more}
+    return Driver(**limits)
 
 
 def seated_at(engine: Driver, request_id: int) -> list[StepPlan]:
