@@ -2,7 +2,7 @@
 
     python3 -m tests.gpu.measure --out FOLDER                 # the parts for this many GPUs, most wanted first
     python3 -m tests.gpu.measure --out FOLDER --parts tests latency-8b --seconds 540
-    python3 -m tests.gpu.measure --out FOLDER --archive SMALL --caches
+    python3 -m tests.gpu.measure --out FOLDER --restore SMALL --archive SMALL --caches
     python3 -m tests.gpu.measure --list
 
 Knows: which commands there are, on how many GPUs each runs and how long it may take, what is kept of it.
@@ -11,7 +11,7 @@ which too little of ``--seconds`` is left is not begun, and named at the end.
 
 FOLDER gets summary.md (what ran, exit codes, seconds), a log of each part, and the benchmarks' own files. SMALL, for a
 machine from which few files come back, gets the summary, logs.tar.gz and results.tar.gz after each part and, with
---caches, at the end caches.tar.gz: compiled kernels, to be unpacked in the home folder of the next machine.
+--caches, at the end caches.tar.gz: compiled kernels, which --restore puts where the next machine looks for them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gpu.archives import pack, pack_kernels, unpack_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
-CACHES = (".triton/cache", ".cache/flashinfer", ".cache/lockstride")  # under the home folder
 LAST_LINES = 40
 _WORTH_A_TRY = 0.5  # of a part's limit: with less time left it is not begun
 _BENCH = "-m launch bench"
@@ -71,7 +71,7 @@ PARTS = (
     Part(
         "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
     ),
-    Part("kernel-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_kernels.py tests/gpu/test_expert_kernels.py"),
+    Part("kernel-tests", 1, 240, f"{_PYTEST} -n 8 -m gpu tests/gpu/test_kernels.py tests/gpu/test_expert_kernels.py"),
     Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
     Part("experts", 1, 150, "-m tests.gpu.bench_experts --rows 1 8 32 128 256 --tiles"),
@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="in all, begun parts included")
     parser.add_argument("--archive", type=Path, metavar="SMALL", help="folder for the same as a few archives")
     parser.add_argument("--caches", action="store_true", help="compiled kernels into the archive, too")
+    parser.add_argument("--restore", type=Path, metavar="SMALL", help="take over its compiled kernels first")
     parser.add_argument("--list", action="store_true", help="print the parts and leave")
     args = parser.parse_args()
     if args.list:
@@ -147,9 +148,12 @@ def main() -> int:
     out = args.out.resolve()
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "results").mkdir(exist_ok=True)
+    if args.restore is not None:
+        print(f"restored: {unpack_kernels(args.restore, Path.home())} files of compiled kernels", flush=True)
     ran, late = run_all(parts, out, args.seconds, args.archive)
     if args.caches:
-        _pack(args.archive / "caches.tar.gz", Path.home(), CACHES)
+        args.archive.mkdir(parents=True, exist_ok=True)
+        pack_kernels(args.archive, Path.home())
     if late:
         print(f"not begun: --parts {' '.join(part.name for part in late)}")
     return int(bool(late) or any(one.code for one in ran))
@@ -175,7 +179,7 @@ def run_all(
             archive.mkdir(parents=True, exist_ok=True)
             shutil.copy(summary, archive)
             for folder in ("logs", "results"):
-                _pack(archive / f"{folder}.tar.gz", out, [folder])
+                pack(archive / f"{folder}.tar.gz", out, sorted((out / folder).rglob("*")))
     return ran, late
 
 
@@ -209,13 +213,6 @@ def run(part: Part, out: Path, seconds: float) -> Ran:
 def _gpus_here() -> int:
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return len(found.stdout.splitlines())
-
-
-def _pack(archive: Path, base: Path, names: Sequence[str]) -> None:
-    with tarfile.open(archive, "w:gz") as tar:
-        for name in names:
-            if (base / name).exists():
-                tar.add(base / name, arcname=name)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import shlex
 import sys
 import tarfile
@@ -14,7 +15,7 @@ from launch.bench_options import BenchCommand
 from launch.bench_session import open_session
 from launch.options import parse
 from runtime.engine import Engine
-from tests.gpu import measure
+from tests.gpu import archives, measure
 from tests.gpu.measure import PARTS, Part
 
 
@@ -47,7 +48,7 @@ def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_an_archive_has_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "PARTS", (scripted("one", 60, "print(1)"), scripted("two", 60, "print(2)")))
-    monkeypatch.setattr(measure, "CACHES", ())
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     words = ["--out", str(tmp_path / "out"), "--archive", str(tmp_path / "small"), "--caches", "--parts", "one", "two"]
     monkeypatch.setattr(sys, "argv", ["measure", *words])
     assert measure.main() == 0
@@ -55,6 +56,34 @@ def test_an_archive_has_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert packed == ["caches.tar.gz", "logs.tar.gz", "results.tar.gz", "summary.md"]
     with tarfile.open(tmp_path / "small" / "logs.tar.gz") as tar:
         assert {"logs/one.log", "logs/two.log"} <= set(tar.getnames())
+
+
+def test_compiled_kernels_reach_the_next_machine_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is read again travels; FlashInfer's module comes to where no ninja asks how old its sources are."""
+    monkeypatch.setattr(archives, "PIECE", 1000)
+    first, second, package = (tmp_path / name for name in ("first", "second", "flashinfer"))
+    built = ".cache/flashinfer/0.6.13/90a/cached_ops/prefill"
+    kept = {".triton/cache/ABC/k.cubin", ".triton/cache/ABC/k.json", ".triton/cache/DEF/launcher.so"}
+    kept |= {f"{built}/prefill.so", ".cache/lockstride/kernels/gpu-torch.json"}
+    for name in (*kept, ".triton/cache/ABC/k.ptx", f"{built}/prefill.cuda.o", f"{built}/build.ninja"):
+        (first / name).parent.mkdir(parents=True, exist_ok=True)
+        (first / name).write_bytes(random.Random(name).randbytes(600))
+    second.mkdir()
+    pieces = archives.pack_kernels(tmp_path, first)
+    assert [piece.name for piece in pieces] == [f"caches.tar.gz.{number}" for number in range(len(pieces))]
+    assert len(pieces) > 2
+    assert all(piece.stat().st_size <= 1000 for piece in pieces)
+    assert archives.unpack_kernels(tmp_path, second, package) == len(kept)
+    for name in kept:
+        assert (second / name).read_bytes() == (first / name).read_bytes()
+    there = {str(path.relative_to(second)) for path in second.rglob("*") if path.is_file()}
+    assert there == kept
+    ready = package / "data" / "aot" / "prefill" / "prefill.so"
+    assert ready.read_bytes() == (first / built / "prefill.so").read_bytes()
+    (first / ".triton/cache/DEF/launcher.so").unlink()
+    monkeypatch.setattr(archives, "PIECE", 1 << 20)
+    assert [path.name for path in archives.pack_kernels(tmp_path, first)] == ["caches.tar.gz"]
+    assert not list(tmp_path.glob("caches.tar.gz.*")), "pieces of an older archive are not left"
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
