@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runtime.execute.device import DeviceError
-from runtime.execute.device_cuda import CudaDevice
+from runtime.execute.device_cuda import CudaDevice, CudaStream
 
 
 class FakeStream:
@@ -130,7 +130,9 @@ def device(cuda: FakeCuda) -> CudaDevice:
 
 def test_a_capture_warms_up_behind_the_compute_stream_and_replays_on_it(cuda: FakeCuda, device: CudaDevice) -> None:
     ran: list[tuple[str, FakeStream]] = []
-    compute: Any = device.stream("compute").cuda  # type: ignore[attr-defined]
+    stream = device.stream("compute")
+    assert isinstance(stream, CudaStream)
+    compute: Any = stream.cuda  # the recorder
     graph = device.capture(
         lambda: ran.append(("work", cuda.current)), name="step", warmup=lambda: ran.append(("warm", cuda.current))
     )

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels import autotune, cublaslt
+from models.kernels import autotune
 from models.kernels.autotune import Blas, ChoiceTable, CublasLt, LinearShape
 
 pytest.importorskip("triton")
@@ -118,7 +118,7 @@ def test_without_cublaslt_its_choices_are_cublas(
     def missing(name: str) -> ctypes.CDLL:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(cublaslt.ctypes, "CDLL", missing)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
     with caplog.at_level(logging.WARNING):
         assert hopper_products._open_cublaslt(torch.device("cpu")) is None
     assert "libcublasLt.so.13" in caplog.text
