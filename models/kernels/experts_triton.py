@@ -42,7 +42,7 @@ def _block_of(counts_ptr, block, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr
     return expert, (block - before) * BLOCK_M, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
 def _grouped_kernel(
     in_ptr,  # [T, K] tokens, or [T * C, K] pairs
     weight_ptr,  # [G, O or 2 * O, K]

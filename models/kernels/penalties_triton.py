@@ -18,7 +18,7 @@ from models.kernels.sampling_triton import EXACT
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position_stride"])
 def _shape_kernel(
     logits_ptr,
     out_ptr,

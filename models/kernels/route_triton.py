@@ -66,17 +66,18 @@ def _route_kernel(
         tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=asked & real, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # steps of any number of tokens run the same code
 def _order_kernel(
     chosen_ptr,
     order_ptr,
     counts_ptr,
-    pairs,
-    capacity,
+    tokens,
+    CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     expert = tl.program_id(0)
+    pairs = tokens * CHOICES
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -86,7 +87,7 @@ def _order_kernel(
         here = first + tl.arange(0, BLOCK)
         mine = tl.load(chosen_ptr + here, mask=here < pairs, other=-1) == expert
         place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(order_ptr + expert.to(tl.int64) * capacity + place, here, mask=mine)
+        tl.store(order_ptr + expert.to(tl.int64) * tokens + place, here, mask=mine)
         found += tl.sum(mine.to(tl.int32), 0)
         first += BLOCK
     tl.store(counts_ptr + expert, found)
@@ -141,8 +142,8 @@ def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, 
         local_TC,
         order_GT,
         counts_G,
-        pairs,
         tokens,
+        CHOICES=local_TC.shape[1],
         BLOCK=block,
         PDL=pdl,
         num_warps=max(1, block // 256),

@@ -39,7 +39,7 @@ def _largest(maxima_ptr, row, parts, PARTS: tl.constexpr):
     return unordered(tl.max(ranks, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["floor_ptr"])
 def _histogram_kernel(
     logits_ptr,
     histogram_ptr,
@@ -103,7 +103,7 @@ def _histogram_kernel(
             tl.store(maxima_ptr + row * parts + part, tl.max(best, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["floor_ptr", "largest_ptr"])
 def _select_kernel(
     histogram_ptr,
     maxima_ptr,
@@ -202,7 +202,7 @@ def survival_threshold(
     prefix_B, floor_B = torch.empty(2, rows, dtype=torch.int32, device=device)
     target_B = torch.empty(rows, dtype=torch.int64, device=device)
     threshold_B, largest_B = torch.empty(2, rows, dtype=torch.float32, device=device)
-    padded_parts = triton.next_power_of_2(parts)
+    most_parts = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))  # for any number of rows: one compilation
     for by_weight, bound_B in ((False, top_k_B), (True, top_p_B)):
         for shift, width in _DIGITS:
             first, last = shift + width == 32, shift == 0
@@ -224,7 +224,7 @@ def survival_threshold(
                 FIRST=first,
                 SHIFT=shift,
                 WIDTH=width,
-                PARTS=padded_parts,
+                PARTS=most_parts,
                 BINS=_BINS,
                 BLOCK=_BLOCK,
                 num_warps=8,
@@ -248,7 +248,7 @@ def survival_threshold(
                 FIRST=first,
                 LAST=last,
                 WIDTH=width,
-                PARTS=padded_parts,
+                PARTS=most_parts,
                 BINS=_BINS,
                 num_warps=4,
                 **EXACT,

@@ -116,7 +116,7 @@ def inverse_temperature(temperature):
     return factor, is_random.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position_stride"])
 def _best_kernel(
     logits_ptr,
     keys_ptr,
@@ -165,7 +165,7 @@ def _best_kernel(
     tl.store(keys_ptr + row * tl.num_programs(1) + part, tl.max(keys, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["evidence_ptr", "finish_ptr"])
 def _conclude_kernel(
     keys_ptr,
     evidence_ptr,

@@ -23,7 +23,7 @@ from models.kernels.dependent_launch import prefetch_to_l2
 COUNTERS = 8192  # tiles a launch may have when it splits K
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])  # steps of any number of rows run the code of their bucket
 def _skinny_kernel(
     x_ptr,
     residual_ptr,
