@@ -21,22 +21,21 @@ TRACE = "flight-recorder.json"
 
 def record_collectives(environ: MutableMapping[str, str] = os.environ) -> None:
     """Before the process group is made: keep a ring of the last calls, unless ``environ`` says otherwise."""
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second is the older name of the first
-        environ.setdefault(name, str(RECORDED_CALLS))
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # the older name of the same, of which torch complains
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_CALLS))
 
 
 def write_flight_recorder(folder: Path) -> None:
     """Write the recorder's calls to ``folder``/flight-recorder.json: sequence numbers, shapes, states, times in ns.
 
-    Nothing where torch has no recorder, or no group. JSON, which torch calls by two names; never its pickled form.
+    Nothing where torch has no recorder, or no group. JSON; never its pickled form. NCCL's calls are recorded apart, and
+    a torch that could use NCCL has both recorders also where gloo carries everything.
     """
     if not dist.is_initialized():
         return
-    for backend, name in (("nccl", "_dump_nccl_trace_json"), ("", "_dump_fr_trace_json")):
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None and (not backend or dist.is_nccl_available()):
-            (folder / TRACE).write_bytes(dump())
-            return
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if _uses_nccl() else "_dump_fr_trace_json", None)
+    if dump is not None:
+        (folder / TRACE).write_bytes(dump())
 
 
 def abort_groups(wait_s: float = 1.0) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch.last_words import RECORDED_CALLS, TRACE, abort_groups, record_collectives, write_flight_recorder
 
@@ -33,10 +34,29 @@ def test_nothing_to_tell_without_a_group(tmp_path: Path) -> None:
     assert abort_groups()
 
 
-def test_a_buffer_is_asked_for_unless_somebody_did() -> None:
-    environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_a_buffer_is_asked_for_unless_somebody_did(name: str) -> None:
+    environ: dict[str, str] = {}
     record_collectives(environ)
-    assert environ == {"TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS), "TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
+    assert environ == {"TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS)}
+    environ = {name: "7"}
+    record_collectives(environ)
+    assert environ == {name: "7"}
+
+
+@pytest.mark.parametrize(("backends", "recorder"), [("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo", "fr")])
+def test_the_recorder_is_that_of_the_group(
+    backends: str, recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch built with CUDA has both."""
+    for name in ("nccl", "fr"):
+        dump = f"_dump_{name}_trace_json"
+        monkeypatch.setattr(torch._C._distributed_c10d, dump, lambda name=name: name.encode(), raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    write_flight_recorder(tmp_path)
+    assert (tmp_path / TRACE).read_text() == recorder
 
 
 @pytest.mark.multiprocess
