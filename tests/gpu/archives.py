@@ -21,7 +21,7 @@ CACHES = "caches.tar.gz"
 # sources would make ninja build the module again, since they are older than the package that was just installed.
 _KERNELS = (
     (".triton/cache", ("*.cubin", "*.json", "*.so")),
-    (".cache/flashinfer", ("*/*/cached_ops/*/*.so",)),
+    (".cache/flashinfer", ("**/cached_ops/*/*.so",)),
     (".cache/lockstride", ("*.json",)),
 )
 
@@ -61,7 +61,7 @@ def unpack_kernels(folder: Path, home: Path, package: Path | None = None) -> int
         tar.extractall(home, filter="data")
     package = package or _flashinfer()
     if package is not None:
-        for module in _found(home / ".cache/flashinfer", "*/*/cached_ops/*/*.so"):
+        for module in _found(home / ".cache/flashinfer", "**/cached_ops/*/*.so"):
             ready = package / "data" / "aot" / module.stem / module.name
             ready.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(module, ready)

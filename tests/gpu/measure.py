@@ -67,7 +67,7 @@ PARTS = (
     Part("latency-0.6b", 1, 150, f"{_BENCH} latency --model qwen3-0.6b {_FEW} {_BOTH}"),
     Part("anatomy-8b", 1, 240, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
     Part("anatomy-0.6b", 1, 150, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
-    Part("generate", 1, 200, f"{_PYTEST} -s -m gpu tests/gpu/test_generate_gpu.py"),
+    Part("generate", 1, 280, f"{_PYTEST} -s -m gpu tests/gpu/test_generate_gpu.py"),
     Part(
         "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
     ),

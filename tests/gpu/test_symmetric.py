@@ -88,7 +88,7 @@ def _check_graph(made: SymmetricCollectives, rank: int) -> None:
         chain()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as the engine does, beside NCCL's own threads
         out = chain()
     for seed in range(20):
         values = [part.sign().float() for part in _parts(8, seed)]  # -1, 0 or 1: every sum is exact
