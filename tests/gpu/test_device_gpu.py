@@ -27,6 +27,10 @@ SLOW_CYCLES = 20_000_000  # about 10 ms: long against the microseconds the host 
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
     opened = CudaDevice(torch.device("cuda", 0))
+    for dtype in (torch.int64, torch.uint8):  # a kernel's first launch loads it, which may wait for the whole device
+        opened.zeros(2, dtype=dtype).fill_(1).add_(1)
+    torch.cuda._sleep(1)
+    opened.synchronize()
     yield opened
     opened.close()
 
