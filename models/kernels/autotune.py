@@ -238,6 +238,7 @@ def skinny_candidates(shape: LinearShape) -> list[Choice]:
     for block_o, block_k, stages, warps in tiles_to_try:
         if shape.outputs % block_o or shape.inner % block_k:
             continue
+        warps = max(warps, block_m // 32)  # one warp has no registers for 64 rows
         tiles, steps = shape.outputs // block_o * -(-shape.rows // block_m), shape.inner // block_k
         if tiles > 1056 and block_o < 64:
             continue

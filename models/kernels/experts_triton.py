@@ -200,9 +200,18 @@ class Tiles:
     warps: int
 
 
-def default_tiles(tokens: int, choices: int, experts: int, outputs: int, inner: int) -> Tiles:
-    """For weights [experts, outputs, inner]: blocks about as long as an expert's list is on average, up to 128."""
+def default_tiles(
+    tokens: int, choices: int, experts: int, outputs: int, inner: int, dtype: torch.dtype = torch.bfloat16
+) -> Tiles:
+    """For weights [experts, outputs, inner]: blocks about as long as an expert's list is on average, up to 128.
+
+    In float32, which the tensor cores do not multiply, at most 64: larger tiles find neither registers nor memory.
+    """
     mean = tokens * choices / experts
+    if dtype == torch.float32:
+        block_m = 16 if mean <= 24 else 32 if mean <= 48 else 64
+        block_o, block_k = min(_largest_power(outputs), 64), min(_largest_power(inner), 32)
+        return Tiles(block_m, block_o, block_k, 3, 4 if block_m <= 32 else 8)
     block_m = 16 if mean <= 24 else 32 if mean <= 48 else 64 if mean <= 128 else 128
     block_o = min(_largest_power(outputs), 128)
     block_k = min(_largest_power(inner), 128 if block_m <= 32 else 64)
@@ -233,8 +242,8 @@ def expert_mlp(
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
     up_tiles, down_tiles = tiles or (
-        default_tiles(tokens, choices, experts, 2 * inner, hidden),
-        default_tiles(tokens, choices, experts, hidden, inner),
+        default_tiles(tokens, choices, experts, 2 * inner, hidden, x_TN.dtype),
+        default_tiles(tokens, choices, experts, hidden, inner, x_TN.dtype),
     )
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
