@@ -1,0 +1,144 @@
+"""Every Triton kernel of a rank's steps compiled for an H200, on a machine without a GPU: ``python -m ...``.
+
+Prints what every kernel needs (registers, words that it spills, shared memory) and how many of its programs a
+multiprocessor holds. ``--late`` compiles nothing: it tells which kernels a running engine would still have to compile.
+
+Knows: which steps reach every kernel. Does not know: how a step runs without a GPU (rank_without_gpu.py), what is too
+much (test_compiled_kernels.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from models.expert_load import start_counting
+from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny
+from models.kernels.hopper_products import shipped_choices
+from tests.models.compiling_driver import Compiled, CompilingDriver
+from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, play_an_h200, products
+
+
+def dense(driver: CompilingDriver) -> None:
+    """What `make test` compiles of the dense shapes: two buckets of 8B, everything a row may ask of sampling."""
+    rank = Rank(driver, "8b")
+    for bucket in (1, 32):
+        rank.decode(bucket)
+    rank.decode(32, SAMPLING[-1])
+    rank.prefill(MOST_PREFILL)
+    rank.several_queries(32, 16)
+    Rank(driver, "8b", tp=4).decode(1)
+    Rank(driver, "8b", dtype=torch.float32).decode(24)
+
+
+def experts(driver: CompilingDriver) -> None:
+    """And of the sparse one: the streamed and the grouped path, with the load counted."""
+    rank = Rank(driver, "30b-a3b", tp=2, ep=True)
+    start_counting(rank.model)
+    for bucket in (1, 32):
+        rank.decode(bucket)
+    rank.prefill(MOST_PREFILL)
+    Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
+
+
+def shipped_table(driver: CompilingDriver) -> None:
+    products(driver, shipped_choices(META))
+
+
+def too_much(driver: CompilingDriver) -> None:
+    """Two products that do not fit: one spills, one asks for more shared memory than there is."""
+    few = LinearShape(4, 4096, 4096, torch.bfloat16)
+    many = LinearShape(128, 4096, 4096, torch.bfloat16)
+    table = ChoiceTable()
+    table.put(few, Gemv(block_o=8, chunk=4096, warps=4))
+    table.put(many, Skinny(block_m=128, block_o=128, block_k=256, split=1, stages=4, warps=8, prefetch=0))
+    products(driver, table)
+
+
+PARTS: dict[str, Callable[[CompilingDriver], None]] = {
+    "dense": dense,
+    "experts": experts,
+    "table": shipped_table,
+    "too-much": too_much,
+}
+
+
+def whole_rank(rank: Rank) -> None:
+    """Every bucket, every kind of sampling, prefill steps of many sizes."""
+    start_up(rank)
+    for tokens in (777, 200, 40, 13, 5, 1):
+        rank.prefill(tokens)
+    for features in SAMPLING:
+        for bucket in (1, 8, 40, 256):
+            rank.decode(bucket, features)
+    rank.prefill(300, scored=299)
+    for rows, query_len in ((1, 4), (8, 16), (32, 8)):
+        rank.several_queries(rows, query_len)
+
+
+def start_up(rank: Rank) -> None:
+    """The steps that an engine rehearses before its first request (runtime/execute/executor.py)."""
+    for bucket in reversed(BUCKETS):
+        rank.decode(bucket)
+    rank.prefill(MOST_PREFILL)
+
+
+def late(driver: CompilingDriver, rank: Rank) -> list[dict[str, str]]:
+    """The compilations that the first prefills and the first rows with sampling parameters would wait for."""
+    start_up(rank)
+    known = set(driver.asked)
+    around_steps = (2**power + more for power in range(1, 13) for more in (-1, 0, 1))  # where choices and tiles change
+    for tokens in (*around_steps, 13, 40, 200, 777, MOST_PREFILL - 1):
+        rank.prefill(tokens)
+    for features in (SAMPLING[1], SAMPLING[-1]):  # filters alone, and everything that there is
+        for bucket in (1, 2, 8, 40, BUCKETS[-1]):
+            rank.decode(bucket, features)
+    return [{"kernel": key[0], "where": where} for key, where in driver.asked.items() if key not in known]
+
+
+def show(found: Iterable[Compiled]) -> None:
+    """As a table in Markdown."""
+    print("| kernel | first launched by | constants | warps | registers | spills | shared KiB | programs |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for one in found:
+        constants = " ".join(f"{key}={value}" for key, value in one.constants.items() if value not in (False, None))
+        numbers: tuple[Any, ...] = (one.warps, one.registers, one.spills, f"{one.shared / 1024:.1f}", one.programs)
+        print(f"| {one.kernel} | {one.where} | {constants} | {' | '.join(map(str, numbers))} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b", choices=("0.6b", "8b", "32b", "30b-a3b"), help="default: %(default)s")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the group (default: %(default)s)")
+    parser.add_argument("--ep", action="store_true", help="each rank has whole experts")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--part", choices=PARTS, help="one of these instead of everything that a rank of --shape runs")
+    parser.add_argument("--late", action="store_true", help="tell what would be compiled after start-up; fast")
+    parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
+    options = parser.parse_args()
+    play_an_h200()
+    driver = CompilingDriver(compile=not options.late).activate()
+    if options.part is not None:
+        PARTS[options.part](driver)
+        found = [*driver.found.values()]
+    else:
+        rank = Rank(driver, options.shape, tp=options.tp, ep=options.ep, dtype=getattr(torch, options.dtype))
+        if options.late:
+            for line in late(driver, rank):
+                print(json.dumps(line) if options.json else f"{line['kernel']}: {line['where']}")
+            return
+        whole_rank(rank)
+        found = [*driver.found.values()]
+    if options.json:
+        for one in found:
+            print(json.dumps(one.as_dict()))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

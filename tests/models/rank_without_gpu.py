@@ -1,0 +1,190 @@
+"""A rank's steps over HopperKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
+
+Knows: what a run launches (whole decode and prefill steps, every kind of sampling), and what the wrappers ask about the
+device. Does not know: what happens at a launch (compiling_driver.py). FlashInfer's and cuBLAS's kernels are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import torch
+from torch import Tensor
+
+for name in ("flashinfer", "flashinfer.prefill"):  # prefill attention is FlashInfer's: see _no_prefill
+    sys.modules.setdefault(name, ModuleType(name))
+for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"):
+    setattr(sys.modules["flashinfer.prefill"], wanted, None)
+
+from models.config import ModelConfig  # noqa: E402
+from models.inputs import DecodeAttention, empty_kv_layer  # noqa: E402
+from models.kernels import hopper, hopper_products  # noqa: E402
+from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny  # noqa: E402
+from models.layers.attention import Attention  # noqa: E402
+from models.registry import model_class  # noqa: E402
+from parallel.experts import ExpertSplit  # noqa: E402
+from runtime.config import DEVICE_DEFAULTS, default_buckets  # noqa: E402
+from runtime.execute import logprobs, sampler  # noqa: E402
+from runtime.execute.prompt_scores import StepScores, score_words  # noqa: E402
+from runtime.execute.sampling_kernels import triton_kernels  # noqa: E402
+from runtime.execute.sampling_rows import TOP_LOGPROBS, SamplingFeatures  # noqa: E402
+from runtime.execute.slot_state import SlotTables  # noqa: E402
+from runtime.execute.staging import Chunks  # noqa: E402
+from runtime.execute.step import StepWork  # noqa: E402
+from tests.models.compiling_driver import CAPABILITY, CompilingDriver  # noqa: E402
+
+META = torch.device("meta")
+SHAPES = Path(__file__).parents[2] / "models/shapes"
+BUCKETS = default_buckets(DEVICE_DEFAULTS["max_num_seqs"]["cuda"])
+PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
+MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
+GREEDY = SamplingFeatures()
+_ALL = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True)
+SAMPLING = (
+    SamplingFeatures(random=True),
+    SamplingFeatures(random=True, filters=True),
+    SamplingFeatures(random=True, penalties=True),
+    SamplingFeatures(min_tokens=True),
+    _ALL,
+    *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
+)
+
+
+def play_an_h200() -> None:
+    """What the wrappers ask torch, FlashInfer and cuBLASLt about the device is answered as on an H200. For good."""
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_name = lambda device=None: "NVIDIA H200"
+    modules: tuple[Any, ...] = (hopper, hopper_products, sampler, logprobs)
+    for module in modules[:2]:
+        module.PagedPrefill = _no_prefill
+        module.CublasLtLinear = _NoCublasLt
+        module.unsupported = lambda device: None
+    for module in modules[2:]:
+        module.kernels_for = lambda tensor: triton_kernels()
+
+
+def _no_prefill(device: torch.device) -> Mock:
+    """As flashinfer_attention.PagedPrefill, always ready."""
+    return Mock(run=lambda q_THD, *_: torch.empty_like(q_THD))
+
+
+class _NoCublasLt:
+    """As cublaslt.Linear of the version that the shipped table was measured with."""
+
+    version = 130100
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def algorithms(self, *shape: object, most: int = 16) -> list[str]:
+        return []
+
+    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
+        return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
+
+
+@dataclass(slots=True)
+class FirstRank:
+    """As collectives of ``size`` ranks, seen from the first."""
+
+    size: int
+    rank: int = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
+
+
+class Rank:
+    """The first rank of a group: two layers of a shape (the first has no residual yet), its slots, and its steps."""
+
+    def __init__(
+        self, driver: CompilingDriver, shape: str, *, tp: int = 1, ep: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
+        experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
+        config = dataclasses.replace(config, layers=2, experts=experts)
+        self._driver = driver
+        self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
+        self.kernels = hopper.HopperKernels(META)
+        with META:
+            build = model_class(config.architecture)
+            self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))
+        geometry = self.model.kv_geometry
+        self._kv = [empty_kv_layer(64, PAGE, geometry.kv_heads, geometry.head_dim, dtype, "meta") for _ in range(2)]
+        compute = SimpleNamespace(submit=_now, synchronize=_nothing)
+        slots = SlotTables(
+            cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute)),
+            max_requests=2 * BUCKETS[-1],
+            max_blocks=-(-(config.max_length + 1) // PAGE),
+            vocab_size=config.vocab_size,
+        )
+        self._work = StepWork(self.model, self._kv, slots, cast(Any, SimpleNamespace(append=_nothing)), PAGE)
+
+    def decode(self, bucket: int, features: SamplingFeatures = GREEDY) -> None:
+        self._driver.where = f"{self._name}, decode x{bucket}, {features}"
+        self._work.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+
+    def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
+        """``scored`` prompt tokens with their log-probabilities."""
+        self._driver.where = f"{self._name}, prefill of {tokens}"
+        tokens_3T, rows_3R, scored_2T = (
+            torch.zeros(n, most, dtype=torch.int64, device=META)
+            for n, most in ((3, MOST_PREFILL), (3, BUCKETS[-1]), (2, MOST_PREFILL))
+        )
+        columns: tuple[Any, ...] = (
+            *tokens_3T[:, :tokens],
+            *rows_3R[:, :rows],
+            scored_2T[:, :scored] if scored else None,
+        )
+        chunks = Chunks(*columns)
+        top = TOP_LOGPROBS[-1]
+        words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
+        scores = StepScores(Mock(), scored, top, words, words) if scored else None
+        self._work.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
+
+    def several_queries(self, rows: int, query_len: int) -> None:
+        """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""
+        self._driver.where = f"{self._name}, attention of {rows} x {query_len} queries"
+        *_, dim = self._kv[0].shape
+        heads = cast(Attention, self.model.layers[0].attention).heads
+        table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
+        inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960)
+        q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)
+        self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5)
+
+
+def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
+    """Every product of ``table`` that is a Triton kernel, with and without a residual; ``rows``: those keys only."""
+    kernels = hopper.HopperKernels(META, choices=table)
+    for key in table.choices if rows is None else rows:
+        driver.where = f"table, {key}"
+        dtype_name, size, *form, count = key.split()
+        outputs, inner = map(int, size.split("x"))
+        dtype, m = getattr(torch, dtype_name), int(count[1:])
+        shape = LinearShape(m, outputs, inner, dtype, normed="normed" in form, gate_up="gate_up" in form)
+        choice = table.get(shape)
+        assert shape.key == key, key
+        if not isinstance(choice, Gemv | Skinny):
+            continue
+        x, weight = (torch.empty(n, inner, dtype=dtype, device=META) for n in (m, outputs))
+        kernels._run_candidate(shape)(x, weight, choice)
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
+
+
+def _nothing(*_: object) -> None:
+    pass
