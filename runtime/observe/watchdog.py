@@ -67,6 +67,7 @@ class Watchdog(Progress):
         self._stopping = threading.Event()
         self._outlook = Outlook(self.rank, Patience(options.silence, options.limit, options.limit + options.held))
         self._last_acts = LastActs(self.rank, options, self.evidence, self._outlook)
+        self._told_limit = 0.0
         self._reports: list[Verdict] = []
         self._settled_at = inf
         self._failure: Verdict | None = None
@@ -126,7 +127,8 @@ class Watchdog(Progress):
         try:
             while not self._stopping.is_set() and self.verdict is None:
                 now = time.monotonic()
-                if now >= next_round:
+                shorter = self.limit < self._told_limit  # if we fall silent now, the others go by what they heard last
+                if now >= next_round or shorter:
                     if now > next_round + self.options.silence > self.options.silence:
                         self._listen(0.0)
                         self._outlook.was_away(now)
@@ -158,12 +160,13 @@ class Watchdog(Progress):
             self._end(verdict)
 
     def _beat(self, now: float) -> None:
-        still = self.still_for(now)
-        beat = Heartbeat(self.turns, self.step, self.place, still, self.limit, self._digest(), *self.evidence.calls())
+        still, limit = self.still_for(now), self.limit
+        beat = Heartbeat(self.turns, self.step, self.place, still, limit, self._digest(), *self.evidence.calls())
         self._outlook.note(self.rank, beat, now)
         if self._channel is not None:
             self._channel.say(Kind.HEARTBEAT, beat)
             self._channel.say_below(Kind.HEARTBEAT, beat)
+        self._told_limit = limit
 
     def _listen(self, timeout: float) -> None:
         if self._channel is None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,37 @@ def test_a_broken_collective_without_a_cause_is_told_as_such(tmp_path: Path) -> 
     assert (verdict.cause, verdict.rank) == (Cause.COLLECTIVE, 2)
     assert verdict.text.startswith("rank 2 ends at step 0: CollectiveError: reset; no rank is gone")
     assert set(codes.values()) == {EXIT_CODE}
+
+
+def test_the_end_of_a_long_patience_is_told_at_once(tmp_path: Path) -> None:
+    """A rank that hangs just after it has loaded is not waited for as one that loads."""
+    loaded, told = threading.Event(), threading.Event()
+
+    def body(plane: ControlPlane) -> float:
+        watchdog = Watchdog(plane, replace(options(tmp_path, limit=60.0), interval=3600.0))
+        signs = watchdog._outlook.signs
+        if plane.rank == 1:
+            with watchdog.phase("load", 600.0):
+                watchdog.start()
+                loaded.wait(60)
+            told.wait(60)
+        else:
+            watchdog.start()
+            heard_by(lambda: 1 in signs and signs[1].heartbeat.limit == 600.0)
+            loaded.set()
+            heard_by(lambda: signs[1].heartbeat.limit == 60.0)
+            told.set()
+        take_turns(plane, [])
+        watchdog.stop()
+        return signs[1].heartbeat.limit
+
+    def heard_by(condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 30
+        while not condition() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    with short_folder() as folder:
+        assert run_ranks(2, folder / "control", body) == {0: 60.0, 1: 60.0}
 
 
 def test_a_signal_from_outside_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
