@@ -53,9 +53,11 @@ def measure(device: Device, products: int, depth: int, on_timing: Callable[[Step
         tables.store(slots_B, token_B, columns.length + live_B, columns.finished)
         ring.append(token_B[:, None], live_B, columns.finished)
 
-    graph = device.capture(
-        lambda: work(row_map), name="decode", warmup=lambda: (work(row_map.new_zeros(ROWS)), ring.undo())
-    )
+    def warm_up() -> None:
+        work(row_map.new_zeros(ROWS))
+        ring.undo()
+
+    graph = device.capture(lambda: work(row_map), name="decode", warmup=warm_up)
 
     def step(number: int) -> None:
         start = time.perf_counter()
@@ -76,11 +78,15 @@ def measure(device: Device, products: int, depth: int, on_timing: Callable[[Step
         for number in range(first, first + count):
             step(number)
 
+    def replays() -> None:
+        for _ in range(STEPS):
+            graph.replay()
+
     chain(0, 50)
     chained_us = timed(device, lambda: chain(50, STEPS))
     for number in range(50 + STEPS - depth, 50 + STEPS):
         landing.take(number)
-    pure_us = timed(device, lambda: [graph.replay() for _ in range(STEPS)])
+    pure_us = timed(device, replays)
     landing.close()
     return (
         f"products {products:3}  timing {'on ' if on_timing else 'off'}  D {depth}: step {chained_us:7.1f} us, replay "

@@ -20,13 +20,14 @@ from models.kernels import experts_triton
 from models.kernels.experts_triton import Tiles, default_tiles
 from models.kernels.hopper import HopperKernels
 from tests.gpu.expert_cases import Layer
+from tests.gpu.untyped import Event, Stream
 
 LAYERS = 6
 
 
 def microseconds(run: Callable[[int], Tensor]) -> float:
     """Of one layer: the median of graph replays over LAYERS layers."""
-    side = torch.cuda.Stream()
+    side = Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for layer in range(LAYERS):
@@ -38,12 +39,12 @@ def microseconds(run: Callable[[int], Tensor]) -> float:
             run(layer)
     took = []
     for _ in range(30):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = Event(enable_timing=True), Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        took.append(start.elapsed_time(end) * 1000 / LAYERS)
+        took.append(float(start.elapsed_time(end)) * 1000 / LAYERS)
     return sorted(took)[len(took) // 2]
 
 
@@ -65,7 +66,7 @@ def main() -> None:
             return kernels.route_top_k(logits[number], layer.choices, True, local, real)  # noqa: B023
 
         chosen = [routed(number) for number in range(LAYERS)]
-        asked = sum(len(local_TC[local_TC >= 0].unique()) for _, local_TC in chosen) / LAYERS
+        asked = sum(len(set(local_TC[local_TC >= 0].tolist())) for _, local_TC in chosen) / LAYERS
         route_us = microseconds(lambda number: routed(number)[0])
         layer_us = microseconds(
             lambda number: kernels.expert_mlp(x, *weights[number], *routed(number))  # noqa: B023

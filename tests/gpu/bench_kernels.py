@@ -310,19 +310,22 @@ def bench_small() -> None:
             positions = cache.positions
             rope = (norm, norm, 1e-6, cache.cos_sin, positions, cache.slots(positions), cache.layers[0])
             runs: dict[str, Callable[[], Any]] = {
-                "add+norm": lambda x=x, r=residual, w=weight: kernels.add_rms_norm(x, r, w, 1e-6),
-                "silu-mul": lambda g=wide: kernels.silu_mul(g),
-                "rope+cache": lambda q=qkv, r=rope, d=dense: kernels.rope_and_cache(
-                    q, d.heads, d.kv_heads, d.head_dim, *r
-                ),
+                "add+norm": partial(kernels.add_rms_norm, x, residual, weight, 1e-6),
+                "silu-mul": partial(kernels.silu_mul, wide),
+                "rope+cache": partial(kernels.rope_and_cache, qkv, dense.heads, dense.kv_heads, dense.head_dim, *rope),
             }
             for name, run in runs.items():
                 times = []
                 for pdl in (True, False):
                     kernels.pdl = pdl
-                    times.append(autotune.median_graph_us(lambda run=run: [run() for _ in range(100)], DEVICE) / 100)
+                    times.append(autotune.median_graph_us(partial(_repeat, run, 100), DEVICE) / 100)
                 kernels.pdl = True
                 print(f"{model} {name} {rows} | {times[0]:.2f} | {times[1]:.2f}", flush=True)
+
+
+def _repeat(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        run()
 
 
 class StepBench:
@@ -357,6 +360,7 @@ class StepBench:
             x = kernels.linear(out.flatten(1), w["o"])
             x, residual = kernels.add_norm_gate_up(x, residual, w["norm2"], 1e-6, w["gate-up"])
             x = kernels.linear(x, w["down"])
+        assert residual is not None
         return x, residual
 
     def bytes_moved(self, batch: int) -> int:
@@ -374,12 +378,14 @@ def _ones(width: int) -> Tensor:
 
 def bench_step(models: list[str], batches: list[int], choices: ChoiceTable | None, profile: bool) -> None:
     kernels = HopperKernels(DEVICE, choices=choices)
+    stream: Any = torch.cuda.Stream  # untyped in some versions of torch
+    event: Any = torch.cuda.Event
     for model in models:
         bench = StepBench(kernels, MODELS[model])
         for batch in batches:
             cache = Cache(bench.dense, batch, 513, 1024, bench.dense.layers)
             tokens = torch.randint(0, bench.dense.vocab, (batch,), device=DEVICE)
-            side = torch.cuda.Stream()
+            side = stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 bench.step(cache, tokens)
@@ -390,7 +396,7 @@ def bench_step(models: list[str], batches: list[int], choices: ChoiceTable | Non
             took = []
             for _ in range(3):
                 cache.lengths.fill_(513)
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, end = event(enable_timing=True), event(enable_timing=True)
                 start.record()
                 for _ in range(256):
                     graph.replay()

@@ -19,6 +19,7 @@ from runtime.execute.sampling_kernels import triton_kernels
 from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.schedule.request import SamplingParams
 from tests.execute.sampling_cases import rows_for
+from tests.gpu.untyped import Event, Stream
 
 VOCAB = 151_936
 REPLAYS = 50
@@ -34,7 +35,7 @@ VARIANTS = {
 
 def _time(work: Callable[[], Any]) -> tuple[float, float]:
     """(microseconds a replay, MiB allocated by one run)."""
-    stream = torch.cuda.Stream()
+    stream = Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work()
@@ -45,14 +46,14 @@ def _time(work: Callable[[], Any]) -> tuple[float, float]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             work()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (Event(enable_timing=True) for _ in range(2))
         graph.replay()
         start.record()
         for _ in range(REPLAYS):
             graph.replay()
         end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1000 / REPLAYS, peak
+    return float(start.elapsed_time(end)) * 1000 / REPLAYS, peak
 
 
 def main() -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute.device import DeviceError
-from runtime.execute.device_cuda import CudaDevice
+from runtime.execute.device import DeviceError, Graph
+from runtime.execute.device_cuda import CudaDevice, CudaStream
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.plan import Chunk
 from runtime.schedule.request import SamplingParams
 from tests.execute.chain_program import NEW_ROWS_EVERY, ChainProgram
 from tests.execute.plans import decode_plan, prefill_plan, slot_write
+from tests.gpu.untyped import sleep
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +31,7 @@ def device() -> Iterator[CudaDevice]:
     opened = CudaDevice(torch.device("cuda", 0))
     for dtype in (torch.int64, torch.uint8):  # a kernel's first launch loads it, which may wait for the whole device
         opened.zeros(2, dtype=dtype).fill_(1).add_(1)
-    torch.cuda._sleep(1)
+    sleep(1)
     opened.synchronize()
     yield opened
     opened.close()
@@ -47,7 +49,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def slow(device: CudaDevice) -> None:
-    device.compute.submit(lambda: torch.cuda._sleep(SLOW_CYCLES))
+    device.compute.submit(lambda: sleep(SLOW_CYCLES))
 
 
 # ---- streams, events, graphs ----
@@ -111,8 +113,10 @@ def test_work_sees_its_stream_and_the_thread_stays_on_compute(device: CudaDevice
         device.compute.submit(look)
         look()
     look()
-    compute, copy = device.stream("compute").cuda, device.stream("copy").cuda
-    assert seen == [copy, copy, compute, torch.cuda.default_stream(), compute]
+    compute, copy = device.stream("compute"), device.stream("copy")
+    assert isinstance(compute, CudaStream)
+    assert isinstance(copy, CudaStream)
+    assert seen == [copy.cuda, copy.cuda, compute.cuda, torch.cuda.default_stream(), compute.cuda]
 
 
 def test_work_runs_without_autograd(device: CudaDevice) -> None:
@@ -137,7 +141,7 @@ def test_graphs_share_their_memory_and_replays_allocate_nothing(device: CudaDevi
     sums = [device.zeros(1, dtype=torch.float32) for _ in range(8)]
     data = device.zeros(1 << 24, dtype=torch.float32)  # 64 MiB of scratch a graph
 
-    def captured(cell: Tensor) -> object:
+    def captured(cell: Tensor) -> Graph:
         return device.capture(lambda: cell.copy_((data + 1).sum().reshape(1)), name="sum")
 
     graphs = [captured(sums[0])]
@@ -187,7 +191,7 @@ def test_staging_keeps_its_order_while_the_device_lags_behind(device: CudaDevice
     seen = device.zeros(HISTORY, 3, dtype=torch.int64)
 
     def note(step: int) -> None:
-        torch.cuda._sleep(200_000)
+        sleep(200_000)
         seen[step, :2].copy_(row_map)
         seen[step, 2].copy_(tables.block_table_SP[1, 0])
 
@@ -197,7 +201,7 @@ def test_staging_keeps_its_order_while_the_device_lags_behind(device: CudaDevice
             staged = staging.stage(decode_plan(step, slots, block_writes=((1, 0, step + 1),)))
             assert staged is not None
             staging.apply(staged)
-            device.compute.submit(lambda step=step: note(step))
+            device.compute.submit(partial(note, step))
     device.synchronize()
     assert seen.tolist() == [[1 + step % 7, 1 + step % 5, step + 1] for step in range(HISTORY)]
 

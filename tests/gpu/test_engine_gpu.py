@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Unpack
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from runtime.engine import Engine
 from runtime.execute.device_cuda import CudaDevice
 from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.schedule.request import Request
-from tests.engine.rig import request, rig, run
+from tests.engine.rig import RigLimits, request, rig, run
 from tests.engine.test_depths import mixture, outcome
 from tests.engine.test_poison import fill_with_nan, idle_blocks
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -34,9 +35,10 @@ pytestmark = pytest.mark.gpu
 
 
 @contextmanager
-def gpu_rig(**limits: object) -> Iterator[Engine]:
-    options = {"block_size": 16, "dtype": torch.bfloat16, "shape": SHAPE} | limits
-    with rig(device=CudaDevice(torch.device("cuda:0")), **options) as engine:  # type: ignore[arg-type]
+def gpu_rig(**more: Unpack[RigLimits]) -> Iterator[Engine]:
+    device = CudaDevice(torch.device("cuda:0"))
+    limits: RigLimits = {"block_size": 16, "dtype": torch.bfloat16, "shape": SHAPE, "device": device, **more}
+    with rig(**limits) as engine:
         yield engine
 
 

@@ -12,6 +12,7 @@ import torch
 
 from models.kernels.reference import ReferenceKernels
 from tests.gpu.expert_cases import Layer
+from tests.gpu.untyped import Stream
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +83,7 @@ def test_one_graph_serves_every_routing(kernels: HopperKernels, tokens: int) -> 
     def run() -> torch.Tensor:
         return kernels.expert_mlp(x, gate_up, down, *kernels.route_top_k(logits, 8, True, local, real))
 
-    side = torch.cuda.Stream()
+    side = Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from tests.engine.rig import TINY
+from tests.engine.rig import TINY, VOCABULARY
 
 SHAPE = TINY | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "model" / "config.json").write_text(json.dumps(SHAPE))
     lines = []
     for i in range(REQUESTS):
-        prompt = [(7 * i + 5 * j) % SHAPE["vocab_size"] for j in range(5 + 3 * i)]  # type: ignore[operator]
+        prompt = [(7 * i + 5 * j) % VOCABULARY for j in range(5 + 3 * i)]
         sampling = {"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 8 + i % 17, "ignore_eos": True}
         lines.append(json.dumps({"id": f"r{i}", "prompt_token_ids": prompt} | sampling))
     (found / "in.jsonl").write_text("\n".join(lines) + "\n")

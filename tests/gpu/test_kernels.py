@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention
+from tests.gpu.untyped import Stream
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +93,8 @@ SHAPES = [(6144, 4096), (4096, 12288), (1024, 2048), (192, 96 * 4), (128, 1024),
 
 
 def scaled(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
-    return (torch.randn(rows, inner, device=DEVICE) * inner**-0.5).to(dtype)
+    scale: float = inner**-0.5
+    return (torch.randn(rows, inner, device=DEVICE) * scale).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -117,11 +119,12 @@ def test_norm_folded_into_products(
         x, residual = randn(rows, inner, dtype=dtype), randn(rows, inner, dtype=dtype)
         total = x + residual if add else x.clone()
         expected = normed(total, norm, 1e-5) @ weight.double().t()
-        for run, wanted in (
+        runs: list[tuple[Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]], Tensor]] = [
             (lambda a, r: kernels.add_norm_linear(a, r, norm, 1e-5, weight), expected),
             (lambda a, r: kernels.add_norm_linear(a, r, norm, 1e-5, weight, offset), expected + offset.double()),
             (lambda a, r: kernels.add_norm_gate_up(a, r, norm, 1e-5, weight), swiglu(expected)),
-        ):
+        ]
+        for run, wanted in runs:
             out, new_residual = run(x.clone(), residual.clone() if add else None)
             assert torch.equal(new_residual, total)
             check(out, wanted, dtype, times=1.5)
@@ -191,6 +194,7 @@ def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: Hop
             for gate_up, down, norm in layers:
                 hidden, residual = kernels.add_norm_gate_up(hidden, residual, norm, 1e-6, gate_up)
                 hidden = kernels.linear(hidden, down)
+            assert residual is not None
             return kernels.add_rms_norm(hidden, residual, layers[0][2], 1e-6)[0]
 
         replay, out = captured(chain)
@@ -206,7 +210,7 @@ def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: Hop
 
 
 def captured(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    side = torch.cuda.Stream()
+    side = Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
@@ -317,7 +321,7 @@ def test_rope_and_cache(
     slots = torch.randperm(kv.shape[1] * page, device=DEVICE)[:tokens]
     before = kv.clone()
     q = kernels.rope_and_cache(qkv, heads, kv_heads, dim, q_norm, k_norm, 1e-6, table, positions, slots, kv)
-    q0, k0, v0 = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    q0, k0, v0 = torch.split(qkv.view(tokens, -1, dim), [heads, kv_heads, kv_heads], 1)
     q1 = q0.double() if q_norm is None else normed(q0, q_norm, 1e-6)
     k1 = k0.double() if k_norm is None else normed(k0, k_norm, 1e-6)
     check(q, rotated(q1, table[positions], rotary), dtype)
@@ -452,7 +456,7 @@ def test_prefill_attention(
         q = randn(sum(queries), heads, dim, dtype=dtype)
         out = kernels.prefill_attention(q, made.kv, planned, scale)
         expected = []
-        for row, part in enumerate(q.split(list(queries))):
+        for row, part in enumerate(torch.split(q, list(queries))):
             one = Case(1, heads, kv_heads, dim, page, max(lengths), dtype, query_len=part.shape[0])
             one.table, one.kv = made.table[row : row + 1], made.kv
             one.set_lengths([lengths[row]])

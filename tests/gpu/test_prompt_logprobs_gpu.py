@@ -10,7 +10,7 @@ import pytest
 from runtime.execute.prompt_scores import PIECE
 from runtime.schedule.request import Request
 from tests.engine.prompt_ranks import Scores, prompts
-from tests.engine.rig import VOCABULARY, request, rig, run
+from tests.engine.rig import VOCABULARY, RigLimits, request, rig, run
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
 
@@ -24,12 +24,12 @@ def long_prompt() -> Request:
 
 
 def test_values_are_those_of_float32() -> None:
-    limits = {"max_model_len": 512, "max_prefill_tokens": 2 * PIECE, "blocks": 400}
-    shape = SHAPE | {"max_position_embeddings": 512}
+    limits: RigLimits = {"max_model_len": 512, "max_prefill_tokens": 2 * PIECE, "blocks": 400, "block_size": 16}
+    limits["shape"] = SHAPE | {"max_position_embeddings": 512}
     on_gpu, on_cpu = Scores(), Scores()
-    with gpu_rig(shape=shape, **limits) as engine:
+    with gpu_rig(**limits) as engine:
         run(engine, [long_prompt()], watch=on_gpu)
-    with rig(shape=shape, block_size=16, **limits) as engine:  # type: ignore[arg-type]
+    with rig(**limits) as engine:
         run(engine, [long_prompt()], watch=on_cpu)
     found, expected = on_gpu.by_request[7], on_cpu.by_request[7]
     assert found.keys() == expected.keys()

@@ -16,12 +16,13 @@ import torch
 from runtime.execute import counter_rng, exact_math, logprobs, sampler
 from runtime.execute.filters import survival_threshold
 from runtime.execute.penalties import SeenTokens, count_tokens_
-from runtime.execute.sampler import local_best, merge_and_check, sample, sample_and_check
+from runtime.execute.sampler import Draw, Verdict, local_best, merge_and_check, sample, sample_and_check
 from runtime.execute.sampling_kernels import triton_kernels
 from runtime.execute.sampling_rows import SamplingFeatures, SamplingRows
 from runtime.schedule.request import SamplingParams
 from tests.execute.sampling_cases import random_params, rows_for, seen_for
 from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.untyped import Stream
 
 triton = pytest.importorskip("triton")
 from models.kernels import sampling_filters_triton, sampling_triton  # noqa: E402
@@ -72,7 +73,9 @@ def _mixture(seed: int, vocab: int, rows: int = ROWS) -> tuple[torch.Tensor, Sam
     return logits, cases, seen_for(vocab, prompts, outputs)
 
 
-def _on_cpu(logits: torch.Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None):  # type: ignore[no-untyped-def]
+def _on_cpu(
+    logits: torch.Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None
+) -> tuple[Draw, Verdict]:
     """The torch path, whatever ``use_triton`` patched."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "kernels_for", lambda tensor: None)
@@ -207,7 +210,7 @@ def test_a_captured_graph_draws_anew_at_each_position_and_never_syncs(features: 
         moved.position.add_(1)
         return draw.token_B
 
-    stream = torch.cuda.Stream()
+    stream = Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with no_synchronisation(), torch.cuda.stream(stream):
         step()  # compiles

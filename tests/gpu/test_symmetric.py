@@ -11,9 +11,9 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from parallel.symmetric import SymmetricCollectives, fastest_collectives
+from tests.gpu.untyped import Stream, spawn
 
 RANKS = 2
 
@@ -24,7 +24,7 @@ def test_two_ranks_sum_the_same() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, args=(port,), nprocs=RANKS)
+    spawn(_rank, args=(port,), nprocs=RANKS)
 
 
 def _rank(rank: int, port: int) -> None:
@@ -82,7 +82,7 @@ def _check_graph(made: SymmetricCollectives, rank: int) -> None:
             total += made.all_reduce((x * factor).bfloat16()).float()
         return total
 
-    side = torch.cuda.Stream()
+    side = Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         chain()
@@ -95,5 +95,6 @@ def _check_graph(made: SymmetricCollectives, rank: int) -> None:
         x.copy_(values[rank])
         graph.replay()
         expected = sum(value.double() for value in values) * sum(range(1, 65))
+        assert isinstance(expected, torch.Tensor)
         assert torch.equal(out.cpu().double(), expected), f"replay {seed}"
     graph.reset()
