@@ -117,6 +117,7 @@ def _loading(watchdog: Watchdog | None) -> Iterator[None]:
         return
     with watchdog.phase("load", LOAD_SECONDS), raises_on_sigterm():
         yield
+    watchdog.announce_limit()
 
 
 def _weights_bar() -> Progress:

@@ -81,6 +81,15 @@ class Watchdog(Progress):
         self._last_acts.prepare()
         self._thread.start()
 
+    def announce_limit(self, wait_s: float = 1.0) -> None:
+        """Until the others know the ``limit`` that holds now: a tenth of a second at the end of a long phase.
+
+        From here on this rank may fall silent for good, and the others go by what they heard last.
+        """
+        until = time.monotonic() + wait_s
+        while self._told_limit != self.limit and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.005)
+
     def attend(self, digest: RollingDigest, steps: Callable[[], Iterable[object]]) -> None:
         """From now on there is an engine: what its heartbeats and its bundle tell."""
         self._digest = lambda: digest.value
@@ -127,7 +136,7 @@ class Watchdog(Progress):
         try:
             while not self._stopping.is_set() and self.verdict is None:
                 now = time.monotonic()
-                shorter = self.limit < self._told_limit  # if we fall silent now, the others go by what they heard last
+                shorter = self.limit < self._told_limit  # see announce_limit
                 if now >= next_round or shorter:
                     if now > next_round + self.options.silence > self.options.silence:
                         self._listen(0.0)

@@ -168,7 +168,7 @@ def test_health_means_progress(tmp_path: Path) -> None:
 
 def ends(
     tmp_path: Path, nodes: int, local: int, reasons: Callable[[int], BaseException | None], settle: float = 10.0
-) -> tuple[set[Verdict | None], dict[int, int]]:
+) -> tuple[set[Verdict | Exception | None], dict[int, int]]:
     """The verdicts and exit codes of all ranks when those that have a reason fail at once, each with its own."""
     left: dict[int, int] = {}
     told = threading.Barrier(nodes * local)
@@ -227,7 +227,7 @@ def test_a_broken_collective_waits_for_its_cause(tmp_path: Path, nodes: int, loc
 def test_a_broken_collective_without_a_cause_is_told_as_such(tmp_path: Path) -> None:
     verdicts, codes = ends(tmp_path, 1, 3, lambda rank: CollectiveError("reset") if rank == 2 else None, settle=0.3)
     (verdict,) = verdicts
-    assert verdict is not None
+    assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.rank) == (Cause.COLLECTIVE, 2)
     assert verdict.text.startswith("rank 2 ends at step 0: CollectiveError: reset; no rank is gone")
     assert set(codes.values()) == {EXIT_CODE}
@@ -244,6 +244,8 @@ def test_the_end_of_a_long_patience_is_told_at_once(tmp_path: Path) -> None:
             with watchdog.phase("load", 600.0):
                 watchdog.start()
                 loaded.wait(60)
+            watchdog.announce_limit(60.0)
+            assert watchdog._told_limit == 60.0
             told.wait(60)
         else:
             watchdog.start()
@@ -267,7 +269,7 @@ def test_the_end_of_a_long_patience_is_told_at_once(tmp_path: Path) -> None:
 def test_a_signal_from_outside_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
     verdicts, codes = ends(tmp_path, 1, 2, lambda rank: SystemExit(143), settle=0.3)
     (verdict,) = verdicts
-    assert verdict is not None
+    assert isinstance(verdict, Verdict)
     assert verdict.cause is Cause.TERMINATED
     assert codes == {0: TERMINATED_CODE, 1: TERMINATED_CODE}
 
