@@ -69,6 +69,8 @@ def misbehave(fault: str, digest: RollingDigest) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            while True:  # woken to show where it stood: it stands there still, however late the look comes
+                time.sleep(0.001)
         case "exit":
             os._exit(0)
         case "loop":
