@@ -135,10 +135,14 @@ def inject(fault: str, phase: Phase, folder: Path) -> None:
             raise
 
     build.load_model = loading
-    Executor.launch = stepping  # type: ignore[assignment, method-assign]
-    GroupCollectives.all_reduce = lambda self, x: injection.collective(all_reduce, self, x)  # type: ignore[method-assign]
+    replaced: list[tuple[type, str, Callable[..., Any]]] = [
+        (Executor, "launch", stepping),
+        (GroupCollectives, "all_reduce", lambda self, x: injection.collective(all_reduce, self, x)),
+    ]
     if fault == Fault.DISK:
-        launch.results_file.ResultsFile._append = appending  # type: ignore[method-assign]
+        replaced.append((launch.results_file.ResultsFile, "_append", appending))
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
 
 
 def main(case: str, folder: str, *arguments: str) -> int:

@@ -62,9 +62,9 @@ class Control(SingleRankControl):
 
     world = 3
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self.watch = Watch(Codec(1, 0, 3), 0, down=peers)  # type: ignore[assignment]
+        self.watch = watch  # type: ignore[assignment]  # a world of one has none
 
 
 @pytest.fixture
@@ -79,8 +79,9 @@ def told_to_end(folder: Path, peers: Peers) -> tuple[Watchdog, list[int]]:
     """Rank 0's watchdog after a SIGTERM, with no time to wait for causes, and the codes that it left with."""
     left: list[int] = []
     options = WatchdogOptions(folder / "bundles", settle=0.0, interval=0.0, grace=0.0)
-    watchdog = Watchdog(Control(peers), options, leave=left.append)
-    watchdog._channel = Channel(watchdog._control.watch, 0)  # type: ignore[arg-type]
+    watch = Watch(Codec(1, 0, 3), 0, down=peers)
+    watchdog = Watchdog(Control(watch), options, leave=left.append)
+    watchdog._channel = Channel(watch, 0)
     watchdog._failure = Verdict(Cause.TERMINATED, 0, 0, "rank 0 ends at step 0: SystemExit: 143")
     return watchdog, left
 
@@ -139,7 +140,7 @@ def test_a_process_that_is_ending_is_gone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_process_of_another_namespace_is_unknown() -> None:
-    watch = Watch(Codec(1, 0, 3), 0, down=Peers({1: 0, 2: 5}))  # type: ignore[arg-type]
+    watch = Watch(Codec(1, 0, 3), 0, down=Peers({1: 0, 2: 5}))
     channel = Channel(watch, 0)
     assert [channel.process(rank) for rank in range(3)] == [None, None, 5]
 
@@ -149,7 +150,7 @@ def test_a_process_of_another_namespace_is_unknown() -> None:
 
 def test_a_silent_rank_whose_process_is_gone_is_lost_at_once(dead: int) -> None:
     """Not after the patience with a rank that loads: its connection may never close."""
-    watch = Watch(Codec(1, 0, 3), 0, down=Peers({1: os.getpid(), 2: dead}))  # type: ignore[arg-type]
+    watch = Watch(Codec(1, 0, 3), 0, down=Peers({1: os.getpid(), 2: dead}))
     outlook = Outlook(0, Patience(silence=2.0, stopped=10.0, mute=40.0))
     channel = Channel(watch, 0)
     outlook.begin(3, channel, now=100.0)
@@ -165,7 +166,7 @@ def test_a_silent_rank_whose_process_is_gone_is_lost_at_once(dead: int) -> None:
 
 
 def test_a_rank_that_was_away_itself_blames_nobody_s_silence() -> None:
-    watch = Watch(Codec(1, 0, 3), 0, down=Peers({}))  # type: ignore[arg-type]
+    watch = Watch(Codec(1, 0, 3), 0, down=Peers({}))
     outlook = Outlook(0, Patience(silence=2.0))
     outlook.begin(3, Channel(watch, 0), now=100.0)
     told = Verdict(Cause.TERMINATED, 0, 0, "rank 0 ends at step 0: SystemExit: 143")

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Unpack
 
 import pytest
 import torch
@@ -18,14 +19,17 @@ from runtime.observe.step_record import VOID, StepRecord
 from runtime.observe.timeline import Timeline
 from runtime.observe.trace import device_times_ns
 from runtime.schedule.request import Request
-from tests.engine.rig import request, rig, run
+from tests.engine.rig import RigLimits, request, rig, run
 from tests.engine.test_depths import mixture, outcome
 
 
-def observed(requests: list[Request], depth: int, **limits: object) -> tuple[list[StepRecord], dict[str, int | float]]:
+def observed(
+    requests: list[Request], depth: int, /, **limits: Unpack[RigLimits]
+) -> tuple[list[StepRecord], dict[str, int | float]]:
     """The records and counters of a run with device times."""
     observe = StepObserver(on_timing=lambda timing: None)
-    with rig(depth=depth, observe=observe, **limits) as engine:  # type: ignore[arg-type]
+    given: RigLimits = {"depth": depth, "observe": observe, **limits}
+    with rig(**given) as engine:
         run(engine, requests)
     records = observe.recent()
     assert len(records) < RECENT, "all steps of this run are still there"
