@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.config import ModelConfig
@@ -28,6 +27,7 @@ from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step import StepWork
+from tests.dispatch_mode import DispatchMode
 from tests.engine.rig import TINY
 
 META = torch.device("meta")
@@ -62,7 +62,7 @@ class MetaDevice:
         return torch.zeros(shape, dtype=dtype, device=META)
 
 
-class OnTheDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnTheDevice(DispatchMode):
     """Refuses every operation that takes or makes a tensor of the host."""
 
     def __torch_dispatch__(
@@ -76,7 +76,7 @@ class OnTheDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def step() -> Iterator[None]:
-    with torch.no_grad(), OnTheDevice():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), OnTheDevice():
         yield
 
 
