@@ -1,7 +1,8 @@
 """What torch.distributed knows when a job fails: its flight recorder's trace, and the end of its communicators.
 
 Knows: torch's recorder of collectives (NCCL's, and gloo's in recent versions), how groups are aborted.
-Does not know: who calls it and why (runtime/observe/last_acts.py), the engine's own log of calls (parallel/call_log.py).
+Does not know: who calls it and why (runtime/observe/last_acts.py), the engine's own log of calls
+(parallel/call_log.py).
 """
 
 from __future__ import annotations
