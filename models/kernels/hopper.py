@@ -173,7 +173,7 @@ class HopperKernels(HopperProducts):
             rows * kv_heads, attention_triton.power_of_two_above(query_rows), row_bytes
         )
         if q_TX.dtype == torch.float32:  # not for tensor cores: products that keep their operands in registers
-            block_n, stages, warps = min(block_n, 32), 3, 8 if query_rows > 16 else 4
+            block_n, stages, warps = min(block_n, 32), 3, 8
         splits = attention_triton.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, _ATTENTION_PROGRAMS)
         room = self._attention_partial.numel()
         while attention_triton.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
