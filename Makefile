@@ -10,7 +10,7 @@ comma := ,
 EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev,dev)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 
-.PHONY: demo install test lint typecheck pytest fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+.PHONY: demo install test lint typecheck interpreted pytest fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
 demo: $(STAMP)  ## two ranks complete the demo prompts: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q $(PINNED) -e '.[$(EXTRAS)]'
 	touch $(STAMP)
 
-test: lint typecheck pytest  ## what CI runs
+test: lint typecheck interpreted pytest  ## what CI runs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,6 +32,9 @@ lint: $(STAMP)
 
 typecheck: $(STAMP)
 	$(BIN)/mypy
+
+interpreted: $(STAMP)  ## the sampler's kernels in Triton's interpreter, where no GPU is
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
