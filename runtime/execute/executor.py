@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,9 +164,12 @@ class Executor:
         # Decode first: its kernels are compiled here while those of prefill may be on their way (build_prefill_ahead).
         peak = max(
             self.device.peak_of(lambda: self._rehearse_decode(work)),
-            self.device.peak_of(lambda: self._rehearse_prefill(work)),
+            self.device.peak_of(lambda: self._rehearse_prefill(work, limits.max_prefill_tokens)),
         )
         self._tune()
+        if self.device.torch_device.type != "cpu":
+            for tokens in shorter_prefills(limits.max_prefill_tokens):
+                self._rehearse_prefill(work, tokens)
         num_blocks = limits.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
@@ -193,11 +196,11 @@ class Executor:
         if measured:
             log.info("kernels of %d products chosen by measurement in %.1f s", measured, time.perf_counter() - began)
 
-    def _rehearse_prefill(self, work: StepWork) -> None:
-        """A full token budget on the padding slot: nothing but the trash block is written."""
+    def _rehearse_prefill(self, work: StepWork, tokens: int) -> None:
+        """So many tokens on the padding slot: nothing but the trash block is written."""
         limits = self._limits
         lengths: list[int] = []
-        left = limits.max_prefill_tokens
+        left = tokens
         while left and len(lengths) < limits.rows:
             lengths.append(min(left, limits.max_model_len))
             left -= lengths[-1]
@@ -216,6 +219,17 @@ class Executor:
 
 
 GREEDY = SamplingFeatures()
+
+
+def shorter_prefills(most: int) -> Iterator[int]:
+    """Tokens of prefills that are rehearsed besides the one of ``most``, so that no request waits for a compiler.
+
+    Kernels are chosen and compiled by ranges of sizes, each of which is twice as long as it begins, or longer.
+    """
+    tokens = min(most // 2, 2048)
+    while tokens >= 32:
+        yield tokens
+        tokens //= 2
 
 
 def _padding_chunks(chunks: tuple[Chunk, ...], device: torch.device) -> Chunks:

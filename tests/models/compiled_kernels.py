@@ -19,6 +19,7 @@ import torch
 from models.expert_load import start_counting
 from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny
 from models.kernels.hopper_products import shipped_choices
+from runtime.execute.executor import shorter_prefills
 from tests.models.compiling_driver import Compiled, CompilingDriver
 from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, play_an_h200, products
 
@@ -84,7 +85,8 @@ def start_up(rank: Rank) -> None:
     """The steps that an engine rehearses before its first request (runtime/execute/executor.py)."""
     for bucket in reversed(BUCKETS):
         rank.decode(bucket)
-    rank.prefill(MOST_PREFILL)
+    for tokens in (MOST_PREFILL, *shorter_prefills(MOST_PREFILL)):
+        rank.prefill(tokens)
 
 
 def late(driver: CompilingDriver, rank: Rank) -> list[dict[str, str]]:

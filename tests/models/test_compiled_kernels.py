@@ -127,19 +127,11 @@ def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, 
     assert complaints(compiled(tmp_path, "--shape", shape, "--tp", str(size), *options)) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "by_prefills"),
-    [
-        (("--shape", "8b"), {"_rope_and_cache_kernel": 1}),  # start-up rehearses a full prefill: eight heads a program
-        (("--shape", "30b-a3b", "--tp", "2", "--ep"), {"_rope_and_cache_kernel": 1, "_grouped_kernel": 2}),
-    ],
-)
-def test_little_is_compiled_after_start_up(
-    options: tuple[str, ...], by_prefills: dict[str, int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("options", [("--shape", "8b"), ("--shape", "30b-a3b", "--tp", "2", "--ep")], ids=" ".join)
+def test_little_is_compiled_after_start_up(options: tuple[str, ...], tmp_path: Path) -> None:
     """Steps of any number of tokens run code that is there; a kind of sampling is compiled once, not once a bucket."""
     late = compiled(tmp_path, "--late", *options)
-    assert Counter(one["kernel"] for one in late if "prefill" in one["where"]) == by_prefills
+    assert [one for one in late if "prefill" in one["where"]] == []
     by_sampling = Counter(one["kernel"] for one in late if "prefill" not in one["where"])
     logits = 2  # as they come, and in float32 once penalties have changed them
     assert (by_sampling["_histogram_kernel"], by_sampling["_select_kernel"]) == (6 * logits, 6)
