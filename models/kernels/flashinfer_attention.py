@@ -70,7 +70,8 @@ class PagedPrefill:
             self._builder.start()
 
     def built(self) -> bool:
-        """Whether what ``build_ahead`` began came to a good end; waits for it. What nobody began, ``plan`` builds."""
+        """Whether what ``build_ahead`` began came to a good end; waits for it; ask before ``plan``. What nobody began,
+        ``plan`` builds."""
         if self._builder is not None:
             self._builder.join()
             self._builder = None
@@ -97,7 +98,6 @@ class PagedPrefill:
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
         """A planned wrapper for these rows. Lengths come from the host, page numbers from the device table."""
-        self.built()
         page = kv_layer.shape[2]
         width = inputs.page_table_BP.shape[1]
         pages = [-(-length // page) for length in inputs.kv_lengths]

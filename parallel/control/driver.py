@@ -322,12 +322,16 @@ class FollowerPlane(Closing):
         if self.watch is not None:
             self.watch.close_unless_taken()
 
-    def _see_off(self, seconds: float = LAST_WORDS) -> None:
+    def _see_off(self) -> None:
         """After the agreed stop: what was told and waits for its turn may still go, while the leader is there."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + self._stays()
         with contextlib.suppress(ControlError):
             while self._busy() and time.monotonic() < until:
                 self._hear(min(self._pause, LAST_WORDS / 50))
+
+    def _stays(self) -> float:
+        """Seconds after the agreed stop, at most."""
+        return LAST_WORDS
 
     def _busy(self) -> bool:
         return self.machine.untold and not self._leader_left

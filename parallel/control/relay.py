@@ -56,8 +56,8 @@ class RelayPlane(FollowerPlane):
         super().abort(reason)
         self._tell_below()
 
-    def _see_off(self, seconds: float = LAST_WORDS) -> None:
-        super()._see_off(self.machine.limits.deadline if self.down.ranks else seconds)  # rank 0 waits for theirs, too
+    def _stays(self) -> float:
+        return self.machine.limits.deadline if self.down.ranks else super()._stays()  # rank 0 waits for theirs, too
 
     def _busy(self) -> bool:
         return bool(self.down.ranks) or super()._busy()  # the others stop in the same turn: pass their goodbyes on
