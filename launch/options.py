@@ -123,6 +123,9 @@ _ENGINE: dict[str, _Option] = {
     "chain_depth": _Option("steps in flight beyond the one that lands; 0 is the serial engine", "steps"),
     "width": _Option("tokens that a row may gain in a step", "tokens"),
     "decode_buckets": _Option("row counts of decode steps, ascending, with commas", "rows", _numbers),
+    "prefill_graphs": _Option(
+        "launch a prefill step as one graph, on GPUs; off: kernel by kernel, which costs the host tens of ms", "switch"
+    ),
     "prefix_caching": _Option("reuse the KV of prompts that begin alike", "switch", alias="--enable-prefix-caching"),
     "max_waiting": _Option("requests that may queue in the engine", "requests"),
     "horizon": _Option(

@@ -8,6 +8,7 @@ Does not know: requests, slots or schedules; who filled the tensors (runtime/exe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +29,26 @@ class DecodeAttention:
     max_kv_length: int
 
 
+class RepeatedPrefill(Protocol):
+    """Prefill attention that captured launches read, and that the host plans anew before each of their replays."""
+
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+        """Enqueue what the next replay reads, on the current stream, behind the replays before it; no host sync.
+
+        Lengths as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
     """Rows with different numbers of new tokens, packed; all lengths are known on the host.
 
     query_lengths[i] new tokens of row i, the last of its kv_lengths[i] tokens (prefix hits and earlier chunks come
     before). page_table_BP as in DecodeAttention. ``planned`` is filled by the attention backend once a step and reused
-    by all layers (an object of the backend's own, None for the reference kernels).
+    by all layers (an object of the backend's own, None for the reference kernels). Where it is a RepeatedPrefill, the
+    lengths are those of its last ``plan``, and tokens beyond them are padding: what attention returns for these is
+    undefined.
     """
 
     page_table_BP: Tensor

@@ -74,7 +74,8 @@ class EngineConfig:
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step; prefill_burst: prefill steps in a row while others decode.
     chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine). width: W, tokens a row may gain
-    in a step. decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``.
+    in a step. decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``. prefill_graphs:
+    on GPUs prefill steps are captured, too, and filled up to a few token counts.
     max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
@@ -105,6 +106,7 @@ class EngineConfig:
     chain_depth: int = 2
     width: int = 1
     decode_buckets: tuple[int, ...] = ()
+    prefill_graphs: bool = True
     prefix_caching: bool = True
     max_waiting: int = 100_000
     horizon: int = 2

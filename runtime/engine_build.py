@@ -27,6 +27,7 @@ from runtime.engine import Engine, ServedModel
 from runtime.execute.device import open_device
 from runtime.execute.executor import Executor, ExecutorLimits
 from runtime.execute.landing import StepTiming
+from runtime.execute.prefill_graphs import prefill_buckets
 from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.expert_placement import expert_split, load_report
 from runtime.observe.observer import StepObserver
@@ -108,7 +109,7 @@ def build_engine(
         )
         log.info(
             "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",
-            executor.graphs.counters.captured,
+            executor.graphs.counters.captured + executor.prefill_graphs.captured,
             time.perf_counter() - loaded,
         )
     except BaseException:
@@ -164,7 +165,14 @@ def _limits(
         kernel_cache=kernel_cache,
         warm_variants=tuple(WARM_VARIANTS[kind] for kind in config.warm),
         exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
+        prefill_buckets=_prefill_buckets(config) if exchange is None else (),
     )
+
+
+def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
+    """Captured on GPUs; a CPU would compute the padding and gain nothing. Not where groups prefill by turns, either:
+    each step's rows of the exchange would be one more dimension of graphs."""
+    return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 
 def _groups(

@@ -6,7 +6,10 @@ FlashInfer compiles its prefill for each dtype and head_dim once a machine, for 
 that beside the loading of weights, and the first plan waits for what is left of it.
 
 Prefill plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so
-each wrapper of a small ring is planned again only after the device has passed its last plan (an event, not a stream).
+each of a small ring is filled again only after the device has passed its last plan (an event, not a stream).
+
+A captured prefill (RepeatedPaged) has one place on the device for its plan, which each replay's plan overwrites in the
+stream's order. Only fa3 can: its launch is the same for every plan, while fa2 launches as many programs as a plan has.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class PagedPrefill:
         self._builder: threading.Thread | None = None
         self._refused = False
         # Steps run in order on one stream, so the ring may share the workspace that only kernels touch.
-        workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
+        self._workspace = workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
         event: Any = torch.cuda.Event  # untyped in some versions of torch
         self._ring = itertools.cycle(
             [
@@ -123,13 +126,108 @@ class PagedPrefill:
         planned.copied.record()
         return planned.wrapper
 
+    def repeated(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedPaged | None:
+        """For launches that are captured; None where that cannot be (fa2)."""
+        if self._backend != "fa3":
+            return None
+        return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_heads, kv_layer)
+
     @staticmethod
     def run(q_THD: Tensor, kv_layer: Tensor, planned: Any, scale: float) -> Tensor:
         usual = q_THD.shape[-1] ** -0.5
         if scale != usual:  # the plan was made before the scale was known
             q_THD = q_THD * (scale / usual)
-        out_THD: Tensor = planned.run(q_THD, (kv_layer[0], kv_layer[1]))
+        out_THD: Tensor = planned.run(q_THD, (kv_layer[0], kv_layer[1]), out=torch.empty_like(q_THD))
         return out_THD
+
+
+class RepeatedPaged:
+    """A RepeatedPrefill over fa3: see the module.
+
+    FlashInfer's wrapper for CUDA graphs wants plans of exactly as many tokens as a launch has, and copies five small
+    arrays a plan that fa3 never reads. So the first plan is the wrapper's own, and later ones are made as it makes
+    them, by its module, without those.
+    """
+
+    def __init__(
+        self, workspace: Tensor, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> None:
+        rows, width = page_table_BP.shape
+        _, _, page, _, head_dim = kv_layer.shape
+        self._rows = rows
+        # A row's pages lie where the table has them: fa3 takes where each row begins, and its length, from the plan.
+        self._page_starts = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32)
+        self._most_tokens = max_tokens
+        self._shape = (heads, kv_heads, page, True, head_dim, head_dim, True, -1)
+
+        def words(count: int) -> Tensor:
+            return torch.empty(count, dtype=torch.int32, device=workspace.device)
+
+        self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=words(rows + 1),
+            paged_kv_indptr_buf=words(rows + 1),
+            paged_kv_indices_buf=page_table_BP.view(-1),
+            paged_kv_last_page_len_buf=words(rows),
+            backend="fa3",
+        )
+        ends = torch.full((rows + 1,), max_tokens, dtype=torch.int32)
+        ends[0] = 0
+        ones = torch.ones(rows, dtype=torch.int32)
+        self._wrapper.plan(
+            ends,
+            self._page_starts,
+            page_table_BP.view(-1),
+            ones,
+            heads,
+            kv_heads,
+            head_dim,
+            page,
+            causal=True,
+            sm_scale=head_dim**-0.5,
+            q_data_type=kv_layer.dtype,
+            kv_data_type=kv_layer.dtype,
+            seq_lens=ones * max_tokens,
+            non_blocking=False,
+        )
+        self._layout = list(self._wrapper._plan_info)
+        event: Any = torch.cuda.Event  # untyped in some versions of torch
+        size = self._wrapper._pin_memory_int_workspace_buffer.shape
+        self._ring = itertools.cycle(
+            [(torch.empty(size, dtype=torch.uint8, pin_memory=True), event()) for _ in range(_WRAPPERS)]
+        )
+
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+        """See RepeatedPrefill. RuntimeError where FlashInfer would lay the plan out otherwise than captured launches
+        read it."""
+        wrapper, rows = self._wrapper, self._rows
+        padding = (0,) * (rows - len(query_lengths))
+        pinned, copied = next(self._ring)
+        copied.synchronize()
+        layout = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            pinned,
+            torch.tensor(_starts((*query_lengths, *padding)), dtype=torch.int32),
+            self._page_starts,
+            torch.tensor((*kv_lengths, *padding), dtype=torch.int32),
+            self._most_tokens,
+            rows,
+            *self._shape,
+        )
+        copied.record()
+        if list(layout) != self._layout:
+            raise RuntimeError(f"FlashInfer laid a prefill plan out as {list(layout)}, the first was {self._layout}")
+
+    def run(self, q_THD: Tensor, keys_values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        """Launch over ``q_THD``, which may have more tokens than any plan: the rest of ``out`` stays as it is."""
+        self._wrapper._qo_indptr_last = q_THD.shape[0]  # what it would refuse
+        returned: Tensor = self._wrapper.run(q_THD, keys_values, out=out)
+        return returned
 
 
 def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:

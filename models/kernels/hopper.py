@@ -15,7 +15,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels import attention_triton, experts_triton, rope_triton, route_triton
 from models.kernels.autotune import ChoiceTable
-from models.kernels.flashinfer_attention import PagedPrefill
+from models.kernels.flashinfer_attention import PagedPrefill, RepeatedPaged
 from models.kernels.hopper_products import HopperProducts
 from models.kernels.reference import ReferenceKernels
 
@@ -151,6 +151,13 @@ class HopperKernels(HopperProducts):
             return inputs
         planned = self._prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer)
         return PrefillAttention(inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, planned)
+
+    def repeat_prefill(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedPaged | None:
+        if not self._prefill.supports(kv_layer.dtype, kv_layer.shape[-1]) or not self._prefill.built():
+            return None
+        return self._prefill.repeated(page_table_BP, max_tokens, heads, kv_heads, kv_layer)
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         if inputs.planned is None:

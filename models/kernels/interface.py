@@ -14,15 +14,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
+from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
 
 
 class Kernels(Protocol):
     """What every implementation offers. Each is graph-safe on its device for decode shapes (no host sync).
 
-    The three operations at the end have a body: the composition that defines them. An implementation that names this
-    Protocol as its base inherits them, and overrides one where a single kernel is faster. Models call them wherever
-    the composition occurs.
+    An implementation that names this Protocol as its base inherits what has a body. For the three operations at the end
+    that is the composition that defines them, overridden where a single kernel is faster. Models call them wherever the
+    composition occurs.
     """
 
     name: str
@@ -84,6 +84,16 @@ class Kernels(Protocol):
     ) -> PrefillAttention:
         """Host-side work shared by all layers of one prefill step; returns ``inputs`` with ``planned`` set."""
         ...
+
+    def repeat_prefill(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedPrefill | None:
+        """What to put into ``PrefillAttention.planned`` for launches that are captured once and replayed.
+
+        ``page_table_BP`` stays where it is and is filled before the attention of each replay; ``max_tokens`` is the
+        most that the rows of a step have together. None where prefill cannot be captured: it is launched each time.
+        """
+        return None
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         """Causal attention of packed rows over their pages (their new KV is already written), [T, H, D]."""

@@ -15,6 +15,17 @@ from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.interface import Kernels
 
 
+class HostLengths:
+    """A RepeatedPrefill for devices on which a replay runs host code: the lengths that it reads when it runs."""
+
+    def __init__(self) -> None:
+        self.query_lengths: tuple[int, ...] = ()
+        self.kv_lengths: tuple[int, ...] = ()
+
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+        self.query_lengths, self.kv_lengths = query_lengths, kv_lengths
+
+
 class ReferenceKernels(Kernels):
     """The Kernels protocol for any device and float dtype."""
 
@@ -83,18 +94,29 @@ class ReferenceKernels(Kernels):
     ) -> PrefillAttention:
         return inputs
 
+    def repeat_prefill(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> HostLengths | None:
+        return HostLengths() if kv_layer.device.type == "cpu" else None  # a captured launch cannot ask the host
+
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
-        outputs = []
-        packed = torch.split(q_THD, list(inputs.query_lengths))
-        for q_QHD, length, pages_P in zip(packed, inputs.kv_lengths, inputs.page_table_BP, strict=True):
-            keys_BLKD, values_BLKD = _gather(kv_layer, pages_P.unsqueeze(0), length)
-            new = q_QHD.shape[0]
-            visible_BQL = None
-            if new < length:
-                last_Q = torch.arange(length - new, length, device=q_THD.device)
-                visible_BQL = torch.arange(length, device=q_THD.device) <= last_Q[None, :, None]
-            outputs.append(_attend(q_QHD.unsqueeze(0), keys_BLKD, values_BLKD, visible_BQL, scale)[0])
-        return torch.cat(outputs)
+        lengths = inputs.planned if isinstance(inputs.planned, HostLengths) else inputs
+        tokens = sum(lengths.query_lengths)
+        padding_THD = torch.full_like(q_THD[tokens:], float("nan"))  # undefined: whoever reads it shall notice
+        packed = torch.split(q_THD[:tokens], list(lengths.query_lengths))
+        rows = zip(packed, inputs.page_table_BP, lengths.kv_lengths, strict=False)
+        outputs = [self._prefill_row(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows]
+        return torch.cat([*outputs, padding_THD])
+
+    def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
+        """The last Q of one row's ``length`` tokens, each over itself and those before it."""
+        keys_BLKD, values_BLKD = _gather(kv_layer, pages_P.unsqueeze(0), length)
+        new = q_QHD.shape[0]
+        visible_BQL = None
+        if new < length:
+            last_Q = torch.arange(length - new, length, device=q_QHD.device)
+            visible_BQL = torch.arange(length, device=q_QHD.device) <= last_Q[None, :, None]
+        return _attend(q_QHD.unsqueeze(0), keys_BLKD, values_BLKD, visible_BQL, scale)[0]
 
     def route_top_k(
         self,

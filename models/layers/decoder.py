@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.group_size import require_legal_size
-from models.inputs import PrefillAttention, StepInputs
+from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
 from models.kernels.interface import Kernels
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
@@ -156,6 +156,11 @@ class Decoder(nn.Module):
             x_TN, residual_TN = layer(x_TN, residual_TN, inputs, kv_layer, self.cos_sin_LR)
         norm = self.final_norm
         return self.kernels.add_rms_norm(x_TN, cast(Tensor, residual_TN), norm.weight, norm.eps)[0]
+
+    def repeat_prefill(self, page_table_BP: Tensor, max_tokens: int, kv_layer: Tensor) -> RepeatedPrefill | None:
+        """Prefill attention for captured steps (Kernels.repeat_prefill); None where they cannot be."""
+        heads = self._heads
+        return self.kernels.repeat_prefill(page_table_BP, max_tokens, heads.local_heads, heads.local_kv_heads, kv_layer)
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
         """This rank's logits [R, V_local] of final-normed hidden states; padding columns are -inf."""

@@ -135,6 +135,10 @@ class Device(Protocol):
 
     def memory_info(self) -> MemoryInfo: ...
 
+    def release_unused(self) -> None:
+        """Give memory that nothing holds any more back to the driver, where others may ask for it. For start-up."""
+        ...
+
     def graph_bytes(self) -> int:
         """Device memory that graphs keep for themselves: of the one pool they share (twin: 0). For start-up."""
         ...

@@ -172,6 +172,10 @@ class CudaDevice:
         unused = torch.cuda.memory_reserved(self.torch_device) - allocated
         return MemoryInfo(total=total, free=free + unused, allocated=allocated)
 
+    def release_unused(self) -> None:
+        self.synchronize()
+        torch.cuda.empty_cache()
+
     def graph_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         pool = tuple(self._graph_pool)

@@ -91,6 +91,9 @@ class TwinDevice:
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(self._memory_bytes, self._memory_bytes - self._allocated, self._allocated)
 
+    def release_unused(self) -> None:
+        """Nothing is kept."""
+
     def graph_bytes(self) -> int:
         return 0
 

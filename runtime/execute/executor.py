@@ -20,7 +20,8 @@ from models.layers.decoder import Decoder
 from runtime.execute.device import Device
 from runtime.execute.kv_pool import KvPool, KvShape, KvSizing, size_kv
 from runtime.execute.landing import Landing, ResultRing, StepTiming
-from runtime.execute.prompt_scores import PromptScores
+from runtime.execute.prefill_graphs import PrefillGraphs
+from runtime.execute.prompt_scores import PromptScores, StepScores
 from runtime.execute.sampling_rows import MAX_TOP_LOGPROBS, SamplingFeatures
 from runtime.execute.slot_state import PADDING_SLOT, SlotTables
 from runtime.execute.staging import Chunks, Staging
@@ -40,7 +41,8 @@ class ExecutorLimits:
 
     ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
     measurement. ``kernel_cache``: folder in which those choices are kept. ``exchanges``: row counts, ascending, of
-    exchanges with other groups while one of them prefills; empty where there is one group.
+    exchanges with other groups while one of them prefills; empty where there is one group. ``prefill_buckets``: token
+    counts, ascending, of prefill steps that are captured (prefill_graphs.py); none where it is empty.
     """
 
     rows: int
@@ -56,6 +58,7 @@ class ExecutorLimits:
     agree_min: Callable[[int], int]
     warm_variants: tuple[SamplingFeatures, ...] = (SamplingFeatures(),)
     exchanges: tuple[int, ...] = ()
+    prefill_buckets: tuple[int, ...] = ()
     share: Callable[[Callable[[], str]], str] | None = None
     kernel_cache: Path | None = None
 
@@ -96,6 +99,10 @@ class Executor:
         maps = {bucket: self.staging.row_map(bucket) for bucket in limits.decode_buckets}
         self.graphs = DecodeGraphs(device, self._work, self._ring, maps)
         self.graphs.warm_up(limits.warm_variants, limits.exchanges)
+        self.prefill_graphs = PrefillGraphs(
+            device, self._work, self.tables, self.staging, limits.prefill_buckets, limits.agree_min
+        )
+        self.prefill_graphs.warm_up(limits.max_model_len, self._ring.undo)
         self.prompt_scores = PromptScores(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.landing = Landing(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
         self.allocations_at_warmup = device.allocations()
@@ -113,21 +120,31 @@ class Executor:
         compute = self.device.compute
         features = features or self.features(plan)
         ticket = self.landing.reserve(plan, logprobs=features.top_logprobs if features.logprobs else None)
+        padded_tokens = self.prefill_graphs.bucket(plan)
         with self._stage_range:
-            staged = self.staging.stage(plan)
+            staged = self.staging.stage(plan, padded_tokens)
         compute.record(ticket.start)
         if staged is not None:
             self.staging.apply(staged)
         if plan.kind is StepKind.DECODE:
             self.graphs.get(plan.bucket, features, plan.exchange_rows).replay()
         else:
-            chunks = self.staging.chunks(plan)
-            query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
-            known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-            exchange_rows = plan.exchange_rows
-            compute.submit(lambda: self._work.prefill(chunks, query, known, features, ticket.scores, exchange_rows))
+            self._launch_prefill(plan, features, ticket.scores, padded_tokens)
         compute.record(ticket.ready)
         self.landing.submit(ticket)
+
+    def _launch_prefill(
+        self, plan: StepPlan, features: SamplingFeatures, scores: StepScores | None, padded_tokens: int
+    ) -> None:
+        chunks, exchange_rows = self.staging.chunks(plan), plan.exchange_rows
+        query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
+        known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+        if padded_tokens:
+            self.prefill_graphs.launch(padded_tokens, chunks, query, known, features, scores)
+        else:
+            self.device.compute.submit(
+                lambda: self._work.prefill(chunks, query, known, features, scores, exchange_rows)
+            )
 
     def take(self, plan: StepPlan) -> StepResult:
         """The result of a launched step, oldest first."""

@@ -51,9 +51,12 @@ class Changes(Generic[A]):
                 yield field.name, value
 
 
-def pack(plan: StepPlan, tables: SlotTables, mapped: tuple[int, ...] | None) -> Changes[_Array]:
+def pack(
+    plan: StepPlan, tables: SlotTables, mapped: tuple[int, ...] | None, *, padded_tokens: int = 0
+) -> Changes[_Array]:
     """Everything ``plan`` changes. ``mapped``: the slots that the bucket's row map holds already, told by identity.
 
+    Chunks are filled up to ``padded_tokens`` with tokens of the padding slot, whose KV goes to the trash block.
     ValueError, naming the step, for a plan that writes one place twice or outside the tables.
     """
     packed: Changes[_Array] = Changes()
@@ -62,7 +65,7 @@ def pack(plan: StepPlan, tables: SlotTables, mapped: tuple[int, ...] | None) -> 
     if plan.block_writes:
         _pack_blocks(packed, plan, tables)
     if plan.kind is StepKind.PREFILL:
-        _pack_chunks(packed, plan)
+        _pack_chunks(packed, plan, padded_tokens)
         if plan.scored_tokens:
             _pack_scored(packed, plan)
     elif mapped is not plan.slots:
@@ -124,9 +127,9 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
     packed.blocks_M = blocks_M.astype(np.int32)
 
 
-def _pack_chunks(packed: Changes[_Array], plan: StepPlan) -> None:
+def _pack_chunks(packed: Changes[_Array], plan: StepPlan, padded_tokens: int) -> None:
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-    tokens_3T = np.empty((3, sum(lengths)), np.int64)
+    tokens_3T = np.full((3, max(sum(lengths), padded_tokens)), PADDING_SLOT, np.int64)
     offset = 0
     for chunk, length in zip(plan.chunks, lengths, strict=True):
         here = slice(offset, offset + length)

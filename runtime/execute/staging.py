@@ -112,6 +112,12 @@ class Staging:
             self._row_maps[bucket] = self._device.zeros(bucket, dtype=torch.int64)
         return self._row_maps[bucket]
 
+    def padded_chunks(self, tokens: int) -> Chunks:
+        """Where the first ``tokens`` of any prefill plan are, and the rows of as many chunks as there may be; always
+        the same tensors. Rows past those of the plan are some slots' (their lengths are 0 in what attention is told).
+        """
+        return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R)
+
     def chunks(self, plan: StepPlan) -> Chunks:
         """Where a prefill plan's chunks are once it is applied."""
         tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -121,14 +127,15 @@ class Staging:
 
     # ---- each step ----
 
-    def stage(self, plan: StepPlan) -> Staged | None:
+    def stage(self, plan: StepPlan, padded_tokens: int = 0) -> Staged | None:
         """Pack what ``plan`` changes and start its copy; None when it changes nothing. ValueError for a bad plan.
 
+        A prefill plan's tokens are followed by padding up to ``padded_tokens``.
         What it returns must be applied before the next plan is staged (RuntimeError): it lives in the ring.
         """
         if self._unapplied is not None:
             raise RuntimeError(f"step {plan.step} is staged, but step {self._unapplied} was not applied")
-        packed = pack(plan, self._tables, self._mapped.get(plan.bucket))
+        packed = pack(plan, self._tables, self._mapped.get(plan.bucket), padded_tokens=padded_tokens)
         self._check_room(plan, packed)
         sizes = {name: _aligned(array.nbytes) for name, array in packed.parts()}
         total = sum(sizes.values())

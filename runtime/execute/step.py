@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StepInputs
+from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from models.layers.decoder import Decoder
+from runtime.execute.device import Device
 from runtime.execute.landing import ResultRing
 from runtime.execute.logprobs import TokenLogprobs, token_logprobs
 from runtime.execute.penalties import SeenTokens, count_tokens_
@@ -75,17 +76,35 @@ class StepWork:
         ``query_lengths`` and ``kv_lengths`` (tokens of KV after the chunk) are the host's: prompts are known there.
         ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none.
         """
+        attention = PrefillAttention(self._tables.gather_blocks(chunks.slots_R), query_lengths, kv_lengths)
+        self.finish_prefill(self.prefill_hidden(chunks, attention, exchange_rows), chunks, features, scores)
+
+    def repeat_prefill(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None:
+        """Attention for captured prefill steps over this KV pool; see Kernels.repeat_prefill."""
+        return self._model.repeat_prefill(page_table_BP, max_tokens, self._kv_layers[0])
+
+    def empty_hidden(self, device: Device, tokens: int) -> Tensor:
+        """Room for what ``prefill_hidden`` returns of so many tokens."""
+        return device.zeros(tokens, self._model.config.hidden_size, dtype=self._model.dtype)
+
+    def prefill_hidden(self, chunks: Chunks, attention: PrefillAttention, exchange_rows: int = 0) -> Tensor:
+        """The part of a prefill step that depends on no row's parameters: final hidden states [T, N] of every token."""
         positions_T, size = chunks.positions_T, self._block_size
         pages_T = self._tables.block_table_SP[chunks.slots_T, positions_T // size].to(torch.int64)
         inputs = StepInputs(
             token_ids_T=chunks.token_ids_T,
             positions_T=positions_T,
             kv_slots_T=pages_T * size + positions_T % size,
-            attention=PrefillAttention(self._tables.gather_blocks(chunks.slots_R), query_lengths, kv_lengths),
+            attention=attention,
             logit_rows_R=chunks.logit_rows_R,
             exchange_rows=exchange_rows or None,
         )
-        hidden_TN = self._model.forward(inputs, self._kv_layers)
+        return self._model.forward(inputs, self._kv_layers)
+
+    def finish_prefill(
+        self, hidden_TN: Tensor, chunks: Chunks, features: SamplingFeatures, scores: StepScores | None = None
+    ) -> None:
+        """The rest of it: scores, and the first tokens of rows whose chunk is the last."""
         if scores is not None and chunks.scored_2S is not None:
             scores.fill(hidden_TN, chunks.scored_2S, lambda h_RN: self._model.gather_logits(self._model.logits(h_RN)))
         columns = self._tables.gather(chunks.emitting_R)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
+from models.inputs import DecodeAttention
 from models.kernels.reference import ReferenceKernels
 
 
@@ -61,10 +61,8 @@ class ExactKernels(ReferenceKernels):
         rows = zip(q_THD.unsqueeze(1), inputs.page_table_BP, lengths, strict=True)
         return torch.cat([_attend(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows])
 
-    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
-        packed = torch.split(q_THD, list(inputs.query_lengths))
-        rows = zip(packed, inputs.page_table_BP, inputs.kv_lengths, strict=True)
-        return torch.cat([_attend(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows])
+    def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
+        return _attend(q_QHD, kv_layer, pages_P, length, scale)
 
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ class RigLimits(TypedDict, total=False):
     shape: Mapping[str, object] | None
     kernels: Kernels | None
     buckets: tuple[int, ...] | None
+    prefill_buckets: tuple[int, ...]
     prefill_burst: int
     variants: tuple[SamplingFeatures, ...]
     observe: StepObserver | None
@@ -117,6 +118,7 @@ def rig(
     assignment: Assignment | None = None,
     kernels: Kernels | None = None,
     buckets: tuple[int, ...] | None = None,
+    prefill_buckets: tuple[int, ...] = (),
     prefill_burst: int = 4,
     variants: tuple[SamplingFeatures, ...] = (SamplingFeatures(),),
     observe: StepObserver | None = None,
@@ -168,6 +170,7 @@ def rig(
             agree_min=int,
             warm_variants=variants,
             exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
+            prefill_buckets=prefill_buckets,
         ),
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),

@@ -37,7 +37,14 @@ pytestmark = pytest.mark.gpu
 @contextmanager
 def gpu_rig(**more: Unpack[RigLimits]) -> Iterator[Engine]:
     device = CudaDevice(torch.device("cuda:0"))
-    limits: RigLimits = {"block_size": 16, "dtype": torch.bfloat16, "shape": SHAPE, "device": device, **more}
+    limits: RigLimits = {
+        "block_size": 16,
+        "dtype": torch.bfloat16,
+        "shape": SHAPE,
+        "device": device,
+        "prefill_buckets": (16, 32, 48, 64),
+        **more,
+    }
     with rig(**limits) as engine:
         yield engine
 
@@ -51,6 +58,30 @@ def test_depths_agree(depth: int, seed: int) -> None:
     with gpu_rig(depth=depth) as engine:
         assert outcome(run(engine, requests)) == outcome(serial)
         assert engine.counters["chain_breaks{start}"] == 1
+
+
+def test_depths_agree_where_prefill_is_launched_kernel_by_kernel() -> None:
+    requests = mixture(1)
+    with gpu_rig(depth=0, prefill_buckets=()) as engine:
+        serial = run(engine, requests)
+    with gpu_rig(depth=2, prefill_buckets=()) as engine:
+        assert outcome(run(engine, requests)) == outcome(serial)
+
+
+def test_a_prefill_step_is_one_launch_and_a_few() -> None:
+    """However many layers: what follows the replay is the sampling of the first tokens."""
+    launches = {}
+    for layers in (2, 12):
+        with gpu_rig(depth=2, shape=SHAPE | {"num_hidden_layers": layers}) as engine:
+            run(engine, [request(0, range(40), max_tokens=2)])
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
+                run(engine, [request(1, range(50, 90), max_tokens=1)])
+            names = Counter(event.name for event in profile.events())
+            launches[layers] = sum(count for name, count in names.items() if "LaunchKernel" in name)
+            assert names["cudaGraphLaunch"] >= 1
+    assert launches[2] == launches[12] <= 60
 
 
 def test_eviction_changes_no_token_of_the_serial_engine() -> None:
