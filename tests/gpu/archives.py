@@ -13,6 +13,7 @@ import io
 import shutil
 import tarfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 PIECE = 15 << 20
@@ -27,12 +28,14 @@ _KERNELS = (
 
 
 def pack(archive: Path, base: Path, files: Iterable[Path]) -> list[Path]:
-    """``files``, all under ``base``, as one archive or, where that is too large, as its pieces. What was written."""
+    """``files``, all under ``base``, as one archive or, where that is too large, as its pieces. What was written.
+
+    A file may grow, shrink or go away meanwhile: whoever writes it may still be at work."""
     for old in (archive, *_pieces(archive)):
         old.unlink(missing_ok=True)
     with tarfile.open(archive, "w:gz", compresslevel=6) as tar:
         for file in files:
-            tar.add(file, arcname=str(file.relative_to(base)), recursive=False)
+            _add(tar, file, str(file.relative_to(base)))
     if archive.stat().st_size <= PIECE:
         return [archive]
     written: list[Path] = []
@@ -42,6 +45,19 @@ def pack(archive: Path, base: Path, files: Iterable[Path]) -> list[Path]:
             written[-1].write_bytes(piece)
     archive.unlink()
     return written
+
+
+def _add(tar: tarfile.TarFile, file: Path, name: str) -> None:
+    with suppress(
+        FileNotFoundError
+    ):  # it was renamed since it was listed: under its new name it is in the next archive
+        entry = tar.gettarinfo(file, name)
+        if not entry.isreg():
+            tar.addfile(entry)
+            return
+        content = file.read_bytes()
+        entry.size = len(content)  # tar.add() would go by the size of a moment ago, and fail where it has shrunk
+        tar.addfile(entry, io.BytesIO(content))
 
 
 def pack_kernels(folder: Path, home: Path) -> list[Path]:

@@ -1,17 +1,20 @@
 """Everything that docs/measurements.md says of GPUs, from one command: each part in a process of its own, with a limit.
 
     python3 -m tests.gpu.measure --out FOLDER                 # the parts for this many GPUs, most wanted first
-    python3 -m tests.gpu.measure --out FOLDER --parts tests latency-8b --seconds 540
+    python3 -m tests.gpu.measure --out FOLDER --parts engine-tests latency-8b --seconds 540
+    python3 -m tests.gpu.measure --out FOLDER --gpus 1        # one after the other, for timings with the host to itself
     python3 -m tests.gpu.measure --out FOLDER --restore SMALL --archive SMALL --caches
     python3 -m tests.gpu.measure --list
 
 Knows: which commands there are, on how many GPUs each runs and how long it may take, what is kept of it.
-Does not know: what they measure. A part that fails or runs out of time does not keep the others from running; one for
-which too little of ``--seconds`` is left is not begun, and named at the end.
+Does not know: what they measure, or how they share the host's GPUs (lanes.py): parts that need fewer than there are run
+side by side. A part that fails or runs out of time does not keep the others from running; one for which too little of
+``--seconds`` or too few GPUs are left is not begun, and named at the end.
 
-FOLDER gets summary.md (what ran, exit codes, seconds), a log of each part, and the benchmarks' own files. SMALL, for a
-machine from which few files come back, gets the summary, logs.tar.gz and results.tar.gz after each part and, with
---caches, at the end caches.tar.gz: compiled kernels, which --restore puts where the next machine looks for them.
+FOLDER gets summary.md (what ran, exit codes, seconds, what ran beside it: they share the host's cores), a log of each
+part, and the benchmarks' own files. SMALL, for a machine from which few files come back, gets the summary, logs.tar.gz
+and results.tar.gz after each part and, with --caches, at the end caches.tar.gz: compiled kernels, which --restore puts
+where the next machine looks for them.
 """
 
 from __future__ import annotations
@@ -19,20 +22,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gpu.archives import pack, pack_kernels, unpack_kernels
+from tests.gpu.lanes import Job, Outcome, Ran, run_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 40
-_WORTH_A_TRY = 0.5  # of a part's limit: with less time left it is not begun
 _BENCH = "-m launch bench"
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
@@ -115,18 +115,14 @@ PARTS = (
 )
 
 
-@dataclass(slots=True)
-class Ran:
-    part: Part
-    code: int
-    seconds: float
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for what comes of it")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="which, in this order (default: for these GPUs)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="in all, begun parts included")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="use N (default: all of this host; 1 where none is found)"
+    )
     parser.add_argument("--archive", type=Path, metavar="SMALL", help="folder for the same as a few archives")
     parser.add_argument("--caches", action="store_true", help="compiled kernels into the archive, too")
     parser.add_argument("--restore", type=Path, metavar="SMALL", help="take over its compiled kernels first")
@@ -144,75 +140,83 @@ def main() -> int:
     unknown = [name for name in args.parts or () if name not in known]
     if unknown:
         parser.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(known)}")
-    parts = [known[name] for name in args.parts] if args.parts else [p for p in PARTS if p.gpus == _gpus_here()]
+    twice = sorted({name for name in args.parts or () if args.parts.count(name) > 1})
+    if twice:
+        parser.error(f"named more than once: {', '.join(twice)}; a part has one log")
+    try:
+        gpus = gpu_names(args.gpus)
+    except ValueError as error:
+        parser.error(str(error))
+    parts = [known[name] for name in args.parts] if args.parts else [p for p in PARTS if p.gpus == len(gpus)]
     out = args.out.resolve()
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "results").mkdir(exist_ok=True)
     if args.restore is not None:
         print(f"restored: {unpack_kernels(args.restore, Path.home())} files of compiled kernels", flush=True)
-    ran, late = run_all(parts, out, args.seconds, args.archive)
+    outcome = run_all(parts, out, gpus, args.seconds, args.archive)
     if args.caches:
         args.archive.mkdir(parents=True, exist_ok=True)
         pack_kernels(args.archive, Path.home())
-    if late:
-        print(f"not begun: --parts {' '.join(part.name for part in late)}")
-    return int(bool(late) or any(one.code for one in ran))
+    if outcome.late:
+        print(f"not begun, too late: --parts {' '.join(outcome.late)}")
+    if outcome.too_large:
+        print(f"not begun, more GPUs needed than the {len(gpus)} in use: --parts {' '.join(outcome.too_large)}")
+    return int(bool(outcome.late or outcome.too_large) or any(one.code for one in outcome.ran))
 
 
 def run_all(
-    parts: Sequence[Part], out: Path, seconds: float, archive: Path | None = None
-) -> tuple[list[Ran], list[Part]]:
-    """What ran, and what was not begun because it might have ended too late. All files grow with each part."""
-    until, ran, late = time.monotonic() + seconds, [], []
+    parts: Sequence[Part], out: Path, gpus: Sequence[str], seconds: float, archive: Path | None = None
+) -> Outcome:
+    """What ran on ``gpus``, and what was not begun and why. All files grow with each part that ends."""
     summary = out / "summary.md"
-    summary.write_text("| part | exit code | s |\n| --- | ---: | ---: |\n")
-    for part in parts:
-        left = until - time.monotonic()
-        if left < part.seconds * _WORTH_A_TRY:
-            late.append(part)
-            continue
-        one = run(part, out, min(left, part.seconds))
-        ran.append(one)
+    summary.write_text("| part | exit code | s | ran beside it |\n| --- | ---: | ---: | --- |\n")
+
+    def began(job: Job, its: Sequence[str]) -> None:
+        print(f"==> {job.name} on GPU {','.join(its)}", flush=True)
+
+    def ended(job: Job, one: Ran) -> None:
+        lines = job.log.read_text(errors="replace").replace("\r", "\n").splitlines()[-LAST_LINES:]
+        last = f"<== {one.name}: exit code {one.code}, {one.seconds:.0f} s"
+        print("\n".join([f"--- last lines of {one.name}", *lines, last]), flush=True)
         with summary.open("a") as file:
-            file.write(f"| {part.name} | {one.code} | {one.seconds:.0f} |\n")
+            file.write(f"| {one.name} | {one.code} | {one.seconds:.0f} | {', '.join(one.beside) or '-'} |\n")
         if archive is not None:
             archive.mkdir(parents=True, exist_ok=True)
             shutil.copy(summary, archive)
             for folder in ("logs", "results"):
                 pack(archive / f"{folder}.tar.gz", out, sorted((out / folder).rglob("*")))
-    return ran, late
+
+    jobs = [
+        Job(part.name, part.gpus, part.seconds, part.argv(out), out / "logs" / f"{part.name}.log") for part in parts
+    ]
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return run_jobs(jobs, gpus, seconds, ROOT, environ, began, ended)
 
 
-def run(part: Part, out: Path, seconds: float) -> Ran:
-    """One part: its output goes to its log, the last lines also to ours. Exit code 124: its ``seconds`` were up."""
-    log, began = out / "logs" / f"{part.name}.log", time.monotonic()
-    print(f"==> {part.name}", flush=True)
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            part.argv(out),
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"},
+def gpu_names(asked: int | None) -> list[str]:
+    """The GPUs to use, as CUDA_VISIBLE_DEVICES names them: those it names already, else by number as nvidia-smi counts.
+
+    Raises ValueError for fewer than one, and for more than CUDA_VISIBLE_DEVICES names.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(f"--gpus is {asked}: at least 1 is needed")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return [str(number) for number in range(asked or _gpus_here() or 1)]
+    names = visible.split(",")
+    if asked is not None and asked > len(names):
+        raise ValueError(
+            f"--gpus is {asked}, but CUDA_VISIBLE_DEVICES={visible} names {len(names)}: unset it, or ask less"
         )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = 124
-        with suppress(ProcessLookupError):  # whoever is left of its session would use the next part's GPUs
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    took = time.monotonic() - began
-    lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()
-    print("\n".join(lines[-LAST_LINES:]))
-    print(f"<== {part.name}: exit code {code}, {took:.0f} s", flush=True)
-    return Ran(part, code, took)
+    return names[:asked]
 
 
 def _gpus_here() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return len(found.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
 
 
 if __name__ == "__main__":

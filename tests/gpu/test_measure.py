@@ -28,14 +28,14 @@ def test_parts_run_to_their_end_or_their_limit(tmp_path: Path, capsys: pytest.Ca
     parts = [
         scripted("well", 60, "print('figure',42)"),
         scripted("badly", 60, "raise(SystemExit(3))"),
-        scripted("forever", 1, "while(1):pass"),
         scripted("too-long", 10_000, "print('never')"),
+        scripted("forever", 1, "while(1):pass"),
     ]
-    ran, late = measure.run_all(parts, tmp_path, seconds=600)
-    assert [(one.part.name, one.code) for one in ran] == [("well", 0), ("badly", 3), ("forever", 124)]
-    assert [part.name for part in late] == ["too-long"]
+    outcome = measure.run_all(parts, tmp_path, ["0"], seconds=600)
+    assert [(one.name, one.code) for one in outcome.ran] == [("well", 0), ("badly", 3), ("forever", 124)]
+    assert (outcome.late, outcome.too_large) == (["too-long"], [])
     assert (tmp_path / "logs" / "well.log").read_text() == "figure 42\n"
-    assert "| badly | 3 |" in (tmp_path / "summary.md").read_text()
+    assert "| badly | 3 | 0 | - |" in (tmp_path / "summary.md").read_text()
     assert "figure 42" in capsys.readouterr().out
 
 
@@ -49,13 +49,35 @@ def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_an_archive_has_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "PARTS", (scripted("one", 60, "print(1)"), scripted("two", 60, "print(2)")))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = ["--out", str(tmp_path / "out"), "--archive", str(tmp_path / "small"), "--caches", "--parts", "one", "two"]
+    words += ["--gpus", "2"]
     monkeypatch.setattr(sys, "argv", ["measure", *words])
     assert measure.main() == 0
     packed = sorted(path.name for path in (tmp_path / "small").iterdir())
     assert packed == ["caches.tar.gz", "logs.tar.gz", "results.tar.gz", "summary.md"]
     with tarfile.open(tmp_path / "small" / "logs.tar.gz") as tar:
         assert {"logs/one.log", "logs/two.log"} <= set(tar.getnames())
+
+
+def test_a_file_that_changes_while_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that still run write beside the one that ended."""
+    gone, cut, whole = (tmp_path / name for name in ("gone", "cut", "whole"))
+    for file in (cut, whole):
+        file.write_text("a line\n")
+    described = tarfile.TarFile.gettarinfo
+
+    def cut_behind_its_back(self: tarfile.TarFile, name: Path, arcname: str) -> tarfile.TarInfo:
+        entry = described(self, name, arcname)
+        if name == cut:
+            cut.write_text("a")
+        return entry
+
+    monkeypatch.setattr(tarfile.TarFile, "gettarinfo", cut_behind_its_back)
+    [archive] = archives.pack(tmp_path / "packed.tar.gz", tmp_path, [gone, cut, whole])
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "out", filter="data")
+    assert {file.name: file.read_text() for file in (tmp_path / "out").iterdir()} == {"cut": "a", "whole": "a line\n"}
 
 
 def test_compiled_kernels_reach_the_next_machine_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
