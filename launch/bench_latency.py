@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.bench_environment import device_name, engine_facts, environment
+from launch.bench_profile import profiles
 from launch.bench_results import Point, vllm_figures
 from launch.bench_roofline import Shape
 from launch.bench_session import DeviceWindow, Session, StepTimings, startup_seconds
@@ -91,6 +92,9 @@ class LatencyBench:
             bar.write(LEGENDS[options.protocol])
             if groups := groups_text(self._engine.counters):
                 bar.write(f"groups, warm-up included: {groups}")
+            if options.profile:  # last: what is timed after a profiler has run may be slower
+                for tables in profiles(self._engine, self._numbers, points, self._prompts, self._files):
+                    bar.write(tables)
         return points
 
     def _prompts(self, batch: int) -> list[Prompt]:

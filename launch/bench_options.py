@@ -43,6 +43,7 @@ class BenchOptions:
     roofline: bool = False
     bytes_per_s: float = H200_BYTES_PER_S
     flop_per_s: float = H200_FLOP_PER_S
+    profile: bool = False
     results: tuple[Path, ...] = ()
     peers: Path | None = None
     out: Path = Path("tpot.png")
@@ -126,6 +127,7 @@ def _latency_options(add: _Adder) -> None:
     )
     _fixed_batch_options(add)
     _roofline_options(add)
+    add.switch("--profile", "after all timed runs, the kernels of a prefill and of a decode step of each batch")
 
 
 def _anatomy_options(add: _Adder) -> None:

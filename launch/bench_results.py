@@ -5,6 +5,7 @@ Knows: names, units and file layout. Does not know: how a figure was measured.
     DIR/<kind>-<model>-tp<n>-<time>.environment.json    what it was measured on; tp<n>dp<r> with r groups
     DIR/<...>.b<batch>-run<i>.json                      one a run, keys as vLLM's benchmarks write them
     DIR/<...>.requests.jsonl                            one row a request of every run
+    DIR/<...>.b<batch>.profile.json                     one a batch with --profile: kernels of its steps
     DIR/<...>.points.jsonl                              one flat row a point: what `bench plot` and tables read
 """
 
@@ -84,6 +85,10 @@ class ResultFiles:
 
     def point(self, point: Point) -> None:
         self._append("points.jsonl", [asdict(point)])
+
+    def profile(self, batch: int, record: dict[str, Any]) -> None:
+        """The kernels of one batch's steps."""
+        self._write(f"b{batch}.profile.json", record)
 
     def table(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """A list of plain objects under a name of its own."""

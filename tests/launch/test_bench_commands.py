@@ -97,14 +97,18 @@ def test_whole_answers_without_a_short_run(tmp_path: Path) -> None:
 
 def test_a_batch_that_is_not_full_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"latency {SMALL} --batch-size 1,8 --num-blocks 12 --max-model-len 64"  # eight requests need 32 blocks
-    assert measure(tmp_path, line) == 1
+    assert measure(tmp_path, f"{line} --profile") == 1
     one, eight = result(tmp_path, "points.jsonl")
     assert one["refused"] is None or BUSY in one["refused"]
     assert "the batch was not full" in eight["refused"]
     rates = ("tpot_ms", "tok_s", "tok_s_per_gpu", "tok_s_per_user", "roofline_fraction", "bandwidth_fraction")
     assert [eight[name] for name in rates] == [None] * len(rates)
     assert result(tmp_path, "b8-run0.json")["protocol_tpot_ms"] is None
-    assert "no rate: the batch was not full" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no rate: the batch was not full" in printed
+    assert "batch 8: no profile: the batch was not full" in printed
+    assert result(tmp_path, "b8.profile.json")["refused"].startswith("the batch was not full")
+    assert result(tmp_path, "b1.profile.json")["refused"] is None
 
 
 def test_anatomy_compares_depths_and_the_bare_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +197,7 @@ def test_latency_of_two_groups(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "tiny")
     (folder / "config.json").write_text(json.dumps(TINY | EXPERTS))
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
-    line = f"bench latency {SMALL} --data-parallel-size 2 --batch-size 1,4 --roofline --model {folder}"
+    line = f"bench latency {SMALL} --data-parallel-size 2 --batch-size 1,4 --roofline --profile --model {folder}"
     ended = subprocess.run(
         [*program, *line.split(), "--result-dir", str(tmp_path / "results")],
         cwd=ROOT,
@@ -207,6 +211,8 @@ def test_latency_of_two_groups(tmp_path: Path) -> None:
     for point, batch in zip(points, (1, 4), strict=True):
         assert point | {"batch": batch, "tp": 1, "ep": 2, "dp": 2, "runs": 2} == point
         assert point["refused"] is None or BUSY in point["refused"]
+        profile = result(tmp_path, f"b{batch}.profile.json")
+        assert (profile["refused"], profile["decode"]["steps"]) == (None, 8)
     assert "groups, warm-up included: requests " in ended.stdout
     assert all("-tp1dp2-" in path.name for path in (tmp_path / "results").iterdir())
 

@@ -73,6 +73,7 @@ def test_vllm_s_flags_are_read() -> None:
     assert parsed("latency --model m --batch-size 1,8 --num-iters-warmup 4").options == BenchOptions(
         batch_size=(1, 8), num_warmups=4
     )
+    assert parsed("latency --model m --profile").options == BenchOptions(profile=True)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_vllm_s_flags_are_read() -> None:
         ("latency --model m --batch-size 8,8", "names a number twice"),
         ("latency --model m --batch-size a", "'a' is not a whole number"),
         ("latency --model m --num-prompts 3", "unrecognized arguments"),
+        ("anatomy --model m --profile", "unrecognized arguments"),
         ("throughput --model m --dataset-name hf", "invalid choice"),
         ("plot", "RESULT"),
         ("", "SUBCOMMAND"),
