@@ -1,10 +1,12 @@
 """What the GPUs can reach at best: reading memory, multiplying matrices, copying to each other.
 
-Knows: how each is timed with events. Does not know: what a model needs of it (bench_roofline.py).
+Knows: how each is timed with events, and what stands in where Triton is missing. Does not know: what a model needs of
+it (bench_roofline.py).
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ _BYTES = 1 << 30
 _PEER_BYTES = 256 << 20
 _SIDE = 8192
 _REPEATS = 5
+_READS = 16  # in a row between two events: one takes 0.25 ms on an H200, and a launch costs some per cent of that
 _APART = 0.93  # of the best GPU: less is a finding
 
 
@@ -27,7 +30,7 @@ def ceilings(count: int) -> Section:
         device = torch.device("cuda", index)
         row: dict[str, Any] = {"index": index}
         try:
-            row["read_tb_per_s"] = round(read_rate(device) / 1e12, 3)
+            row["read_tb_per_s"] = round(_read_rate(section, device) / 1e12, 3)
             row["bf16_tflop_per_s"] = round(matmul_rate(device) / 1e12, 1)
         except torch.OutOfMemoryError:
             section.note(f"GPU {index} has too little free memory to be measured", "nvidia-smi shows who uses it")
@@ -47,10 +50,44 @@ def ceilings(count: int) -> Section:
 
 
 def read_rate(device: torch.device) -> float:
-    """Bytes a second that a reduction over 1 GiB of bfloat16 reads."""
+    """Bytes a second that a Triton kernel reads which does nothing else, from 1 GiB: many times what caches hold.
+
+    ImportError where there is no Triton; what Triton raises where it cannot compile.
+    """
+    from models.kernels.read_triton import BLOCK, block_maxima
+
     with torch.cuda.device(device):
-        values = torch.zeros(_BYTES // 2, dtype=torch.bfloat16, device=device).view(-1, 1 << 14)
-        return _BYTES / _seconds(lambda: values.amax(dim=1))
+        values = torch.zeros(_BYTES // 4, dtype=torch.int32, device=device)
+        maxima = torch.empty(values.numel() // BLOCK, dtype=torch.int32, device=device)
+        return _BYTES / _seconds(lambda: block_maxima(values, maxima), launches=_READS)
+
+
+def torch_read_rate(device: torch.device) -> float:
+    """The same without Triton, a lower bound: bytes a second of the faster of torch's own two best ways.
+
+    A sum over everything has about one load a thread in flight, of 16 bytes in float32 (8 in bfloat16); a copy has
+    enough of them, but turns the memory from reading to writing and back. Which wins depends on the GPU.
+    """
+    with torch.cuda.device(device):
+        values = torch.zeros(_BYTES // 4, dtype=torch.float32, device=device)
+        summed = _BYTES / _seconds(lambda: torch.sum(values), launches=_READS)
+        source, target = values.chunk(2)
+        copied = _BYTES / _seconds(lambda: target.copy_(source), launches=_READS)  # half is read, half is written
+        return max(summed, copied)
+
+
+def _read_rate(section: Section, device: torch.device) -> float:
+    try:
+        return read_rate(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # Triton needs a C compiler, too
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        section.note(
+            f"GPU {device.index} reads at least this fast: measured by torch, as Triton does not run here ({reason})",
+            "pip install triton, and a C compiler (apt-get install gcc): the engine is slower without, too",
+        )
+        return torch_read_rate(device)
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -86,16 +123,17 @@ def _peer_rates(section: Section, count: int) -> list[list[float | None]]:
     return rates
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The median of a few runs, after one that warms up."""
+def _seconds(work: Callable[[], object], launches: int = 1) -> float:
+    """Of one ``work``: the median of a few runs of ``launches`` in a row, after one ``work`` that warms up."""
     event: Any = torch.cuda.Event  # untyped in some versions of torch
     work()
     times: list[float] = []
     for _ in range(_REPEATS):
         begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
-        work()
+        for _ in range(launches):
+            work()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(begin.elapsed_time(end) / 1e3 / launches)
     return sorted(times)[len(times) // 2]

@@ -54,7 +54,8 @@ class _Flight(NamedTuple):
 class Engine:
     """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_interface.py
     says what they promise. Made by engine_build.py. ``at_end`` is called once, when everything has landed and the
-    device is at rest; not after an error. ``groups`` and ``dealer`` are there where several groups share experts: what
+    device is at rest; not after an error. ``thaw`` is called when the engine closes, after an error too, and may be
+    called more than once (frozen_heap.py). ``groups`` and ``dealer`` are there where several groups share experts: what
     they launch together, and whose requests are whose.
     """
 
@@ -70,6 +71,7 @@ class Engine:
         at_end: Callable[[], None] | None = None,
         groups: Groups | None = None,
         dealer: Dealer | None = None,
+        thaw: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.model_config = model
@@ -81,6 +83,7 @@ class Engine:
         self._at_end = at_end
         self._groups = groups
         self._dealer = dealer
+        self._thaw = thaw
         self._in_flight: deque[_Flight] = deque()
         self._outbox: list[Event] = []
         control.explain_with(scheduler.digest.recent)
@@ -181,6 +184,7 @@ class Engine:
             if at_end is not None:
                 at_end()
         finally:
+            self._release_heap()
             if self._watchdog is not None:
                 self._watchdog.stop()
             self.control.close()
@@ -199,12 +203,17 @@ class Engine:
         if error is None:
             self.close()
             return
+        self._release_heap()
         self.observe.close(wait_s=0.0)
         if self._watchdog is not None:
             log.error("the engine of rank %d ends", self.control.rank, exc_info=error)
             self._watchdog.fail(error)
         self.control.abort(f"{type(error).__name__}: {error}")
         self.control.close()
+
+    def _release_heap(self) -> None:
+        if self._thaw is not None:
+            self._thaw()
 
     # ---- what the leader's front end calls ----
 

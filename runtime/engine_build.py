@@ -30,6 +30,7 @@ from runtime.execute.landing import StepTiming
 from runtime.execute.prefill_graphs import prefill_buckets
 from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.expert_placement import expert_split, load_report
+from runtime.frozen_heap import freeze_heap
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -121,7 +122,8 @@ def build_engine(
         executor.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
     at_end = load_report(config, model, split)
     groups, dealer = _groups(config, control, exchange)
-    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, dealer)
+    thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
+    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, dealer, thaw)
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:

@@ -29,6 +29,7 @@ from runtime.execute.device import Device
 from runtime.execute.device_twin import TwinDevice
 from runtime.execute.executor import Executor, ExecutorLimits
 from runtime.execute.sampling_rows import SamplingFeatures
+from runtime.frozen_heap import freeze_heap
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
 from runtime.schedule.plan import Finished, StepOutput
@@ -84,6 +85,7 @@ class RigLimits(TypedDict, total=False):
     variants: tuple[SamplingFeatures, ...]
     observe: StepObserver | None
     ranges: Ranges | None
+    frozen: bool
 
 
 class RigPlace(TypedDict, total=False):
@@ -123,10 +125,12 @@ def rig(
     variants: tuple[SamplingFeatures, ...] = (SamplingFeatures(),),
     observe: StepObserver | None = None,
     ranges: Ranges | None = None,
+    frozen: bool = False,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
-    ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them.
+    ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
+    heap frozen, as engine_build.py has it; it takes a full collection, too long for every rig of the tests.
     """
     torch.set_num_threads(1)
     config = EngineConfig(
@@ -193,7 +197,8 @@ def rig(
     control = control or SingleRankControl(horizon)
     shared = None if groups is None else Groups(groups, config.decode_buckets, max_prefill_tokens, assignment)
     dealer = None if assignment is None else Dealer(control, assignment)
-    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer)
+    thaw = freeze_heap() if frozen else None
+    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer, thaw=thaw)
     try:
         yield engine
         engine.stop()

@@ -29,6 +29,18 @@ def test_what_a_gpu_offers(sections: dict[str, Section]) -> None:
         assert row["bf16_tflop_per_s"] > 10
 
 
+@pytest.mark.gpu
+def test_what_is_timed_reads_everything() -> None:
+    """More than 2 GiB, so that offsets in bytes do not fit 32 bits; the largest value lies elsewhere in each block."""
+    from models.kernels.read_triton import BLOCK, block_maxima  # needs Triton
+
+    blocks = (2 << 30) // (4 * BLOCK) + 3
+    values = torch.zeros(blocks, BLOCK, dtype=torch.int32, device="cuda")
+    expected = torch.arange(1, blocks + 1, dtype=torch.int32, device="cuda")
+    values[torch.arange(blocks, device="cuda"), torch.arange(blocks, device="cuda") * 37 % BLOCK] = expected
+    assert torch.equal(block_maxima(values.flatten()), expected)
+
+
 @pytest.mark.multigpu
 def test_how_gpus_are_linked(sections: dict[str, Section]) -> None:
     count = torch.cuda.device_count()

@@ -50,6 +50,7 @@ def measure(depth: int, stalls: int) -> Measured:
         block_size=64,
         variants=(SamplingFeatures(random=True),),
         observe=StepObserver(on_timing=times.append),
+        frozen=True,  # a full collection of this process takes more than three steps
     ) as engine:
         for one in requests:
             engine.add(one)

@@ -19,13 +19,14 @@ import torch
 from models.expert_load import start_counting
 from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny
 from models.kernels.hopper_products import shipped_choices
+from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
 from tests.models.compiling_driver import Compiled, CompilingDriver
 from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, play_an_h200, products
 
 
 def dense(driver: CompilingDriver) -> None:
-    """What `make test` compiles of the dense shapes: two buckets of 8B, everything a row may ask of sampling."""
+    """What `make test` compiles of dense shapes: two buckets of 8B, all that a row may ask of sampling; the doctor."""
     rank = Rank(driver, "8b")
     for bucket in (1, 32):
         rank.decode(bucket)
@@ -34,6 +35,8 @@ def dense(driver: CompilingDriver) -> None:
     rank.several_queries(32, 16)
     Rank(driver, "8b", tp=4).decode(1)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
+    driver.where = "doctor, reading"
+    block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
 
 
 def experts(driver: CompilingDriver) -> None:

@@ -29,7 +29,7 @@ for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"
 from triton.runtime import interpreter  # noqa: E402
 
 from models.inputs import DecodeAttention  # noqa: E402
-from models.kernels import attention_triton, autotune, norm_triton, skinny_triton  # noqa: E402
+from models.kernels import attention_triton, autotune, norm_triton, read_triton, skinny_triton  # noqa: E402
 from models.kernels.autotune import Choice, ChoiceTable, Gemv, LinearShape, Skinny  # noqa: E402
 from models.kernels.hopper import HopperKernels  # noqa: E402
 from models.kernels.reference import ReferenceKernels  # noqa: E402
@@ -132,6 +132,20 @@ def products(kernels: InterpretedKernels) -> None:
                 check(kept, total, dtype, ("residual", choice))
     assert {(Gemv, False, False), (Skinny, False, True), (Skinny, True, True)} <= kinds, kinds
     kernels.check_counters()
+
+
+# -- reading memory ------------------------------------------------------------------------------------------------
+
+
+def reading(kernels: InterpretedKernels) -> None:
+    """Every block, its first and its last value; what lies behind the last block is not written."""
+    block = read_triton.BLOCK
+    values = torch.randint(-(2**31), 2**31 - 2, (3, block), dtype=torch.int32)
+    for row, column in enumerate((0, block - 1, block // 2)):
+        values[row, column] = 2**31 - 1 - row
+    out = torch.full((4,), 7, dtype=torch.int32)
+    read_triton.block_maxima(values.flatten(), out)
+    assert out.tolist() == [*values.amax(1).tolist(), 7]
 
 
 # -- rotation and attention ----------------------------------------------------------------------------------------
@@ -243,7 +257,7 @@ def engine(kernels: InterpretedKernels) -> None:
     kernels.check_counters()
 
 
-PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (rows, products, attention, rotation, engine)
+PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (rows, products, reading, attention, rotation, engine)
 
 
 def main() -> None:
