@@ -22,6 +22,7 @@ from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
+from parallel.collectives import Collectives
 from parallel.experts import ExpertSplit
 from parallel.shard import Shard
 from parallel.topology import Sharing
@@ -31,7 +32,7 @@ _EXPERTS = ".experts."  # in the checkpoint names of all families
 
 
 @dataclass(slots=True)
-class PlannedCollectives:
+class PlannedCollectives(Collectives):
     """A rank's place in a tensor-parallel group of which no other rank exists."""
 
     rank: int

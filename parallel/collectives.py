@@ -7,6 +7,7 @@ Does not know: control metadata, which never travels here (parallel/control), or
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,29 @@ from parallel.call_log import CallLog
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class NormedSum(Protocol):
+    """Collectives whose kernel for small sums also does what follows them in a decoder."""
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """residual' = all_reduce(x) (+ residual); returns (rms_norm(residual') * norm, residual'), fresh tensors."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """This rank's part [T, N] of a sum over the group, which whoever norms it takes in the same kernel. Used once, and
+    on every rank alike."""
+
+    part_TN: Tensor
+    _by: NormedSum
+
+    def normed(self, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See NormedSum.all_reduce_norm."""
+        return self._by.all_reduce_norm(self.part_TN, residual_TN, norm_N, eps)
+
+
 class Collectives(Protocol):
     """A tensor-parallel group of ``size`` ranks; every rank makes the same calls in the same order."""
 
@@ -29,12 +53,16 @@ class Collectives(Protocol):
         """Sum over the group; may reuse ``x``'s memory. Bitwise the same on every rank."""
         ...
 
+    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
+        """``all_reduce`` of what a norm follows; not yet done where sum and norm are one kernel. It may reuse ``x``."""
+        return self.all_reduce(x_TN)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate along the last dim in rank order: [..., n] -> [..., n * size]."""
         ...
 
 
-class SingleRank:
+class SingleRank(Collectives):
     """A world of one: every collective is the identity."""
 
     rank = 0
@@ -53,7 +81,7 @@ class SingleRank:
         return x
 
 
-class GroupCollectives:
+class GroupCollectives(Collectives):
     """Collectives over a torch.distributed process group (NCCL or gloo). Raises CollectiveError where one fails.
 
     ``calls`` tells what was called, so that a rank which called something else can be found.

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.collectives import Unsummed
 from parallel.exchange import TokenExchange, gather_together
 from parallel.shard import Placement, ScatteredShard, Shard, ShardedModule, divisors, even_share, whole
 
@@ -104,15 +105,15 @@ class ExpertWeights(ShardedModule):
         parts = (F.pad(hidden_TN, missing), F.pad(weights_TC, missing), F.pad(ids_TC, missing, value=-1))
         return gather_together(parts, self.exchange)
 
-    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor:
+    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | Unsummed:
         """This group's ``tokens`` of the sum of all ranks' terms. One scatter-sum, and one all-reduce in the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
         return self.combine(self.exchange.scatter_sum(partial_YN)[:tokens])
 
-    def combine(self, partial_TN: Tensor) -> Tensor:
-        """The sum of the terms of the group's ranks, the same on each of them. One all-reduce."""
-        return self.placement.collectives.all_reduce(partial_TN)
+    def combine(self, partial_TN: Tensor) -> Tensor | Unsummed:
+        """The sum of the terms of the group's ranks, the same on each of them. One all-reduce, as in RowParallel."""
+        return self.placement.collectives.sum_before_norm(partial_TN)
 
     def shards(self) -> dict[str, Shard]:
         """Three matrices an expert. Those of another rank's experts are there too, with nothing to copy."""

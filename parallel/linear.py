@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from parallel.collectives import Unsummed
 from parallel.shard import HeadShard, Placement, Shard, ShardedModule, along_rows, even_share, whole
 
 
@@ -103,7 +104,8 @@ class QKVParallel(StackedColumns):
 class RowParallel(ShardedModule):
     """y = sum over ranks of x_local W_local^T (+ b): [T, inputs / size] -> [T, outputs], the same on every rank.
 
-    One all-reduce. ``what`` names the inputs in errors. Raises ValueError where they cannot be split evenly.
+    One all-reduce, which is left to the norm that follows where that is one kernel. ``what`` names the inputs in
+    errors. Raises ValueError where they cannot be split evenly.
     """
 
     def __init__(
@@ -116,10 +118,10 @@ class RowParallel(ShardedModule):
         self.weight = placement.parameter(outputs, self.local_inputs)
         self.bias = placement.parameter(outputs) if bias else None
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor) -> Tensor | Unsummed:
         # The bias belongs to the sum, so exactly one rank may add it.
         bias = self.bias if self.placement.rank == 0 else None
-        return self.placement.collectives.all_reduce(self.placement.kernels.linear(x_TI, self.weight, bias))
+        return self.placement.collectives.sum_before_norm(self.placement.kernels.linear(x_TI, self.weight, bias))
 
     def shards(self) -> dict[str, Shard]:
         outputs = self.weight.shape[0]

@@ -1,12 +1,8 @@
 """All-reduce of small messages in one kernel, through memory that every GPU of a node maps; NCCL for the rest.
 
 Knows: torch's symmetric memory, the size from which NCCL is the faster one, and how ranks agree that it works.
-Does not know: what is summed. Needs: all ranks of the group on one node, each with a GPU of its own that reaches the
-others' memory.
-
-One-shot: each rank copies its part into its symmetric buffer, waits for the others, and adds all parts in rank order,
-so the result is bitwise the same everywhere. The kernel waits again before it ends: a rank never overwrites a part that
-another one still reads, in a captured graph or outside.
+Does not know: what is summed, or how the kernel's programs find each other (one_shot_triton.py). Needs: all ranks of
+the group on one node, each with a GPU of its own that reaches the others' memory.
 
 NVLink multicast is not used, and must stay off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0, which the
 launcher sets): a process that fails while using it can leave the GPUs of a shared host unusable for others.
@@ -15,52 +11,82 @@ launcher sets): a process that fails while using it can leave the GPUs of a shar
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import GroupCollectives
+from parallel.collectives import GroupCollectives, Unsummed
 
 log = logging.getLogger(__name__)
 
-# One-shot reads size - 1 parts over NVLink, NCCL's ring about two: the more ranks, the earlier NCCL wins. Measured on
-# two H200s: 6.2 us against 19.2 at 8 KiB, 18.4 against 42.0 at 2 MiB. Other sizes are scaled from that, not measured.
+# Each rank writes its part size - 1 times, NCCL's ring about twice: the more ranks, the earlier NCCL wins. Measured on
+# two H200s with torch's kernel: 6.2 us against 19.2 at 8 KiB, 18.4 against 42.0 at 2 MiB. Other sizes are scaled from
+# that, not measured.
 _LIMIT_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20, 5: 1 << 20, 6: 768 << 10, 7: 768 << 10, 8: 512 << 10}
-_DTYPES = (torch.bfloat16, torch.float32)
-_ALIGNMENT = 16  # bytes; what the kernel's widest loads want of address and length
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16  # bytes; of address and row, for the widest loads and stores
+ROWS = 512
+ROW_BYTES = 16 << 10
 
 
 class SymmetricCollectives(GroupCollectives):
-    """GroupCollectives whose all-reduces up to ``limit_bytes`` take the one-shot kernel, in the dtypes that it knows.
+    """GroupCollectives whose all-reduces of at most 512 rows of 16 KiB, and ``limit_bytes`` in all, take one kernel.
 
-    Made by every rank of ``group`` together (a rendezvous). Raises RuntimeError where symmetric memory does not work.
+    Made by every rank of ``group`` together (a rendezvous). Raises RuntimeError where symmetric memory does not work,
+    ImportError without Triton.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, limit_bytes: int | None = None) -> None:
         super().__init__(group)
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        limit = _LIMIT_BYTES.get(self.size, 0) if limit_bytes is None else limit_bytes
-        self._bytes: Tensor = symmetric_memory.empty(limit, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self._bytes, group)
-        self._group_name = group.group_name
+        from parallel.one_shot_triton import memory_bytes, one_shot
+
+        self._limit = _LIMIT_BYTES.get(self.size, 0) if limit_bytes is None else limit_bytes
+        size = memory_bytes(self.size, ROWS, ROW_BYTES)
+        self._memory: Tensor = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._memory.zero_()
+        handle = symmetric_memory.rendezvous(self._memory, group)
+        mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
+        self._one_shot = partial(
+            one_shot,
+            memory=tuple(memory.data_ptr() for memory in mapped),
+            exchanges=torch.zeros(ROWS, dtype=torch.int32, device=device),
+            rank=self.rank,
+            rows=ROWS,
+            row_bytes=ROW_BYTES,
+            pdl=torch.cuda.get_device_capability(device)[0] >= 9,
+        )
+        torch.cuda.synchronize(device)
+        dist.barrier(group)  # nobody's zeros come after somebody's first part
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not self.takes(x):
             return super().all_reduce(x)
-        part = self._bytes[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
         with self.calls.call("all_reduce", x):
-            reduced: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x, "sum", self._group_name)
-        return reduced
+            return self._one_shot(x.view(-1, x.shape[-1]))[0].view(x.shape)
+
+    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
+        return Unsummed(x_TN, self) if self.takes(x_TN) else self.all_reduce(x_TN)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See NormedSum."""
+        with self.calls.call("all_reduce", x_TN):
+            return self._one_shot(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the one-shot kernel serves ``x``; depends on shape, dtype and alignment only, as on every rank."""
-        size = x.numel() * x.element_size()
+        """Whether the kernel serves ``x``; depends on shape, dtype and alignment only, as on every rank."""
+        row_bytes = x.shape[-1] * x.element_size() if x.dim() else 0
         return (
             x.dtype in _DTYPES
-            and 0 < size <= self._bytes.numel()
-            and size % _ALIGNMENT == 0
+            and 0 < x.numel() * x.element_size() <= self._limit
+            and row_bytes <= ROW_BYTES
+            and row_bytes % _ALIGNMENT == 0
+            and x.numel() // x.shape[-1] <= ROWS
             and x.is_contiguous()
             and x.storage_offset() * x.element_size() % _ALIGNMENT == 0
         )
@@ -81,7 +107,7 @@ def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> Group
         probe = torch.ones(_ALIGNMENT, dtype=torch.bfloat16, device=device)
         works = bool((made.all_reduce(probe) == made.size).all())
         reason = None if works else "a first sum came out wrong"
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, AttributeError, ImportError) as error:
         works, reason = False, f"{type(error).__name__}: {error}"
     if _all_agree(works, group, device) and made is not None:
         return made

@@ -71,6 +71,11 @@ class HopperProducts(Kernels):
         choice = self.choice(shape)
         return self._normed_product(x_TN, residual_TN, norm_N, eps, weight_ON, bias_O, choice, gate_up=False)
 
+    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
+        rows, (outputs, inner) = x_TN.shape[0], gate_up_2IN.shape
+        shape = LinearShape(rows, outputs, inner, x_TN.dtype, gate_up=True)
+        return self._product(x_TN, gate_up_2IN, None, self.choice(shape), gate_up=True)
+
     def add_norm_gate_up(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
     ) -> tuple[Tensor, Tensor]:

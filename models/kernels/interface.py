@@ -20,7 +20,7 @@ from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
 class Kernels(Protocol):
     """What every implementation offers. Each is graph-safe on its device for decode shapes (no host sync).
 
-    An implementation that names this Protocol as its base inherits what has a body. For the three operations at the end
+    An implementation that names this Protocol as its base inherits what has a body. For the four operations at the end
     that is the composition that defines them, overridden where a single kernel is faster. Models call them wherever the
     composition occurs.
     """
@@ -143,6 +143,10 @@ class Kernels(Protocol):
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
         return self.linear(hidden_TN, weight_ON, bias_O), residual_TN
 
+    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
+        """silu_mul(linear(x, gate_up)), [T, I]."""
+        return self.silu_mul(self.linear(x_TN, gate_up_2IN))
+
     def add_norm_gate_up(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -151,7 +155,7 @@ class Kernels(Protocol):
         May overwrite x and residual.
         """
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
-        return self.silu_mul(self.linear(hidden_TN, gate_up_2IN)), residual_TN
+        return self.gate_up(hidden_TN, gate_up_2IN), residual_TN
 
     def rope_cache_attend(
         self,

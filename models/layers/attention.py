@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
+from parallel.collectives import Unsummed
 from parallel.linear import QKVParallel, RowParallel
 from parallel.shard import Placement
 
@@ -38,10 +39,10 @@ class Attention(nn.Module):
         self.kernels = kernels
         self.head_dim = dim
         self.scale = dim**-0.5
-        self.norm = RMSNorm(hidden, eps, placement)
+        self.norm = RMSNorm(hidden, eps, placement, kernels)
         self.qkv = QKVParallel(hidden, config.heads, config.kv_heads, dim, placement, bias=qkv_bias)
-        self.q_norm = RMSNorm(dim, eps, placement) if head_norm else None
-        self.k_norm = RMSNorm(dim, eps, placement) if head_norm else None
+        self.q_norm = RMSNorm(dim, eps, placement, kernels) if head_norm else None
+        self.k_norm = RMSNorm(dim, eps, placement, kernels) if head_norm else None
         self.output = RowParallel(
             config.heads * dim, hidden, placement, bias=output_bias, what="attention outputs (heads * head_dim)"
         )
@@ -49,12 +50,15 @@ class Attention(nn.Module):
         self.kv_heads = self.qkv.heads.local_kv_heads
 
     def forward(
-        self, x_TN: Tensor, residual_TN: Tensor | None, inputs: StepInputs, kv_layer: Tensor, cos_sin_LR: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x_TN: Tensor | Unsummed,
+        residual_TN: Tensor | None,
+        inputs: StepInputs,
+        kv_layer: Tensor,
+        cos_sin_LR: Tensor,
+    ) -> tuple[Tensor | Unsummed, Tensor]:
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second."""
-        qkv_TX, residual_TN = self.kernels.add_norm_linear(
-            x_TN, residual_TN, self.norm.weight, self.norm.eps, self.qkv.weight, self.qkv.bias
-        )
+        qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
         rope = (
             qkv_TX,
             self.heads,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
-from parallel.collectives import Collectives
+from parallel.collectives import Collectives, Unsummed
 from parallel.embedding import LMHead, VocabParallelEmbedding, gather_logits
 from parallel.experts import ExpertSplit
 from parallel.shard import HeadShard, Placement, ScatteredShard, Shard, ShardedModule, VocabShard
@@ -84,8 +84,13 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMLP(config, placement, kernels, bias=switches.mlp_bias)
 
     def forward(
-        self, x_TN: Tensor, residual_TN: Tensor | None, inputs: StepInputs, kv_layer: Tensor, cos_sin_LR: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x_TN: Tensor | Unsummed,
+        residual_TN: Tensor | None,
+        inputs: StepInputs,
+        kv_layer: Tensor,
+        cos_sin_LR: Tensor,
+    ) -> tuple[Tensor | Unsummed, Tensor]:
         x_TN, residual_TN = self.attention(x_TN, residual_TN, inputs, kv_layer, cos_sin_LR)
         if isinstance(self.mlp, SparseMLP):
             x_TN, residual_TN = self.mlp(x_TN, residual_TN, inputs.real_T, inputs.exchange_rows)
@@ -127,7 +132,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, switches, placement, kernels, number=number, split=split)
             for number in range(config.layers)
         )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, kernels)
         tied_to = self.embedding if config.tied_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, placement, tied_to)
         self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
@@ -150,12 +155,11 @@ class Decoder(nn.Module):
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         """Final-normed hidden states [T, N] of every token of the step; writes its KV into ``kv_layers``."""
         inputs = self._with_real_tokens(self._planned(inputs, kv_layers[0]), kv_layers[0])
-        x_TN: Tensor = self.embedding(inputs.token_ids_T)
+        x_TN: Tensor | Unsummed = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         for layer, kv_layer in zip(self.layers, kv_layers, strict=True):
             x_TN, residual_TN = layer(x_TN, residual_TN, inputs, kv_layer, self.cos_sin_LR)
-        norm = self.final_norm
-        return self.kernels.add_rms_norm(x_TN, cast(Tensor, residual_TN), norm.weight, norm.eps)[0]
+        return self.final_norm.add(x_TN, residual_TN)[0]
 
     def repeat_prefill(self, page_table_BP: Tensor, max_tokens: int, kv_layer: Tensor) -> RepeatedPrefill | None:
         """Prefill attention for captured steps (Kernels.repeat_prefill); None where they cannot be."""

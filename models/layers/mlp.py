@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
+from parallel.collectives import Unsummed
 from parallel.linear import GateUpParallel, RowParallel
 from parallel.shard import Placement
 
@@ -21,20 +22,16 @@ class GatedMLP(nn.Module):
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.kernels = kernels
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement, kernels)
         self.gate_up = GateUpParallel(hidden, intermediate, placement, bias=bias)
         self.down = RowParallel(intermediate, hidden, placement, bias=bias, what="intermediate features")
 
-    def forward(self, x_TN: Tensor, residual_TN: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TN: Tensor | Unsummed, residual_TN: Tensor) -> tuple[Tensor | Unsummed, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
-        norm, gate_up = self.norm, self.gate_up
+        gate_up = self.gate_up
         if gate_up.bias is None:
-            hidden_TI, residual_TN = self.kernels.add_norm_gate_up(
-                x_TN, residual_TN, norm.weight, norm.eps, gate_up.weight
-            )
+            hidden_TI, residual_TN = self.norm.add_gate_up(x_TN, residual_TN, gate_up.weight)
         else:
-            gate_up_T2I, residual_TN = self.kernels.add_norm_linear(
-                x_TN, residual_TN, norm.weight, norm.eps, gate_up.weight, gate_up.bias
-            )
+            gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight, gate_up.bias)
             hidden_TI = self.kernels.silu_mul(gate_up_T2I)
         return self.down(hidden_TI), residual_TN

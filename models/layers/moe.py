@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
 from models.routed_experts import RoutedExperts
+from parallel.collectives import Unsummed
 from parallel.experts import ExpertSplit, ExpertWeights, Router
 from parallel.shard import Placement
 
@@ -43,7 +44,7 @@ class SparseMLP(nn.Module):
         self.kernels = kernels
         self.choices = experts.per_token
         self.renormalise = experts.renormalise
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement, kernels)
         self.router = Router(experts.count, hidden, placement)
         self.experts = ExpertWeights(
             experts.count,
@@ -58,11 +59,11 @@ class SparseMLP(nn.Module):
         self.load_E: Tensor | None = None
 
     def forward(
-        self, x_TN: Tensor, residual_TN: Tensor, real_T: Tensor, exchange_rows: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x_TN: Tensor | Unsummed, residual_TN: Tensor, real_T: Tensor, exchange_rows: int | None = None
+    ) -> tuple[Tensor | Unsummed, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second. The rest: see StepInputs."""
-        norm, experts = self.norm, self.experts
-        hidden_TN, residual_TN = self.kernels.add_rms_norm(x_TN, residual_TN, norm.weight, norm.eps)
+        experts = self.experts
+        hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
         logits_TE = self.kernels.linear(hidden_TN, self.router.weight)
         shared = experts.exchange is not None
         weights_TC, chosen_TC = self.kernels.route_top_k(
@@ -75,7 +76,7 @@ class SparseMLP(nn.Module):
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
-    ) -> Tensor:
+    ) -> Tensor | Unsummed:
         """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
         experts, tokens = self.experts, hidden_TN.shape[0]
         hidden_YN, weights_YC, ids_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)

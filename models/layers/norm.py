@@ -1,20 +1,57 @@
-"""The weight of an RMSNorm (Zhang & Sennrich 2019), which every rank holds in full.
+"""RMSNorm (Zhang & Sennrich 2019), with the residual add before it and the product behind it.
 
-Knows: weight and epsilon. Does not know: how the norm is computed; kernels fuse it with what stands beside it.
+Knows: weight and epsilon, which every rank holds in full, and who computes what: the kernels that fuse a norm with its
+neighbours, or the collective that takes a sum and the norm of it at once.
+Does not know: how any of them computes it.
 """
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from models.kernels.interface import Kernels
+from parallel.collectives import Unsummed
 from parallel.shard import Placement, Shard, ShardedModule, whole
 
 
 class RMSNorm(ShardedModule):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of ``size``."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of ``size``.
 
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+    Every method takes an ``x`` that is not yet added to ``residual`` (None: there is none), and returns with its result
+    residual' = x + residual. Both inputs may be overwritten.
+    """
+
+    def __init__(self, size: int, eps: float, placement: Placement, kernels: Kernels) -> None:
         super().__init__()
         self.eps = eps
         self.weight = placement.parameter(size)
+        self._kernels = kernels
+
+    def add(self, x_TN: Tensor | Unsummed, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(residual'), residual')"""
+        if isinstance(x_TN, Unsummed):
+            return x_TN.normed(residual_TN, self.weight, self.eps)
+        if residual_TN is None:
+            return self._kernels.rms_norm(x_TN, self.weight, self.eps), x_TN
+        return self._kernels.add_rms_norm(x_TN, residual_TN, self.weight, self.eps)
+
+    def add_linear(
+        self, x_TN: Tensor | Unsummed, residual_TN: Tensor | None, weight_ON: Tensor, bias_O: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(linear(norm(residual'), weight, bias) [T, O], residual')"""
+        if isinstance(x_TN, Unsummed):
+            hidden_TN, residual_TN = self.add(x_TN, residual_TN)
+            return self._kernels.linear(hidden_TN, weight_ON, bias_O), residual_TN
+        return self._kernels.add_norm_linear(x_TN, residual_TN, self.weight, self.eps, weight_ON, bias_O)
+
+    def add_gate_up(
+        self, x_TN: Tensor | Unsummed, residual_TN: Tensor | None, gate_up_2IN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(silu_mul(linear(norm(residual'), gate_up)) [T, I], residual')"""
+        if isinstance(x_TN, Unsummed):
+            hidden_TN, residual_TN = self.add(x_TN, residual_TN)
+            return self._kernels.gate_up(hidden_TN, gate_up_2IN), residual_TN
+        return self._kernels.add_norm_gate_up(x_TN, residual_TN, self.weight, self.eps, gate_up_2IN)
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": whole(self.weight, centre=1.0)}

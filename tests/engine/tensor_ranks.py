@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.collectives import Collectives, Unsummed
 from parallel.control.plane import SingleRankControl
 from runtime.engine import Engine
 from runtime.execute.device_twin import TwinDevice
@@ -40,7 +41,7 @@ class Meeting:
         return found
 
 
-class MetCollectives:
+class MetCollectives(Collectives):
     """Collectives between threads."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -52,6 +53,26 @@ class MetCollectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._meeting.everyones(self.rank, x.clone()), -1)
+
+
+class LateSums(MetCollectives):
+    """Those that take a sum with the norm that follows it, as the kernel of parallel/one_shot_triton.py does.
+
+    ``late`` counts the sums that were left to a norm.
+    """
+
+    late = 0
+
+    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
+        type(self).late += 1
+        return Unsummed(x_TN, self)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total_TN = self.all_reduce(x_TN) if residual_TN is None else self.all_reduce(x_TN) + residual_TN
+        scale_T1 = torch.rsqrt(total_TN.pow(2).mean(-1, keepdim=True) + eps)
+        return total_TN * scale_T1 * norm_N, total_TN
 
 
 class MetControl(SingleRankControl):
@@ -76,6 +97,7 @@ def tensor_rig(
     horizon: int = 0,
     jitter_s: float = 0.0,
     prepare: Callable[[Engine], None] | None = None,
+    collectives: type[MetCollectives] = MetCollectives,
     **limits: Any,
 ) -> Iterator[Engine]:
     """Rank 0's engine of ``ranks``; the others follow, each in a thread, and end with everything given back.
@@ -88,7 +110,7 @@ def tensor_rig(
     def one(rank: int) -> Iterator[Engine]:
         mine: dict[str, Any] = {"device": TwinDevice(jitter_s=jitter_s, seed=rank)}
         if ranks > 1:
-            mine["collectives"] = MetCollectives(devices, rank)
+            mine["collectives"] = collectives(devices, rank)
         try:
             with rig(horizon=horizon, **(limits | mine)) as engine:
                 if ranks > 1:

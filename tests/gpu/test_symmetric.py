@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.collectives import Unsummed
 from parallel.symmetric import SymmetricCollectives, fastest_collectives
 from tests.gpu.untyped import Stream, spawn
 
@@ -41,9 +42,12 @@ def _rank(rank: int, port: int) -> None:
     assert dist.group.WORLD is not None
     made = fastest_collectives(dist.group.WORLD, device)
     assert isinstance(made, SymmetricCollectives)
-    for rows in (1, 3, 8, 64, 256):
+    for rows in (1, 3, 8, 64, 256, 5, 512):
         _check(made, rank, rows)
+        _check_norm(made, rank, rows, torch.bfloat16)
+    _check_norm(made, rank, 7, torch.float32)
     _check_graph(made, rank)
+    _check_uneven_ranks(made, rank)
     torch.cuda.synchronize()
     dist.barrier()
     os._exit(0)  # destroying a group whose calls were captured may not return
@@ -70,6 +74,37 @@ def _check(made: SymmetricCollectives, rank: int, rows: int) -> None:
     large = torch.full((8 << 20,), float(rank + 1), dtype=torch.bfloat16, device="cuda")
     assert not made.takes(large)
     assert bool((made.all_reduce(large) == 3).all())
+
+
+def _check_norm(made: SymmetricCollectives, rank: int, rows: int, dtype: torch.dtype) -> None:
+    """Sum, residual and norm at once give what one after the other gives, rounding included."""
+    x = _parts(rows, seed=rows)[rank].to(dtype).cuda()
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.randn(rows, 4096, generator=generator).to(dtype).cuda()
+    norm = torch.rand(4096, generator=generator).to(dtype).cuda()
+    for before in (residual, None):
+        total = made.all_reduce(x.clone())
+        total = total if before is None else (total.float() + before.float()).to(dtype)
+        late = made.sum_before_norm(x)
+        assert isinstance(late, Unsummed)
+        normed, kept = late.normed(before, norm, 1e-6)
+        assert torch.equal(kept, total)
+        h = total.double()
+        expected = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
+        assert float((normed.double() - expected).norm() / expected.norm()) < 4e-3
+
+
+def _check_uneven_ranks(made: SymmetricCollectives, rank: int) -> None:
+    """Calls right behind each other, of other numbers of rows each time, with one rank late by turns."""
+    delay = torch.zeros(1 << 22, device="cuda")
+    for turn in range(200):
+        if turn % RANKS == rank:
+            for _ in range(turn % 5):
+                delay.sin_()
+        rows = 1 + turn * 37 % 512
+        x = torch.full((rows, 256), float(turn % 16 + rank), dtype=torch.bfloat16, device="cuda")
+        twice = made.all_reduce(made.all_reduce(x))
+        assert bool((twice == 2 * (2 * (turn % 16) + 1)).all()), f"turn {turn}"
 
 
 def _check_graph(made: SymmetricCollectives, rank: int) -> None:

@@ -34,6 +34,7 @@ def dense(driver: CompilingDriver) -> None:
     rank.prefill(MOST_PREFILL)
     rank.several_queries(32, 16)
     Rank(driver, "8b", tp=4).decode(1)
+    Rank(driver, "8b", tp=2).decode(32)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))

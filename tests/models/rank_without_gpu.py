@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +29,10 @@ from models.kernels import hopper, hopper_products  # noqa: E402
 from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny  # noqa: E402
 from models.layers.attention import Attention  # noqa: E402
 from models.registry import model_class  # noqa: E402
+from parallel import symmetric  # noqa: E402
+from parallel.collectives import Collectives, Unsummed  # noqa: E402
 from parallel.experts import ExpertSplit  # noqa: E402
+from parallel.one_shot_triton import one_shot  # noqa: E402
 from runtime.config import DEVICE_DEFAULTS, default_buckets  # noqa: E402
 from runtime.execute import logprobs, sampler  # noqa: E402
 from runtime.execute.prompt_scores import StepScores, score_words  # noqa: E402
@@ -92,18 +94,46 @@ class _NoCublasLt:
         return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
 
 
-@dataclass(slots=True)
-class FirstRank:
-    """As collectives of ``size`` ranks, seen from the first."""
+class FirstRank(Collectives):
+    """As symmetric collectives of ``size`` ranks, seen from the first; sums of more rows are NCCL's."""
 
-    size: int
-    rank: int = 0
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+        return self._one_shot(x)[0] if self._takes(x) else x
+
+    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
+        return Unsummed(x_TN, self) if self._takes(x_TN) else x_TN
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._one_shot(x_TN, residual_TN, norm_N, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
+
+    def _takes(self, x: Tensor) -> bool:
+        return self.size > 1 and len(x) <= symmetric.ROWS
+
+    def _one_shot(
+        self, x_TN: Tensor, residual_TN: Tensor | None = None, norm_N: Tensor | None = None, eps: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        return one_shot(
+            x_TN,
+            tuple((1 + rank) << 40 for rank in range(self.size)),
+            x_TN.new_empty(symmetric.ROWS, dtype=torch.int32),
+            rank=self.rank,
+            rows=symmetric.ROWS,
+            row_bytes=symmetric.ROW_BYTES,
+            residual_TN=residual_TN,
+            norm_N=norm_N,
+            eps=eps,
+            pdl=True,
+        )
 
 
 class Rank:

@@ -18,7 +18,7 @@ from models.dummy import DummyTensor
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
-from parallel.collectives import SingleRank
+from parallel.collectives import Collectives, SingleRank
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
 }
 
 
-class RankOf:
+class RankOf(Collectives):
     """The rank and size of a group whose other ranks are not there: enough to build a shard, not to run it."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -1,0 +1,29 @@
+"""Sums over ranks that are left to the norm behind them give what sums of their own give, in every kind of layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.exact_kernels import ExactKernels
+from tests.engine.rig import rig, run
+from tests.engine.tensor_ranks import LateSums, tensor_rig
+from tests.engine.test_depths import mixture, outcome
+from tests.engine.test_experts import EXPERTS, MIXTRAL
+
+EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MLP_BIAS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True, "attention_bias": True}
+
+
+@pytest.mark.parametrize("shape", [{}, QWEN2, MLP_BIAS, EXPERTS, MIXTRAL], ids=str)
+def test_every_layer_can_take_an_unfinished_sum(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateSums, "late", 0)
+    requests = mixture(5, count=8)
+    with rig(depth=0, shape=shape, **EXACT) as engine:
+        alone = outcome(run(engine, requests))
+    with tensor_rig(2, depth=2, shape=shape, collectives=LateSums, **EXACT) as engine:
+        assert outcome(run(engine, requests)) == alone
+    assert LateSums.late > 0

@@ -1,0 +1,95 @@
+"""What a sum over the GPUs of a node costs, by message: the one-launch kernel, torch's one-shot kernel, NCCL.
+
+Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.bench_all_reduce --out FOLDER
+
+Every figure is the median over replays of a graph of calls that follow each other, each with a norm's launch between
+them but for the last column, where the norm is part of the call. Rows of 4096 bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.kernels import norm_triton
+from models.kernels.autotune import median_graph_us
+from parallel.collectives import GroupCollectives
+from parallel.symmetric import SymmetricCollectives
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WIDTH = 4096
+CALLS = 32
+
+
+def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> Callable[[], None]:
+    def run() -> None:
+        y = x
+        for _ in range(CALLS):
+            y = calls(y)
+            if norm is not None:
+                y = norm_triton.rms_norm(y, None, norm, 1e-6, pdl=True)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for all-reduce.json")
+    out: Path = parser.parse_args().out
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    own, nccl = SymmetricCollectives(group, device, limit_bytes=8 << 20), GroupCollectives(group)
+    part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(part, group)
+    norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    found = []
+    for rows in ROWS:
+        x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
+
+        def torchs(y: Tensor) -> Tensor:
+            mine = part[: y.numel()].view(y.shape)
+            summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, y, "sum", group.group_name)
+            return summed
+
+        def with_norm(y: Tensor) -> Tensor:
+            return own.all_reduce_norm(y, None, norm, 1e-6)[0]
+
+        ways: dict[str, tuple[Callable[[Tensor], Tensor], Tensor | None]] = {
+            "norm alone": (lambda y: y, norm),
+            "NCCL": (nccl.all_reduce, norm),
+            "torch one-shot": (torchs, norm),
+            "one launch": (own.all_reduce, norm),
+            "with the norm": (with_norm, None),
+        }
+        row: dict[str, Any] = {"rows": rows, "kib": x.numel() * 2 / 1024}
+        for name, (call, after) in ways.items():
+            dist.barrier()
+            row[name] = median_graph_us(chain(call, x, after), device) / CALLS
+        found.append(row)
+        if rank == 0:
+            print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "all-reduce.json").write_text(json.dumps(found, indent=1))
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # destroying a group whose calls were captured may not return
+
+
+if __name__ == "__main__":
+    main()
