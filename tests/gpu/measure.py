@@ -34,6 +34,18 @@ from tests.gpu.lanes import Job, Outcome, Ran, run_jobs
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 40
 _BENCH = "-m launch bench"
+_TESTS = " ".join(
+    f"tests/gpu/test_{name}.py"
+    for name in (
+        "generate_gpu",
+        "observe_gpu",
+        "prompt_logprobs_gpu",
+        "device_gpu",
+        "sampler_gpu",
+        "models",
+        "doctor_gpu",
+    )
+)
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --profile --result-dir {out}/results"
 _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
@@ -72,6 +84,7 @@ PARTS = (
         "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
     ),
     Part("kernel-tests", 1, 240, f"{_PYTEST} -n 8 -m gpu tests/gpu/test_kernels.py tests/gpu/test_expert_kernels.py"),
+    Part("gpu-tests", 1, 240, f"{_PYTEST} -n 4 -m gpu {_TESTS}"),
     Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
     Part("experts", 1, 150, "-m tests.gpu.bench_experts --rows 1 8 32 128 256 --tiles"),
@@ -89,6 +102,7 @@ PARTS = (
     ),
     Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
     # two GPUs
+    Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
     Part("experts-tests", 2, 280, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),

@@ -19,7 +19,7 @@ def generate(ranks: int, output: Path, *options: str) -> dict[str, list[int]]:
     command = [
         *start,
         *("-m", "launch", "generate", "--model", str(DEMO), "--input", str(DEMO / "prompts.jsonl")),
-        *("--output", str(output), "--overwrite", *options),
+        *("--output", str(output), "--overwrite", "--num-blocks", "2048", *options),  # leaves room for other tests
     ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
     print(ran.stdout[-3000:], ran.stderr[-3000:])
