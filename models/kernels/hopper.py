@@ -203,10 +203,7 @@ class HopperKernels(HopperProducts):
 
 
 def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int, int, int]:
-    """(keys a block, stages, warps): what was fastest on an H200 for this many (row, kv head) pairs, made to fit.
-
-    Keys and values of a block are held (stages - 1) / 2 times over, beside about three tiles of query rows.
-    """
+    """(keys a block, stages, warps): what was fastest on an H200 for this many (row, kv head) pairs, made to fit."""
     block_n, stages, warps = 64, 5, 4
     if pairs >= 512:
         stages = 3
@@ -214,9 +211,17 @@ def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int,
         block_n, warps = 32, 2
     if query_rows >= 64:
         warps = max(4, query_rows // 16)  # fewer would keep a part of so tall a tile in memory
-    while block_n > 16 and row_bytes * (block_n * (stages - 1) + 3 * query_rows) > _SHARED_BYTES:
+    while block_n > 16 and _attention_shared(block_n, stages, query_rows, row_bytes) > _SHARED_BYTES:
         block_n //= 2
     return block_n, stages, warps
+
+
+def _attention_shared(block_n: int, stages: int, query_rows: int, row_bytes: int) -> int:
+    """Bytes of shared memory of a program, nearly; what Triton 3.6 makes has up to 6 KiB more.
+
+    Keys and values of a block are held (stages - 1) / 2 times over, beside about three tiles of query rows.
+    """
+    return row_bytes * (block_n * (stages - 1) + 3 * query_rows)
 
 
 def unsupported(device: torch.device) -> str | None:

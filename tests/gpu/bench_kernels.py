@@ -31,6 +31,7 @@ from models.kernels.hopper import HopperKernels
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 PAGE = 64
+MOST = 1024  # tokens that a row's pages have room for, where attention is measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +100,14 @@ def compile_share(index: int, share: int, models: list[str], rows: list[int], pa
                 todo[key] = partial(run_product, kernels, shape, choice)
     for model in models if "attention" in parts else []:
         for batch in ATTENTION_ROWS:
-            for config in attention_configs(batch, MODELS[model].kv_heads, 1024):
+            for config in attention_configs(batch, MODELS[model].kv_heads, MOST):
                 for fused in (False, True):
                     todo[model, config, fused] = partial(run_attention, kernels, MODELS[model], config, fused)
+    run_share(index, share, todo)
+
+
+def run_share(index: int, share: int, todo: dict[Any, Callable[[], Any]]) -> None:
+    """Every ``share``-th of ``todo`` once; what the GPU or the compiler refuses is named."""
     for key in list(todo)[index::share]:
         try:
             todo[key]()
@@ -120,12 +126,11 @@ def run_attention(kernels: HopperKernels, dense: Dense, config: tuple[int, ...],
     AttentionBench(kernels, dense, 1, 64, 1).own(config, fused)
 
 
-def compile_all(models: list[str], rows: list[int], parts: list[str], workers: int) -> None:
+def compile_all(share: Callable[..., None], arguments: tuple[Any, ...], workers: int) -> None:
+    """``share(index, workers, *arguments)`` in each of ``workers`` processes, which leave compiled kernels on disk."""
     start = time.time()
     context = multiprocessing.get_context("spawn")
-    workers_running = [
-        context.Process(target=compile_share, args=(i, workers, models, rows, parts)) for i in range(workers)
-    ]
+    workers_running = [context.Process(target=share, args=(i, workers, *arguments)) for i in range(workers)]
     for worker in workers_running:
         worker.start()
     for worker in workers_running:
@@ -220,7 +225,9 @@ class AttentionBench:
 
     def __init__(self, kernels: HopperKernels, dense: Dense, rows: int, length: int, layers: int) -> None:
         self.kernels, self.dense = kernels, dense
-        self.cache = Cache(dense, rows, length, 1024, layers)
+        self.cache = Cache(dense, rows, length, MOST, layers)
+        # One a (row, kv head); the kernels' own are enough only for the splits that they choose.
+        self.counters = torch.zeros(rows * dense.kv_heads, dtype=torch.int32, device=DEVICE)
         self.qkv = torch.randn(rows, (dense.heads + 2 * dense.kv_heads) * dense.head_dim, dtype=BF16, device=DEVICE)
         norm = torch.ones(dense.head_dim, dtype=BF16, device=DEVICE)
         positions = self.cache.positions
@@ -236,23 +243,27 @@ class AttentionBench:
         )  # fmt: skip
 
     def own(self, config: tuple[int, ...], fused: bool) -> None:
-        block_n, splits, stages, warps = config
         for kv in self.cache.layers:
-            attention_triton.decode_attention(
-                self.qkv if fused else self.rotate(kv),
-                self.dense.heads,
-                kv,
-                self.cache.inputs,
-                0.088,
-                self.kernels._attention_partial,
-                self.kernels._attention_counters,
-                rotation=self.rotation if fused else None,
-                block_n=block_n,
-                splits=splits,
-                stages=stages,
-                warps=warps,
-                pdl=True,
-            )
+            self.attend(self.qkv if fused else self.rotate(kv), kv, config, fused)
+
+    def attend(self, q_TX: Tensor, kv: Tensor, config: tuple[int, ...], fused: bool) -> Tensor:
+        """One layer. ``fused``: q_TX is packed qkv, normed, rotated and cached on the way."""
+        block_n, splits, stages, warps = config
+        return attention_triton.decode_attention(
+            q_TX,
+            self.dense.heads,
+            kv,
+            self.cache.inputs,
+            self.dense.head_dim**-0.5,
+            self.kernels._attention_partial,
+            self.counters,
+            rotation=self.rotation if fused else None,
+            block_n=block_n,
+            splits=splits,
+            stages=stages,
+            warps=warps,
+            pdl=True,
+        )
 
 
 def bench_attention(models: list[str], lengths: list[int], out: Path) -> None:
@@ -266,7 +277,7 @@ def bench_attention(models: list[str], lengths: list[int], out: Path) -> None:
                 layers = max(2, min(16, (256 << 20) // bytes_read))
                 bench = AttentionBench(kernels, dense, rows, length, layers)
                 best: dict[bool, tuple[float, str]] = {True: (math.inf, ""), False: (math.inf, "")}
-                for config in attention_configs(rows, dense.kv_heads, 1024):
+                for config in attention_configs(rows, dense.kv_heads, MOST):
                     for fused in (True, False):
                         try:
                             us = autotune.median_graph_us(partial(bench.own, config, fused), DEVICE, 6) / layers
@@ -446,7 +457,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:
-        compile_all(args.models, args.rows, args.part, args.compile_workers)
+        compile_all(compile_share, (args.models, args.rows, args.part), args.compile_workers)
     for part in args.part:
         start = time.time()
         if part == "linear":

@@ -1,0 +1,109 @@
+"""Which launch parameters of the decode attention are worth a measurement beside those that the kernels choose.
+
+Knows: the choice of models/kernels/hopper.py, and why most of the grid around it cannot win.
+Does not know: how a candidate is timed (bench_attention.py).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import log2
+from typing import NamedTuple
+
+from models.kernels.attention_triton import choose_splits, padded_dim, power_of_two_above, workspace_floats
+from models.kernels.hopper import _ATTENTION_PROGRAMS, _SHARED_BYTES, _attention_blocks, _attention_shared
+from models.kernels.hopper_products import PARTIAL_BYTES
+
+_MULTIPROCESSOR_SHARED = 228 << 10
+_SPLITS = (1, 2, 4)
+_FEWEST_WARPS = 8  # of a multiprocessor: two for each of its four schedulers
+
+
+class Candidate(NamedTuple):
+    """What decode_attention is launched with; ``block_n`` is keys a block."""
+
+    block_n: int
+    splits: int
+    stages: int
+    warps: int
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        return self.block_n, self.stages, self.warps
+
+
+class Attention(NamedTuple):
+    """One launch for bfloat16 ``rows`` of one query each, ``shortest`` to ``most`` tokens long."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    shortest: int
+    most: int
+
+    @property
+    def query_rows(self) -> int:
+        return power_of_two_above(self.heads // self.kv_heads)
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * padded_dim(self.head_dim)
+
+    def shared(self, blocks: tuple[int, int, int]) -> int:
+        """Bytes a program."""
+        block_n, stages, _ = blocks
+        return _attention_shared(block_n, stages, self.query_rows, self.row_bytes)
+
+
+def current_choice(asked: Attention) -> Candidate:
+    """What HopperKernels launches."""
+    block_n, stages, warps = _attention_blocks(asked.rows * asked.kv_heads, asked.query_rows, asked.row_bytes)
+    splits = choose_splits(asked.rows, asked.kv_heads, asked.most, block_n, _ATTENTION_PROGRAMS)
+    return Candidate(block_n, splits, stages, warps)
+
+
+def candidates(asked: Attention) -> list[Candidate]:
+    """The current choice, then the others: its blocks with every number of splits, other blocks with the likeliest two.
+
+    The likeliest numbers are the current one and its double; where that is too many for the row, fewer.
+    """
+    now = current_choice(asked)
+    found = [now]
+    for blocks in [now.blocks, *block_choices(asked)]:
+        splits = [n for n in sorted({*_SPLITS, now.splits, 2 * now.splits}) if _splits_fit(asked, blocks[0], n)]
+        if blocks == now.blocks:
+            splits = [n for n in splits if n in _SPLITS]
+        else:
+            splits = sorted(splits, key=lambda n: (abs(log2(n / now.splits)), -n))[:2]
+        block_n, stages, warps = blocks
+        found += [Candidate(block_n, n, stages, warps) for n in splits]
+    return list(dict.fromkeys(found))
+
+
+def block_choices(asked: Attention) -> list[tuple[int, int, int]]:
+    """(keys a block, stages, warps) that may win.
+
+    Left out of blocks of 32 to 128 keys, 2 to 5 stages and 2 to 8 warps:
+
+    * 2 and 4 stages. A block's address is read from the page table, and Triton halves its stages between the two loads:
+      2 stages overlap nothing, 4 compile to the same code as 3.
+    * Fewer than 16 or more than 32 keys a warp: warps that do next to nothing, or too many registers each.
+    * More warps than _attention_blocks takes for so many query rows.
+    * What shared memory does not hold, and what it does not hold often enough for eight warps a multiprocessor.
+    """
+    found = []
+    for block_n, stages, warps in product((32, 64, 128), (2, 3, 4, 5), (2, 4, 8)):
+        shared = asked.shared((block_n, stages, warps))
+        fits = shared <= _SHARED_BYTES and _MULTIPROCESSOR_SHARED // shared * warps >= _FEWEST_WARPS
+        sensible = 16 <= block_n // warps <= 32 and warps <= max(4, asked.query_rows // 16)
+        if stages % 2 and sensible and fits:
+            found.append((block_n, stages, warps))
+    return found
+
+
+def _splits_fit(asked: Attention, block_n: int, splits: int) -> bool:
+    """Two blocks a split at least, and partial results that the kernels' workspace holds."""
+    floats = workspace_floats(asked.rows, asked.kv_heads, asked.query_rows, asked.head_dim, splits)
+    blocks = -(-asked.shortest // block_n)
+    return floats <= PARTIAL_BYTES // 4 and (splits == 1 or 2 * splits <= blocks)
