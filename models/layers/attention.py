@@ -56,8 +56,12 @@ class Attention(nn.Module):
         inputs: StepInputs,
         kv_layer: Tensor,
         cos_sin_LR: Tensor,
+        wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | Unsummed, Tensor]:
-        """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second."""
+        """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
+
+        Both results are [R, N] where only some tokens are ``wanted``; keys and values are written of all.
+        """
         qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
         rope = (
             qkv_TX,
@@ -77,4 +81,7 @@ class Attention(nn.Module):
         else:
             q_THD = self.kernels.rope_and_cache(*rope)
             out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
-        return self.output(out_THD.flatten(1)), residual_TN
+        out_TX = out_THD.flatten(1)
+        if wanted_R is not None:
+            out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
+        return self.output(out_TX), residual_TN

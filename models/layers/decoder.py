@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,10 +90,14 @@ class DecoderLayer(nn.Module):
         inputs: StepInputs,
         kv_layer: Tensor,
         cos_sin_LR: Tensor,
+        wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | Unsummed, Tensor]:
-        x_TN, residual_TN = self.attention(x_TN, residual_TN, inputs, kv_layer, cos_sin_LR)
+        """``wanted_R``: the tokens whose results somebody reads; None means all."""
+        x_TN, residual_TN = self.attention(x_TN, residual_TN, inputs, kv_layer, cos_sin_LR, wanted_R)
         if isinstance(self.mlp, SparseMLP):
-            x_TN, residual_TN = self.mlp(x_TN, residual_TN, inputs.real_T, inputs.exchange_rows)
+            real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
+            real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
+            x_TN, residual_TN = self.mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
         else:
             x_TN, residual_TN = self.mlp(x_TN, residual_TN)
         return x_TN, residual_TN
@@ -136,6 +140,7 @@ class Decoder(nn.Module):
         tied_to = self.embedding if config.tied_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, placement, tied_to)
         self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
+        self._shared = split.exchange is not None
         self._heads = HeadShard(config.heads, config.kv_heads, collectives.rank, collectives.size)
 
     @staticmethod
@@ -153,18 +158,31 @@ class Decoder(nn.Module):
         return self.lm_head.vocab
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
-        """Final-normed hidden states [T, N] of every token of the step; writes its KV into ``kv_layers``."""
+        """Final-normed hidden states of every token of the step [T, N], or of ``inputs.logit_rows_R`` [R, N]; writes
+        the KV of all into ``kv_layers``.
+
+        Of the last layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed.
+        """
         inputs = self._with_real_tokens(self._planned(inputs, kv_layers[0]), kv_layers[0])
         x_TN: Tensor | Unsummed = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
-        for layer, kv_layer in zip(self.layers, kv_layers, strict=True):
-            x_TN, residual_TN = layer(x_TN, residual_TN, inputs, kv_layer, self.cos_sin_LR)
-        return self.final_norm.add(x_TN, residual_TN)[0]
+        wanted_R = inputs.logit_rows_R
+        early_R = None if self._whole_last_layer() else wanted_R
+        for number, (layer, kv_layer) in enumerate(zip(self.layers, kv_layers, strict=True)):
+            last_R = early_R if number + 1 == len(self.layers) else None
+            x_TN, residual_TN = layer(x_TN, residual_TN, inputs, kv_layer, self.cos_sin_LR, last_R)
+        hidden_TN = self.final_norm.add(x_TN, residual_TN)[0]
+        return hidden_TN if wanted_R is None or early_R is not None else hidden_TN.index_select(0, wanted_R)
 
     def repeat_prefill(self, page_table_BP: Tensor, max_tokens: int, kv_layer: Tensor) -> RepeatedPrefill | None:
         """Prefill attention for captured steps (Kernels.repeat_prefill); None where they cannot be."""
         heads = self._heads
         return self.kernels.repeat_prefill(page_table_BP, max_tokens, heads.local_heads, heads.local_kv_heads, kv_layer)
+
+    def _whole_last_layer(self) -> bool:
+        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token."""
+        mlp = self.layers[-1].mlp
+        return self._shared or (isinstance(mlp, SparseMLP) and mlp.load_E is not None)
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
         """This rank's logits [R, V_local] of final-normed hidden states; padding columns are -inf."""

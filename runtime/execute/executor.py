@@ -140,7 +140,7 @@ class Executor:
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
         if padded_tokens:
-            self.prefill_graphs.launch(padded_tokens, chunks, query, known, features, scores)
+            self.prefill_graphs.launch(padded_tokens, chunks, query, known, features)
         else:
             self.device.compute.submit(
                 lambda: self._work.prefill(chunks, query, known, features, scores, exchange_rows)

@@ -5,7 +5,8 @@ attention. Does not know: what a step computes (step.py), or which steps are pre
 
 Launched kernel by kernel, a prefill step costs the host tens of milliseconds, whatever its size: more than the device
 needs for a short prompt. A step's tokens are filled up to a bucket with tokens of the padding slot. What depends on the
-kind of sampling, and on who wants scores of prompt tokens, is launched after the replay: graphs for all would be many.
+kind of sampling is launched after the replay: graphs for all would be many. Steps that score prompt tokens have none:
+they need the last layer of all tokens, the others of one a row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import torch
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from runtime.execute.device import Device, DeviceError, Graph
-from runtime.execute.prompt_scores import StepScores
 from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, Staging
@@ -55,12 +55,11 @@ class PrefillGraphs:
         self._attention: RepeatedPrefill | None = None
         if not buckets:
             return
-        rows = len(staging.padded_chunks(0).slots_R)
-        self._page_table_BP = device.zeros(rows, tables.max_blocks, dtype=torch.int32)
+        self._page_table_BP = device.zeros(staging.max_rows, tables.max_blocks, dtype=torch.int32)
         attention = work.repeat_prefill(self._page_table_BP, buckets[-1])
         if agree_min(int(attention is not None)):  # one that pads and one that does not would exchange unlike sums
             self._attention = attention
-            self._hidden_TN = work.empty_hidden(device, buckets[-1])
+            self._hidden_RN = work.empty_hidden(device, staging.max_rows)
 
     @property
     def captured(self) -> int:
@@ -68,7 +67,7 @@ class PrefillGraphs:
 
     def bucket(self, plan: StepPlan) -> int:
         """Tokens to which the step's are filled up for its graph; 0 where it has none."""
-        if plan.kind is not StepKind.PREFILL or not self._graphs:
+        if plan.kind is not StepKind.PREFILL or not self._graphs or plan.scored_tokens:
             return 0
         tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self._buckets[bisect_left(self._buckets, tokens)] if tokens <= self._buckets[-1] else 0
@@ -80,17 +79,17 @@ class PrefillGraphs:
         query_lengths: tuple[int, ...],
         kv_lengths: tuple[int, ...],
         features: SamplingFeatures,
-        scores: StepScores | None = None,
     ) -> None:
         """Put a prefill step whose chunks are staged, and padded to ``bucket``, on the compute stream.
 
         Arguments as those of StepWork.prefill.
         """
-        attention, compute, hidden_TN = self._attention, self._device.compute, self._hidden_TN
+        attention, compute = self._attention, self._device.compute
         assert attention is not None  # bucket() was not 0
+        hidden_RN = self._hidden_RN[: len(chunks.slots_R)]  # those past the plan's rows are of no row
         compute.submit(lambda: attention.plan(query_lengths, kv_lengths))
         self._graphs[bucket].replay()
-        compute.submit(lambda: self._work.finish_prefill(hidden_TN, chunks, features, scores))
+        compute.submit(lambda: self._work.finish_prefill(hidden_RN, chunks, features))
 
     def warm_up(self, max_model_len: int, undo: Callable[[], None]) -> None:
         """Capture every bucket, the largest first so that the shared memory pool is sized once, and replay that one.
@@ -118,13 +117,14 @@ class PrefillGraphs:
     def _capture(self, bucket: int, max_model_len: int) -> Graph:
         work, attention = self._work, self._attention
         assert attention is not None  # or warm_up() had returned
-        chunks = self._staging.padded_chunks(bucket)
         read = PrefillAttention(self._page_table_BP, (bucket,), (bucket,), attention)
         lengths = self._rows_of(bucket, max_model_len)
 
         def forward() -> None:
-            self._page_table_BP.copy_(self._tables.gather_blocks(chunks.slots_R))
-            self._hidden_TN[:bucket].copy_(work.prefill_hidden(chunks, read))
+            chunks = self._staging.padded_chunks(bucket)
+            rows = len(chunks.slots_R)
+            self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
+            self._hidden_RN[:rows].copy_(work.prefill_hidden(chunks, read))
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
             attention.plan(lengths, lengths)

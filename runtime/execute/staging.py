@@ -113,10 +113,18 @@ class Staging:
         return self._row_maps[bucket]
 
     def padded_chunks(self, tokens: int) -> Chunks:
-        """Where the first ``tokens`` of any prefill plan are, and the rows of as many chunks as there may be; always
-        the same tensors. Rows past those of the plan are some slots' (their lengths are 0 in what attention is told).
+        """Where the first ``tokens`` of any prefill plan are, and the rows of as many chunks as so many tokens can be;
+        always the same memory. Rows past those of the plan are what an earlier one left there, made to stay in T.
         """
-        return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R)
+        token_ids_T, positions_T, slots_T = self._chunk_tokens_3T[:, :tokens]
+        slots_R, emitting_R, logit_rows_R = self._chunk_rows_3R[:, :tokens]
+        in_T = logit_rows_R.clamp(max=tokens - 1)
+        return Chunks(token_ids_T, positions_T, slots_T, slots_R, emitting_R, in_T)
+
+    @property
+    def max_rows(self) -> int:
+        """Chunks that a prefill plan may have."""
+        return self._chunk_rows_3R.shape[1]
 
     def chunks(self, plan: StepPlan) -> Chunks:
         """Where a prefill plan's chunks are once it is applied."""

@@ -77,18 +77,26 @@ class StepWork:
         ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none.
         """
         attention = PrefillAttention(self._tables.gather_blocks(chunks.slots_R), query_lengths, kv_lengths)
-        self.finish_prefill(self.prefill_hidden(chunks, attention, exchange_rows), chunks, features, scores)
+        scored_2S = None if scores is None else chunks.scored_2S
+        hidden = self.prefill_hidden(chunks, attention, exchange_rows, every_token=scored_2S is not None)
+        if scores is not None and scored_2S is not None:
+            scores.fill(hidden, scored_2S, lambda h_RN: self._model.gather_logits(self._model.logits(h_RN)))
+            hidden = hidden.index_select(0, chunks.logit_rows_R)
+        self.finish_prefill(hidden, chunks, features)
 
     def repeat_prefill(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None:
         """Attention for captured prefill steps over this KV pool; see Kernels.repeat_prefill."""
         return self._model.repeat_prefill(page_table_BP, max_tokens, self._kv_layers[0])
 
-    def empty_hidden(self, device: Device, tokens: int) -> Tensor:
-        """Room for what ``prefill_hidden`` returns of so many tokens."""
-        return device.zeros(tokens, self._model.config.hidden_size, dtype=self._model.dtype)
+    def empty_hidden(self, device: Device, rows: int) -> Tensor:
+        """Room for what ``prefill_hidden`` returns of so many rows."""
+        return device.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
 
-    def prefill_hidden(self, chunks: Chunks, attention: PrefillAttention, exchange_rows: int = 0) -> Tensor:
-        """The part of a prefill step that depends on no row's parameters: final hidden states [T, N] of every token."""
+    def prefill_hidden(
+        self, chunks: Chunks, attention: PrefillAttention, exchange_rows: int = 0, *, every_token: bool = False
+    ) -> Tensor:
+        """The part of a prefill step that depends on no row's parameters: final hidden states of each row's last token
+        [R, N], or of every token [T, N]."""
         positions_T, size = chunks.positions_T, self._block_size
         pages_T = self._tables.block_table_SP[chunks.slots_T, positions_T // size].to(torch.int64)
         inputs = StepInputs(
@@ -96,19 +104,14 @@ class StepWork:
             positions_T=positions_T,
             kv_slots_T=pages_T * size + positions_T % size,
             attention=attention,
-            logit_rows_R=chunks.logit_rows_R,
+            logit_rows_R=None if every_token else chunks.logit_rows_R,
             exchange_rows=exchange_rows or None,
         )
         return self._model.forward(inputs, self._kv_layers)
 
-    def finish_prefill(
-        self, hidden_TN: Tensor, chunks: Chunks, features: SamplingFeatures, scores: StepScores | None = None
-    ) -> None:
-        """The rest of it: scores, and the first tokens of rows whose chunk is the last."""
-        if scores is not None and chunks.scored_2S is not None:
-            scores.fill(hidden_TN, chunks.scored_2S, lambda h_RN: self._model.gather_logits(self._model.logits(h_RN)))
+    def finish_prefill(self, hidden_RN: Tensor, chunks: Chunks, features: SamplingFeatures) -> None:
+        """The rest of it: the first tokens of rows whose chunk is the last."""
         columns = self._tables.gather(chunks.emitting_R)
-        hidden_RN = hidden_TN.index_select(0, chunks.logit_rows_R)
         self._finish(hidden_RN, chunks.emitting_R, columns, columns.finished == 0, features)
 
     def _kv_slots(self, page_table_BP: Tensor, positions_BQ: Tensor, live_B1: Tensor) -> Tensor:

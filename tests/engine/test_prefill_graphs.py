@@ -66,13 +66,13 @@ def test_steps_beyond_the_last_bucket_are_launched() -> None:
     assert 0 < sum(counts.values()) < steps
 
 
-def test_prompts_are_scored() -> None:
-    """Scores come from the hidden states that a replay leaves behind."""
-    requests = prompts(seed=0)
-    with rig(prefill_buckets=BUCKETS) as engine:
+def test_steps_that_score_prompts_are_launched() -> None:
+    """They need every token's last layer; others between them are replayed."""
+    requests = [*prompts(seed=0), *(request(100 + i, range(i, i + 30)) for i in range(9))]
+    with rig(prefill_buckets=BUCKETS, rows=4) as engine:
         counts, scores = replays(engine), Scores()
         run(engine, requests, watch=scores)
-    assert any(counts.values())
+        assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]
     for one in requests:
         if one.sampling.prompt_logprobs is not None:
             check(one, scores.by_request.get(one.request_id, {}))  # of a single token there is nothing to say
