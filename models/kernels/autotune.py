@@ -263,7 +263,7 @@ def prefetch_columns(rows: int, columns: int) -> int:
 
 
 _DECODE_ROWS = 256  # more are a prefill's
-_QUICK_ALGORITHMS = 4
+_QUICK_ALGORITHMS = 8
 _PREFETCH_ELEMENTS = 12 << 20  # 24 MiB of 16-bit weights
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 

@@ -53,7 +53,15 @@ SHAPES = {
     "30B-A3B-tp2": Dense(2048, 48, 32, 4, 768).split(2),  # of whose experts nothing runs here
     "0.6B": MODELS["0.6B"],
 }
-CASES = (("8B", 128), ("8B", 256), ("8B-tp2", 256), ("30B-A3B-tp2", 256), ("30B-A3B-tp2", 32))
+CASES = (
+    ("8B", 256),
+    ("8B", 128),
+    ("8B-tp2", 32),
+    ("8B-tp2", 256),
+    ("30B-A3B-tp2", 32),
+    ("30B-A3B-tp2", 256),
+    ("8B", 32),
+)
 
 
 def layer_count(dense: Dense, rows: int, shortest: int) -> int:
