@@ -33,8 +33,8 @@ lint: $(STAMP)
 typecheck: $(STAMP)
 	$(BIN)/mypy
 
-interpreted: $(STAMP)  ## the sampler's kernels in Triton's interpreter, where no GPU is
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py
+interpreted: $(STAMP)  ## the kernels of the sampler and of a step's ends in Triton's interpreter, where no GPU is
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_ends_gpu.py
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal

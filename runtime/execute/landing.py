@@ -79,7 +79,11 @@ def result_words(rows: int, width: int, logprobs: int | None) -> int:
 
 
 class ResultRing:
-    """The device side. ``append`` runs inside the step, captured or not: where to write is a counter on the device."""
+    """The device side. ``append`` runs inside the step, captured or not: where to write is a counter on the device.
+
+    buffer_EX int32 [entries, words]; appended_1 int64 [1]: the next append's number, modulo ``stamps``. On CUDA
+    step_ends.write_back does what ``append`` does.
+    """
 
     def __init__(self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0) -> None:
         words = result_words(rows, width, max_logprobs)
@@ -88,7 +92,7 @@ class ResultRing:
         self.width = width
         self.max_logprobs = max_logprobs
         self.stamps = 2**31 - 2**31 % entries  # appends are numbered modulo this
-        self._appended = device.zeros(1, dtype=torch.int64)
+        self.appended_1 = device.zeros(1, dtype=torch.int64)
 
     def append(
         self, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, logprobs: TokenLogprobs | None = None
@@ -97,20 +101,20 @@ class ResultRing:
 
         Integers of any width. ``logprobs`` of the B * W tokens, in that order, whatever its leading shape.
         """
-        integers = [self._appended, tokens_BW, counts_B, finish_B]
+        integers = [self.appended_1, tokens_BW, counts_B, finish_B]
         words = [part.reshape(-1).to(torch.int32) for part in integers]
         if logprobs is not None:
             words += [part.reshape(-1).view(torch.int32) for part in logprobs]
         packed = torch.cat(words).unsqueeze(0)
-        self.buffer_EX[:, : packed.shape[1]].index_copy_(0, self._appended % self.entries, packed)
-        self._appended.add_(1).remainder_(self.stamps)
+        self.buffer_EX[:, : packed.shape[1]].index_copy_(0, self.appended_1 % self.entries, packed)
+        self.appended_1.add_(1).remainder_(self.stamps)
 
     def undo(self) -> None:
         """Take back the latest append, as after each warm-up of a step. Graph-safe.
 
         Never hurts a step in flight: the entry after the newest is always free (Landing.reserve).
         """
-        self._appended.add_(self.stamps - 1).remainder_(self.stamps)
+        self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
 
 
 @dataclass(slots=True)

@@ -129,6 +129,10 @@ class SlotColumns:
 
     def sampling(self) -> SamplingRows:
         """The sampler's view of these rows: the next token's position is the length."""
+        return self.sampling_at(self.length.to(torch.int64), self.finished != 0)
+
+    def sampling_at(self, position_N: Tensor, ended_N: Tensor) -> SamplingRows:
+        """``sampling``, of the next tokens' positions (int64) and the finished flags (bool) that are there already."""
         return SamplingRows(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -138,11 +142,11 @@ class SlotColumns:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             seed=self.seed,
-            position=self.length.to(torch.int64),
+            position=position_N,
             min_length=self.min_length,
             max_length=self.max_length,
             stop_ids=self.stop_ids_NK,
-            finished=self.finished != 0,
+            finished=ended_N,
         )
 
 

@@ -1,7 +1,8 @@
 """What one step does on the device, from slot tables to result ring: the work a graph captures.
 
 Knows: the order gather -> forward -> logits -> draw -> stop check -> write back by slot -> append to the ring.
-Does not know: plans, streams, capture (step_graph.py), or how the tables got their contents (staging.py).
+Does not know: what is gathered and written back (step_ends.py), plans, streams, capture (step_graph.py), or how the
+tables got their contents (staging.py).
 Everything here is graph-safe: fixed shapes, device tensors in and out, nothing read by the host.
 """
 
@@ -23,6 +24,7 @@ from runtime.execute.sampler import Draw, Verdict, local_best, merge_and_check, 
 from runtime.execute.sampling_rows import SamplingFeatures, SamplingRows
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
+from runtime.execute.step_ends import gather_decode, write_back
 
 
 class StepWork:
@@ -42,25 +44,23 @@ class StepWork:
 
         ``exchange_rows``: see StepPlan.
         """
-        columns = self._tables.gather(rows_B)
-        page_table_BP = self._tables.gather_blocks(rows_B)
-        live_B = columns.finished == 0
-        position_B = torch.where(live_B, columns.length - 1, 0).to(torch.int64)
+        rows = gather_decode(self._tables, rows_B, self._block_size)
         attention = DecodeAttention(
-            page_table_BP=page_table_BP,
-            kv_lengths_B=torch.where(live_B, columns.length, 1),
+            page_table_BP=rows.page_table_BP,
+            kv_lengths_B=rows.kv_lengths_B,
             query_len=1,
-            max_kv_length=page_table_BP.shape[1] * self._block_size,
+            max_kv_length=rows.page_table_BP.shape[1] * self._block_size,
         )
         inputs = StepInputs(
-            token_ids_T=columns.last_token,
-            positions_T=position_B,
-            kv_slots_T=self._kv_slots(page_table_BP, position_B[:, None], live_B[:, None])[:, 0],
+            token_ids_T=rows.token_B,
+            positions_T=rows.position_B,
+            kv_slots_T=rows.kv_slots_B,
             attention=attention,
+            real_T=rows.live_B,
             exchange_rows=exchange_rows or None,
         )
         hidden_BN = self._model.forward(inputs, self._kv_layers)
-        self._finish(hidden_BN, rows_B, columns, live_B, features)
+        self._finish(hidden_BN, rows_B, rows.columns, rows.sampling, features)
 
     def prefill(
         self,
@@ -112,28 +112,21 @@ class StepWork:
     def finish_prefill(self, hidden_RN: Tensor, chunks: Chunks, features: SamplingFeatures) -> None:
         """The rest of it: the first tokens of rows whose chunk is the last."""
         columns = self._tables.gather(chunks.emitting_R)
-        self._finish(hidden_RN, chunks.emitting_R, columns, columns.finished == 0, features)
-
-    def _kv_slots(self, page_table_BP: Tensor, positions_BQ: Tensor, live_B1: Tensor) -> Tensor:
-        """Where each token's KV goes; rows that are not live write into the trash block 0."""
-        page_BQ = page_table_BP.gather(1, positions_BQ // self._block_size).to(torch.int64)
-        return torch.where(live_B1, page_BQ, 0) * self._block_size + positions_BQ % self._block_size
+        self._finish(hidden_RN, chunks.emitting_R, columns, columns.sampling(), features)
 
     def _finish(
-        self, hidden_BN: Tensor, rows_B: Tensor, columns: SlotColumns, live_B: Tensor, features: SamplingFeatures
+        self,
+        hidden_BN: Tensor,
+        rows_B: Tensor,
+        columns: SlotColumns,
+        sampling: SamplingRows,
+        features: SamplingFeatures,
     ) -> None:
         """Draw, check for the end, write back by slot, report."""
-        draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), rows_B, columns.sampling(), features)
-        gained_B = verdict.count_B > 0
+        draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), rows_B, sampling, features)
         if features.penalties:
-            count_tokens_(self._seen(), rows_B, draw.token_B, gained_B)
-        self._tables.store(
-            rows_B,
-            torch.where(gained_B, draw.token_B, columns.last_token),
-            columns.length + verdict.count_B,
-            torch.where(live_B, verdict.finish_B, columns.finished),
-        )
-        self._ring.append(draw.token_B[:, None], verdict.count_B, verdict.finish_B, logprobs)
+            count_tokens_(self._seen(), rows_B, draw.token_B, verdict.count_B > 0)
+        write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
 
     def _draw(
         self, local_BV: Tensor, rows_B: Tensor, sampling: SamplingRows, features: SamplingFeatures

@@ -41,7 +41,7 @@ class Clockwork:
     @property
     def steps_done(self) -> int:
         """By the device's own count of what it appended to the result ring."""
-        return int(self.engine.executor._ring._appended.item())
+        return int(self.engine.executor._ring.appended_1.item())
 
     @property
     def steps_queued(self) -> int:

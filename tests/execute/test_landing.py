@@ -141,12 +141,12 @@ def test_undo_takes_a_rehearsal_back(steps: Steps) -> None:
 def test_the_append_number_wraps_with_the_ring(device: TwinDevice) -> None:
     ring = ResultRing(device, entries=3, rows=1, width=1)
     assert ring.stamps % 3 == 0
-    ring._appended.fill_(ring.stamps - 1)
+    ring.appended_1.fill_(ring.stamps - 1)
     one = torch.ones(1, dtype=torch.int32)
     ring.append(one[:, None], one, one)
-    assert (ring._appended.item(), ring.buffer_EX[2, 0].item()) == (0, ring.stamps - 1)
+    assert (ring.appended_1.item(), ring.buffer_EX[2, 0].item()) == (0, ring.stamps - 1)
     ring.undo()
-    assert ring._appended.item() == ring.stamps - 1
+    assert ring.appended_1.item() == ring.stamps - 1
 
 
 # ---- when ----

@@ -34,7 +34,8 @@ from parallel.collectives import Collectives, Unsummed  # noqa: E402
 from parallel.experts import ExpertSplit  # noqa: E402
 from parallel.one_shot_triton import one_shot  # noqa: E402
 from runtime.config import DEVICE_DEFAULTS, default_buckets  # noqa: E402
-from runtime.execute import logprobs, sampler  # noqa: E402
+from runtime.execute import logprobs, sampler, step_ends, step_kernels  # noqa: E402
+from runtime.execute.landing import ResultRing  # noqa: E402
 from runtime.execute.prompt_scores import StepScores, score_words  # noqa: E402
 from runtime.execute.sampling_kernels import triton_kernels  # noqa: E402
 from runtime.execute.sampling_rows import TOP_LOGPROBS, SamplingFeatures  # noqa: E402
@@ -72,6 +73,8 @@ def play_an_h200() -> None:
         module.unsupported = lambda device: None
     for module in modules[2:]:
         module.kernels_for = lambda tensor: triton_kernels()
+    ends: Any = step_ends
+    ends.kernels_for = lambda tensor: step_kernels.triton_kernels()
 
 
 def _no_prefill(device: torch.device) -> Mock:
@@ -154,13 +157,15 @@ class Rank:
         geometry = self.model.kv_geometry
         self._kv = [empty_kv_layer(64, PAGE, geometry.kv_heads, geometry.head_dim, dtype, "meta") for _ in range(2)]
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
+        device = cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute))
+        ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
         slots = SlotTables(
-            cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute)),
+            device,
             max_requests=2 * BUCKETS[-1],
             max_blocks=-(-(config.max_length + 1) // PAGE),
             vocab_size=config.vocab_size,
         )
-        self._work = StepWork(self.model, self._kv, slots, cast(Any, SimpleNamespace(append=_nothing)), PAGE)
+        self._work = StepWork(self.model, self._kv, slots, ring, PAGE)
 
     def decode(self, bucket: int, features: SamplingFeatures = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"

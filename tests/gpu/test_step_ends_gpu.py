@@ -1,0 +1,258 @@
+"""A step's two ends in Triton against the same ends in torch: every tensor, table and ring entry, bit for bit.
+
+Without a GPU, as CI does it: ``make interpreted``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.execute import step_ends
+from runtime.execute.landing import ResultRing
+from runtime.execute.logprobs import TokenLogprobs
+from runtime.execute.sampler import Draw, Verdict, stop_check
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.step_ends import Gathered, gather_decode, gather_decode_in_torch, write_back, write_back_in_torch
+from runtime.execute.step_kernels import StepKernels, triton_kernels
+from runtime.schedule.request import FinishReason
+from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.untyped import Stream
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    importlib.import_module("tests.models.interpreted_kernels")  # mends Triton's interpreter for today's numpy
+DEVICE = "cpu" if INTERPRETED else "cuda"
+BLOCK_SIZE = 16
+SIZES = [(1, 1), (3, 65), (8, 1000), (8, 1025), (256, 65), (300, 1)]  # rows, blocks of a slot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of numpy, with which the interpreter computes
+]
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that ran; interpreted ones take CPU tensors, which would otherwise be given to torch."""
+    kernels = triton_kernels()
+    assert kernels is not None
+    ran: list[str] = []
+
+    def begin(*args: Any) -> Any:
+        ran.append("begin")
+        return kernels.begin(*args)
+
+    def finish(*args: Any) -> None:
+        ran.append("finish")
+        kernels.finish(*args)
+
+    monkeypatch.setattr(
+        step_ends,
+        "kernels_for",
+        lambda tensor: StepKernels(begin, finish) if INTERPRETED or tensor.is_cuda else None,
+    )
+    return ran
+
+
+class Case(NamedTuple):
+    """Slots with random records, a row map over some of them, and the ring; ``on`` copies all of it."""
+
+    tables: SlotTables
+    ring: ResultRing
+    rows_B: Tensor
+
+    def on(self, device: str) -> Case:
+        same = _empty(device, self.tables.slots - 1, self.tables.max_blocks, self.ring.entries, self.tables.stop_ids)
+        for ours, theirs in zip(_state(same), _state(self), strict=True):
+            ours.copy_(theirs)
+        return same._replace(rows_B=self.rows_B.to(device))
+
+
+def _empty(device: str, slots: int, blocks: int, entries: int, stop_ids: int) -> Case:
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    compute = SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None)
+    played = cast(Any, SimpleNamespace(zeros=zeros, compute=compute))
+    tables = SlotTables(played, max_requests=slots, max_blocks=blocks, vocab_size=1, stop_ids=stop_ids)
+    ring = ResultRing(played, entries=entries, rows=slots + 5, width=1, max_logprobs=1)
+    return Case(tables, ring, zeros(0, dtype=torch.int64))
+
+
+def _state(case: Case) -> tuple[Tensor, ...]:
+    return case.tables.columns.records, case.tables.block_table_SP, case.ring.buffer_EX, case.ring.appended_1
+
+
+def _random(seed: int, rows: int, blocks: int, *, ended: float = 0.3, padding: int = 0, stop_ids: int = 16) -> Case:
+    """``padding`` of the rows are slot 0's; ``ended``: the share of the other slots that ended: ghost rows."""
+    rng = np.random.default_rng(seed)
+    slots = max(rows, 2)
+    case = _empty("cpu", slots, blocks, 4, stop_ids)
+    tables, ring = case.tables, case.ring
+    records, columns = tables.columns.records, tables.columns
+    records.copy_(torch.from_numpy(rng.integers(-(2**31), 2**31, tuple(records.shape), dtype=np.int32)))
+    columns.length[1:] = torch.from_numpy(rng.integers(1, blocks * BLOCK_SIZE + 1, slots, dtype=np.int32))
+    columns.finished[0] = int(FinishReason.STOP)
+    columns.finished[1:] = torch.from_numpy(np.where(rng.random(slots) < ended, rng.integers(1, 4, slots), 0))
+    columns.max_length[1:] = columns.length[1:] + torch.from_numpy(rng.integers(1, 3, slots, dtype=np.int32))
+    columns.min_length[1:] = columns.length[1:] - torch.from_numpy(rng.integers(-1, 2, slots, dtype=np.int32))
+    tables.block_table_SP[1:] = torch.from_numpy(rng.integers(1, 2**31, (slots, blocks), dtype=np.int32))
+    ring.buffer_EX.copy_(torch.from_numpy(rng.integers(0, 99, tuple(ring.buffer_EX.shape), dtype=np.int32)))
+    ring.appended_1.fill_(seed)
+    real = 1 + rng.permutation(slots)[: rows - padding]
+    return case._replace(rows_B=torch.from_numpy(rng.permutation(np.concatenate([real, np.zeros(padding, np.int64)]))))
+
+
+def _drawn(seed: int, gathered: Gathered) -> tuple[Draw, Verdict]:
+    """Tokens for the rows, some of them a stop id of the row; some rows without usable logits."""
+    rng = np.random.default_rng(seed)
+    rows = len(gathered.token_B)
+    sampling = gathered.sampling
+    device = gathered.token_B.device
+    token_B = torch.from_numpy(rng.integers(0, 151_936, rows)).to(device)
+    stops = torch.from_numpy(rng.random(rows) < 0.3).to(device)
+    token_B = torch.where(stops, sampling.stop_ids[:, 0].to(torch.int64), token_B)
+    ok_B = torch.from_numpy(rng.random(rows) < 0.9).to(device)
+    draw = Draw(torch.where(ok_B, token_B, 0), ok_B)
+    return draw, stop_check(draw.token_B, sampling, draw.ok_B)
+
+
+def _same(found: Tensor, wanted: Tensor, what: object) -> None:
+    assert found.dtype == wanted.dtype, what
+    assert found.shape == wanted.shape, what
+    if found.is_floating_point():  # random bits: NaN among them
+        found, wanted = found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
+    assert torch.equal(found.cpu(), wanted.cpu()), what
+
+
+def _same_state(found: Case, wanted: Case) -> None:
+    for ours, theirs, what in zip(_state(found), _state(wanted), ("records", "blocks", "ring", "counter"), strict=True):
+        _same(ours, theirs, what)
+
+
+def _same_gathered(found: Gathered, wanted: Gathered) -> None:
+    _same(found.columns.records, wanted.columns.records, "records")
+    for part in ("page_table_BP", "kv_lengths_B", "token_B", "position_B", "kv_slots_B", "live_B"):
+        _same(getattr(found, part), getattr(wanted, part), part)
+    for field in fields(found.sampling):
+        _same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
+
+
+def _check_a_step(case: Case, seed: int) -> None:
+    """Both ends of one step from the state of ``case``, which the torch code then advances."""
+    device = case.on(DEVICE)
+    gathered = gather_decode(device.tables, device.rows_B, BLOCK_SIZE)
+    wanted = gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
+    _same_gathered(gathered, wanted)
+    _same_state(device, case)
+    draw, verdict = _drawn(seed, wanted)
+    moved = Draw(*(part.to(DEVICE) for part in draw)), Verdict(*(part.to(DEVICE) for part in verdict))
+    write_back(device.tables, device.ring, device.rows_B, gathered.columns, *moved)
+    write_back_in_torch(case.tables, case.ring, case.rows_B, wanted.columns, draw, verdict)
+    _same_state(device, case)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), SIZES)
+def test_both_ends_are_those_of_torch(rows: int, blocks: int, calls: list[str]) -> None:
+    for seed in range(3):
+        case = _random(seed, rows, blocks, padding=min(seed, rows))
+        finished_before = int((case.tables.columns.finished != 0).sum())
+        _check_a_step(case, seed)
+        if rows > 100:  # the case is one in which rows do end
+            assert int((case.tables.columns.finished != 0).sum()) > finished_before
+    assert calls == ["begin", "finish"] * 3
+
+
+@pytest.mark.parametrize("stop_ids", [1, 2, 5])
+def test_records_of_other_sizes(stop_ids: int) -> None:
+    _check_a_step(_random(1, 8, 65, padding=2, stop_ids=stop_ids), 1)
+
+
+@pytest.mark.parametrize(("ended", "padding"), [(1.0, 0), (1.0, 3), (0.0, 8)], ids=["ghosts", "both", "padding"])
+def test_rows_of_which_none_lives_change_nothing_but_the_ring(ended: float, padding: int) -> None:
+    case = _random(2, 8, 65, ended=ended, padding=padding)
+    before = case.on("cpu")
+    _check_a_step(case, 2)
+    _same(case.tables.columns.records, before.tables.columns.records, "records")
+    assert int(case.ring.appended_1) == int(before.ring.appended_1) + 1
+
+
+def test_the_ring_and_its_stamps_wrap() -> None:
+    case = _random(0, 3, 1)
+    stamps = case.ring.stamps
+    assert stamps == 2**31  # of four entries: the largest there is
+    case.ring.appended_1.fill_(stamps - 3)
+    for step in range(6):
+        _check_a_step(case, step)
+    assert int(case.ring.appended_1) == 3
+    assert case.ring.buffer_EX[:, 0].tolist() == [0, 1, 2, stamps - 1]
+
+
+def test_log_probabilities_take_the_way_of_torch(calls: list[str]) -> None:
+    case = _random(0, 3, 1)
+    device = case.on(DEVICE)
+    gathered = gather_decode(device.tables, device.rows_B, BLOCK_SIZE)
+    draw, verdict = _drawn(0, gathered)
+    values = torch.rand(3, 1, device=DEVICE)
+    logprobs = TokenLogprobs(values[:, 0], verdict.count_B, verdict.count_B[:, None], values)
+    write_back(device.tables, device.ring, device.rows_B, gathered.columns, draw, verdict, logprobs)
+    assert calls == ["begin"]
+    packed = device.ring.buffer_EX[0].cpu()
+    assert packed[1:4].tolist() == draw.token_B.tolist()
+    assert packed[10:13].view(torch.float32).tolist() == values[:, 0].tolist()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about the device, not the arithmetic")
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_a_captured_graph_advances_the_same_state_and_never_syncs(rows: int) -> None:
+    """Both ends in one graph, replayed; in between a draw that is the same every time."""
+    case = _random(4, rows, 65, ended=0.2, padding=rows // 8)
+    columns = case.tables.columns
+    columns.length[1:] = 5
+    columns.max_length[1:] = 6 + torch.arange(len(columns.length) - 1, dtype=torch.int32) % 9
+    device = case.on("cuda")
+    draw, _ = _drawn(4, gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE))
+    moved = Draw(*(part.cuda() for part in draw))
+
+    def verdict_of(gathered: Gathered, ok_B: Tensor) -> Verdict:
+        full_B = gathered.sampling.position + 1 >= gathered.sampling.max_length
+        return Verdict(
+            (gathered.live_B & ok_B).to(torch.int32),
+            (gathered.live_B & full_B).to(torch.int32) * int(FinishReason.LENGTH),
+        )
+
+    def step() -> Gathered:
+        gathered = gather_decode(device.tables, device.rows_B, BLOCK_SIZE)
+        verdict = verdict_of(gathered, moved.ok_B)
+        write_back(device.tables, device.ring, device.rows_B, gathered.columns, moved, verdict)
+        return gathered
+
+    stream = Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with no_synchronisation(), torch.cuda.stream(stream):
+        step()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            gathered = step()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(_state(device), _state(case), strict=True):
+        ours.copy_(theirs)
+    for _ in range(6):
+        graph.replay()
+        wanted = gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
+        verdict = verdict_of(wanted, draw.ok_B)
+        write_back_in_torch(case.tables, case.ring, case.rows_B, wanted.columns, draw, verdict)
+        torch.cuda.synchronize()
+        _same_gathered(gathered, wanted)
+        _same_state(device, case)
