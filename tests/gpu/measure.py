@@ -101,7 +101,7 @@ PARTS = (
         "--profile",
     ),
     Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
-    Part("attention-in-layer", 1, 150, "-m tests.gpu.bench_attention --out {out}/results --compile-workers 13"),
+    Part("attention-in-layer", 1, 110, "-m tests.gpu.bench_attention --out {out}/results --compile-workers 13"),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
