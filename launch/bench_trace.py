@@ -19,8 +19,6 @@ from runtime.engine import Engine
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
 
-_MOST_TOKENS_A_TURN = 4 << 20  # prompt tokens announced in one turn: a control record has room for about twice that
-
 
 class BenchError(RuntimeError):
     """A run did not do what was to be measured; the text says what happened instead."""
@@ -107,8 +105,8 @@ def run_requests(
     max_concurrency: int | None = None,
     after_turn: Callable[[StepOutput], None] | None = None,
 ) -> RunTrace:
-    """Run ``requests`` to their ends (leader). Without ``max_concurrency`` all of them are announced in one turn,
-    unless they are more than a control record holds. ``after_turn`` is called after each turn of the engine."""
+    """Run ``requests`` to their ends (leader). Without ``max_concurrency`` all of them are handed over before the first
+    turn. ``after_turn`` is called after each turn of the engine."""
     gc.collect()
     clock = time.perf_counter
     waiting = deque(requests)
@@ -117,14 +115,12 @@ def run_requests(
     finished: dict[int, Finished] = {}
     started = clock()
     while waiting or len(finished) < len(times):
-        tokens = 0
-        while waiting and tokens <= _MOST_TOKENS_A_TURN:
+        while waiting:
             if max_concurrency is not None and len(times) - len(finished) >= max_concurrency:
                 break
             request = waiting.popleft()
             times[request.request_id] = RequestTimes(request, started if max_concurrency is None else clock())
             engine.add(request)
-            tokens += len(request.prompt_token_ids)
         if not engine.has_work:
             raise BenchError(f"the engine is idle, but {len(times) - len(finished)} requests have not ended")
         output = engine.step()

@@ -4,13 +4,17 @@ Knows: the four events of runtime/schedule/plan.py and every legal range of thei
 Does not know: steps, records, sockets (parallel/control) or what a scheduler does with an event.
 
 Each event is a msgpack array that begins with its tag; fields stand in the order of the dataclass they mirror, so that
-nothing is optional and nothing can be added. No events are no bytes.
+nothing is optional and nothing can be added. No events are no bytes. The token ids of a prompt are one string of
+little-endian int32: read one by one as msgpack's own integers, they would take longer than everything else that the
+host does before a prefill.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated
 
 import msgspec
@@ -51,7 +55,7 @@ class _Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     request_id: _Id
-    prompt_token_ids: tuple[_Token, ...]
+    prompt_token_ids: bytes
     sampling: _Sampling
     stop_token_ids: tuple[_Token, ...]
     priority: _Int64
@@ -76,7 +80,9 @@ class _Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[_Admit | _Cancel | _Pause | _Resume])
-_SAMPLING_FIELDS = _Sampling.__struct_fields__
+_sampling_fields = attrgetter(*_Sampling.__struct_fields__)
+_TOKEN_BYTES = 4
+_FINITE = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
@@ -90,28 +96,45 @@ def encode_events(events: Sequence[Event]) -> bytes:
         payload = _ENCODER.encode([_to_wire(event) for event in events])
     except (TypeError, OverflowError, msgspec.MsgspecError) as error:
         raise EventsRefused(f"events cannot be sent: {error}") from error
-    decode_events(payload)
+    _decode(payload)
     return payload
 
 
 def decode_events(payload: bytes) -> tuple[Event, ...]:
     """The events in ``payload``, in order. Raises EventsRefused for bytes that are anything else."""
-    if not payload:
-        return ()
+    return tuple(_from_wire(event) for event in _decode(payload)) if payload else ()
+
+
+def _decode(payload: bytes) -> list[_Admit | _Cancel | _Pause | _Resume]:
+    """What ``payload`` holds, every field of it in its range."""
     try:
         wire = _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EventsRefused(f"{len(payload)} bytes are no events: {error}") from error
-    return tuple(_from_wire(event) for event in wire)
+    for event in wire:
+        if isinstance(event, _Admit):
+            _check_request(event.request)
+    return wire
+
+
+def _check_request(request: _Request) -> None:
+    """What the types above cannot say."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if len(prompt) % _TOKEN_BYTES or not prompt[_TOKEN_BYTES - 1 :: _TOKEN_BYTES].isascii():  # a byte with a sign bit
+        raise EventsRefused(
+            f"request {request.request_id}: prompt_token_ids are {len(prompt)} bytes, not int32 numbers >= 0"
+        )
+    for name in _FINITE:
+        if not math.isfinite(getattr(sampling, name)):
+            raise EventsRefused(f"request {request.request_id}: {name} is {getattr(sampling, name)}, not finite")
 
 
 def _to_wire(event: Event) -> _Admit | _Cancel | _Pause | _Resume:
     if isinstance(event, Admit):
         request, sampling = event.request, event.request.sampling
-        mirrored = _Sampling(*(getattr(sampling, name) for name in _SAMPLING_FIELDS))
-        return _Admit(
-            _Request(request.request_id, request.prompt_token_ids, mirrored, request.stop_token_ids, request.priority)
-        )
+        mirrored = _Sampling(*_sampling_fields(sampling))
+        prompt = _pack_tokens(request)
+        return _Admit(_Request(request.request_id, prompt, mirrored, request.stop_token_ids, request.priority))
     if isinstance(event, Cancel):
         return _Cancel(event.request_id, event.reason)
     if isinstance(event, Pause):
@@ -121,16 +144,22 @@ def _to_wire(event: Event) -> _Admit | _Cancel | _Pause | _Resume:
     raise EventsRefused(f"{type(event).__name__} is no event that can be sent")
 
 
+def _pack_tokens(request: Request) -> bytes:
+    prompt = request.prompt_token_ids
+    try:
+        return struct.pack(f"<{len(prompt)}i", *prompt)
+    except struct.error as error:
+        raise EventsRefused(
+            f"events cannot be sent: prompt_token_ids of request {request.request_id}: {error}"
+        ) from error
+
+
 def _from_wire(event: _Admit | _Cancel | _Pause | _Resume) -> Event:
     if isinstance(event, _Admit):
         request = event.request
-        sampling = SamplingParams(*(getattr(request.sampling, name) for name in _SAMPLING_FIELDS))
-        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(sampling, name)):
-                raise EventsRefused(f"request {request.request_id}: {name} is {getattr(sampling, name)}, not finite")
-        return Admit(
-            Request(request.request_id, request.prompt_token_ids, sampling, request.stop_token_ids, request.priority)
-        )
+        prompt = struct.unpack(f"<{len(request.prompt_token_ids) // _TOKEN_BYTES}i", request.prompt_token_ids)
+        sampling = SamplingParams(*_sampling_fields(request.sampling))
+        return Admit(Request(request.request_id, prompt, sampling, request.stop_token_ids, request.priority))
     if isinstance(event, _Cancel):
         return Cancel(event.request_id, event.reason)
     if isinstance(event, _Pause):

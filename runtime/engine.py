@@ -28,6 +28,7 @@ from runtime.execute.sampling_rows import SamplingFeatures
 from runtime.execute.slot_state import DEFAULT_STOP_IDS, check_stop_ids
 from runtime.observe.observer import StepObserver
 from runtime.observe.watchdog import Watchdog
+from runtime.outbox import open_outbox
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.scheduler import Scheduler
@@ -85,7 +86,7 @@ class Engine:
         self._dealer = dealer
         self._thaw = thaw
         self._in_flight: deque[_Flight] = deque()
-        self._outbox: list[Event] = []
+        self._outbox = open_outbox(config)
         control.explain_with(scheduler.digest.recent)
 
     # ---- the loop ----
@@ -116,8 +117,7 @@ class Engine:
             self._watchdog.step, self._watchdog.place = self.scheduler.step, place
 
     def _submit_agreed_events(self) -> tuple[Finished, ...]:
-        payload = encode_events(self._outbox) if self._outbox else b""
-        self._outbox.clear()
+        payload = encode_events(self._outbox.portion()) if self._outbox else b""
         agreed = self.control.exchange(self.scheduler.step, self.scheduler.digest.value, payload)
         events: Sequence[Event] = decode_events(agreed) if agreed else ()
         if self._dealer is not None:
@@ -232,23 +232,23 @@ class Engine:
         return self._dealer.outstanding or any(flight.launched is not None for flight in self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Announce a request. ValueError when a slot could not hold it; a scheduler's refusal comes as an output."""
+        """Have a request announced. ValueError when no slot could hold it; a scheduler's refusal comes as an output."""
         check_stop_ids(request.request_id, request.stop_token_ids, DEFAULT_STOP_IDS)
         if request.sampling.seed is None:
             raise ValueError(f"request {request.request_id} has no seed: draw one, so that the answer can be repeated")
-        self._outbox.append(Admit(request))
+        self._outbox.put(Admit(request))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored."""
-        self._outbox.append(Cancel(request_id, reason))
+        self._outbox.put(Cancel(request_id, reason))
 
     def pause(self, request_id: int) -> None:
         """Stop running a request for now; it keeps what it holds unless memory is short."""
-        self._outbox.append(Pause(request_id))
+        self._outbox.put(Pause(request_id))
 
     def resume(self, request_id: int) -> None:
         """Undo ``pause``."""
-        self._outbox.append(Resume(request_id))
+        self._outbox.put(Resume(request_id))
 
     @property
     def counters(self) -> Mapping[str, int | float]:

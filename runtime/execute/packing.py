@@ -6,8 +6,10 @@ Does not know: how the arrays travel (staging.py), streams, events, tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -74,6 +76,11 @@ def pack(
     return packed
 
 
+def _integers(numbers: Sequence[int]) -> _Array:
+    """As int64 [n], read-only: in a third of the time that numpy needs to find out what a tuple holds."""
+    return np.frombuffer(struct.pack(f"{len(numbers)}q", *numbers), np.int64)
+
+
 def _check_slots(plan: StepPlan, what: str, slots: _Array, tables: SlotTables) -> None:
     """Real slots only: an index past a table would be written over somebody else's memory."""
     if slots.min() <= PADDING_SLOT or slots.max() >= tables.slots:
@@ -84,7 +91,7 @@ def _check_slots(plan: StepPlan, what: str, slots: _Array, tables: SlotTables) -
 
 def _check_distinct(plan: StepPlan, what: str, keys: _Array) -> None:
     """Two writes of one place have no order on the device."""
-    if len(np.unique(keys)) != len(keys):
+    if len(set(keys.tolist())) != len(keys):
         raise ValueError(f"step {plan.step}: two {what} for the same place; a plan names each place once")
 
 
@@ -114,8 +121,8 @@ def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:
 
 
 def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
-    writes_M3 = np.array(plan.block_writes, np.int64)
-    slots_M, indices_M, blocks_M = writes_M3.T
+    count = len(plan.block_writes)
+    slots_M, indices_M, blocks_M = _integers(tuple(chain.from_iterable(plan.block_writes))).reshape(count, 3).T
     _check_slots(plan, "a block write", slots_M, tables)
     if indices_M.min() < 0 or indices_M.max() >= tables.max_blocks:
         raise ValueError(
@@ -133,7 +140,7 @@ def _pack_chunks(packed: Changes[_Array], plan: StepPlan, padded_tokens: int) ->
     offset = 0
     for chunk, length in zip(plan.chunks, lengths, strict=True):
         here = slice(offset, offset + length)
-        tokens_3T[0, here] = chunk.token_ids
+        tokens_3T[0, here] = _integers(chunk.token_ids)
         tokens_3T[1, here] = np.arange(chunk.start, chunk.start + length)
         tokens_3T[2, here] = chunk.slot
         offset += length

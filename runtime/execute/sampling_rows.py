@@ -121,6 +121,8 @@ class SamplingFeatures:
 
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
         """The variant that serves both."""
+        if self == other:
+            return self
         return SamplingFeatures(
             random=self.random or other.random,
             filters=self.filters or other.filters,

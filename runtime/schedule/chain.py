@@ -33,6 +33,8 @@ class State(Enum):
     EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
     ENDED = "ended"  # finished, cancelled or rejected
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and a dozen look-ups a request are by state
+
 
 class Trigger(Enum):
     ADMIT = "admit"

@@ -92,6 +92,21 @@ def test_a_field_out_of_its_range_is_refused(change: dict[str, Any], said: str) 
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("token", [-1, 2**31, 2**70, 1.5, "1", None])
+def test_a_prompt_of_other_than_tokens_is_refused(token: Any) -> None:
+    with pytest.raises(EventsRefused, match="request 3"):
+        encode_events([Admit(replace(PLAIN, prompt_token_ids=(1, token, 3)))])
+
+
+@pytest.mark.parametrize("prompt", [b"123", b"\0\0\0\0\0", b"\1\0\0\0\1\0\0\x80", b"\xff" * 8])
+def test_bytes_that_are_no_tokens_are_refused(prompt: bytes) -> None:
+    admit = agreed_events._to_wire(Admit(PLAIN))
+    assert isinstance(admit, agreed_events._Admit)
+    bad = msgspec.structs.replace(admit, request=msgspec.structs.replace(admit.request, prompt_token_ids=prompt))
+    with pytest.raises(EventsRefused, match=f"request 3: prompt_token_ids are {len(prompt)} bytes"):
+        decode_events(msgspec.msgpack.encode([bad]))
+
+
 def test_what_is_no_event_cannot_be_sent() -> None:
     no_event: Any = "admit"
     no_number: Any = object()

@@ -1,0 +1,66 @@
+"""What a leader's callers asked for and no control record has told yet: announced in portions, turn by turn.
+
+Knows: how much of it a turn needs. Does not know: records, steps, how a scheduler chooses.
+
+All of a large batch in one record would keep every rank reading, with an idle device, before the first prefill is
+planned. A portion holds what a prefill step can take, so such steps are as full as if everything had been announced,
+and the rest is read behind them, while the device computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from runtime.config import EngineConfig
+from runtime.schedule.plan import Admit, Event
+
+LEAST_PROMPT_TOKENS = 8192  # reading so much takes well under a millisecond: smaller portions would save nothing
+LEAST_REQUESTS = 256
+
+
+class Outbox:
+    """Events in the order of ``put``, but that none waits behind arrivals of other requests.
+
+    ``prompt_tokens``, ``requests``: a portion's arrivals end with the one that reaches either.
+    """
+
+    def __init__(self, prompt_tokens: int, requests: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._requests = requests
+        self._now: list[Event] = []  # about requests that were announced
+        self._later: deque[Event] = deque()  # arrivals, and what is about one of them
+        self._arriving: set[int] = set()  # the ids of ``_later``'s arrivals
+
+    def __bool__(self) -> bool:
+        return bool(self._now or self._later)
+
+    def put(self, event: Event) -> None:
+        """To be announced soon."""
+        if isinstance(event, Admit):
+            self._arriving.add(event.request.request_id)
+            self._later.append(event)
+        elif event.request_id in self._arriving:
+            self._later.append(event)
+        else:
+            self._now.append(event)
+
+    def portion(self) -> list[Event]:
+        """What this turn announces; it is not in here any more."""
+        events, self._now = self._now, []
+        tokens = requests = 0
+        while self._later and tokens < self._prompt_tokens and requests < self._requests:
+            event = self._later.popleft()
+            events.append(event)
+            if isinstance(event, Admit):
+                self._arriving.discard(event.request.request_id)
+                tokens += len(event.request.prompt_token_ids)
+                requests += 1
+        return events
+
+
+def open_outbox(config: EngineConfig) -> Outbox:
+    """A portion fills every group's next prefill step; twice, where it is dealt out to several, as shares differ."""
+    steps = 1 if config.data_parallel == 1 else 2 * config.data_parallel
+    return Outbox(
+        max(steps * config.max_prefill_tokens, LEAST_PROMPT_TOKENS), max(steps * config.max_num_seqs, LEAST_REQUESTS)
+    )
