@@ -217,9 +217,13 @@ def padded_dim(head_dim: int) -> int:
 
 
 def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, programs: int) -> int:
-    """The largest power of two of splits that makes at most ``programs``, no more than a row has key blocks."""
-    most = power_of_two_above(-(-max_kv_length // block_n))
-    wanted = max(1, programs // (rows * kv_heads))
+    """The largest power of two of splits that makes at most ``programs``, no more than a row has key blocks.
+
+    Where not even two would fit, two are made of up to ``programs`` pairs: two halves beside each other are faster than
+    one program that has a multiprocessor to itself.
+    """
+    most, pairs = power_of_two_above(-(-max_kv_length // block_n)), rows * kv_heads
+    wanted = max(1, programs // pairs, 2 * programs // pairs if 2 * pairs > programs else 1)
     return max(1, min(64, most, 1 << (wanted.bit_length() - 1)))
 
 

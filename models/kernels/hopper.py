@@ -205,8 +205,8 @@ class HopperKernels(HopperProducts):
 def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int, int, int]:
     """(keys a block, stages, warps): what was fastest on an H200 for this many (row, kv head) pairs, made to fit."""
     block_n, stages, warps = 64, 5, 4
-    if pairs >= 512:
-        stages = 3
+    if pairs >= 1024:
+        stages, warps = 3, 2
     elif pairs >= 256:
         block_n, warps = 32, 2
     if query_rows >= 64:

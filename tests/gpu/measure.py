@@ -47,7 +47,8 @@ _TESTS = " ".join(
     )
 )
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
-_BOTH = "--num-warmups 1 --num-iters 3 --roofline --profile --result-dir {out}/results"
+_BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
+_PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
 _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
 _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
@@ -75,10 +76,11 @@ PARTS = (
     # one GPU
     Part("doctor", 1, 60, "-m launch doctor"),
     Part("engine-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_engine_gpu.py tests/gpu/test_stall.py"),
-    Part("latency-8b", 1, 240, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}"),
-    Part("latency-0.6b", 1, 150, f"{_BENCH} latency --model qwen3-0.6b {_FEW} {_BOTH}"),
-    Part("anatomy-8b", 1, 240, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
-    Part("anatomy-0.6b", 1, 150, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
+    Part("latency-8b", 1, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}"),
+    Part("latency-0.6b", 1, 80, f"{_BENCH} latency --model qwen3-0.6b {_FEW} {_BOTH}"),
+    Part("anatomy-8b", 1, 110, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
+    Part("anatomy-0.6b", 1, 80, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
+    Part("profile-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}"),
     Part("generate", 1, 280, f"{_PYTEST} -s -m gpu tests/gpu/test_generate_gpu.py"),
     Part(
         "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
@@ -106,19 +108,21 @@ PARTS = (
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
-    Part("experts-tests", 2, 280, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
-    Part("latency-8b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
-    Part("anatomy-8b-tp2", 2, 240, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
-    Part("latency-30b-ep2", 2, 240, f"{_EXPERTS.format('latency')} {_FEW} {_BOTH}", True),
-    Part("anatomy-30b-ep2", 2, 240, f"{_EXPERTS.format('anatomy')} {_THREE} {_ANATOMY}", True),
+    Part("experts-tests", 2, 180, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
+    Part("latency-8b-tp2", 2, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
+    Part("anatomy-8b-tp2", 2, 100, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
+    Part("profile-8b-tp2", 2, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}", True),
+    Part("profile-30b-ep2", 2, 120, f"{_EXPERTS.format('latency')} {_THREE} {_PROFILE}", True),
+    Part("latency-30b-ep2", 2, 130, f"{_EXPERTS.format('latency')} {_FEW} {_BOTH}", True),
+    Part("anatomy-30b-ep2", 2, 110, f"{_EXPERTS.format('anatomy')} {_THREE} {_ANATOMY}", True),
     Part(
         "latency-30b-dp2",
         2,
-        240,
+        120,
         f"{_GROUPS} --batch-size 32,256 --max-num-seqs 128 --decode-buckets 16,128 {_BOTH}",
         True,
     ),
-    Part("faults-nccl", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
+    Part("faults-nccl", 2, 200, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
     Part("control", 2, 120, f"{_BENCH} control --ranks 2 --way nccl --output {{out}}/results/control.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
