@@ -107,6 +107,7 @@ PARTS = (
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s -m multigpu tests/gpu/test_engine_two_gpus.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
     Part("experts-tests", 2, 180, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
     Part("latency-8b-tp2", 2, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
