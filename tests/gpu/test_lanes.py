@@ -148,6 +148,9 @@ def test_too_large_and_too_late_are_told_apart(
 def test_a_signal_kills_all_that_runs(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(folder / "files" / "alive")
     alive = os.open(folder / "files" / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    inherited = signal.signal(
+        number, signal.default_int_handler
+    )  # a shell's background jobs ignore SIGINT, and so do we
     before = signal.getsignal(number)
     for name, source in (("sleeper", SLEEPER), ("sender", SENDER)):
         (folder / f"{name}.py").write_text(source)
@@ -161,12 +164,13 @@ def test_a_signal_kills_all_that_runs(folder: Path, number: int, capsys: pytest.
             measure.run_all(parts, folder, ["0", "1"], seconds=600)
         assert select.select([alive], [], [], 10)[0], "a process of the part, or one that it started, is alive"
         assert os.read(alive, 1) == b""
+        assert signal.getsignal(number) == before
     finally:
         os.close(alive)
+        signal.signal(number, inherited)
     assert stopped.value.code == 128 + number
     assert "killed what ran: sleeper, sender" in capsys.readouterr().err
     assert not (folder / "files" / "never").exists()
-    assert signal.getsignal(number) == before
 
 
 def test_gpus_are_those_that_we_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
