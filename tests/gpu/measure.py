@@ -109,8 +109,10 @@ PARTS = (
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s -m multigpu tests/gpu/test_engine_two_gpus.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
+    Part("models-tp2", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_models.py"),
     Part("experts-tests", 2, 180, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
     Part("latency-8b-tp2", 2, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
+    Part("anatomy-0.6b-tp2", 2, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}", True),
     Part("anatomy-8b-tp2", 2, 130, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
     Part("profile-8b-tp2", 2, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}", True),
     Part("profile-30b-ep2", 2, 120, f"{_EXPERTS.format('latency')} {_THREE} {_PROFILE}", True),
@@ -124,6 +126,7 @@ PARTS = (
         True,
     ),
     Part("faults-nccl", 2, 200, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
+    Part("control-host", 2, 100, f"{_BENCH} control --output {{out}}/results/control-host.json"),
     Part("control", 2, 120, f"{_BENCH} control --ranks 2 --way nccl --output {{out}}/results/control.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
