@@ -23,7 +23,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
-from parallel.collectives import Collectives, Unsummed
+from parallel.collectives import Collectives, GroupCollectives, Unsummed
 from parallel.embedding import LMHead, VocabParallelEmbedding, gather_logits
 from parallel.experts import ExpertSplit
 from parallel.shard import HeadShard, Placement, ScatteredShard, Shard, ShardedModule, VocabShard
@@ -180,9 +180,15 @@ class Decoder(nn.Module):
         return self.kernels.repeat_prefill(page_table_BP, max_tokens, heads.local_heads, heads.local_kv_heads, kv_layer)
 
     def _whole_last_layer(self) -> bool:
-        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token."""
+        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token.
+
+        Over gloo the sums of a step keep one size: where a rank makes a call too many, gloo would end the process of
+        another one that gets more bytes than its own call is for, and nobody could tell whose fault that was.
+        """
         mlp = self.layers[-1].mlp
-        return self._shared or (isinstance(mlp, SparseMLP) and mlp.load_E is not None)
+        counted = isinstance(mlp, SparseMLP) and mlp.load_E is not None
+        over_gloo = isinstance(self.collectives, GroupCollectives) and self.final_norm.weight.device.type == "cpu"
+        return self._shared or counted or over_gloo
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
         """This rank's logits [R, V_local] of final-normed hidden states; padding columns are -inf."""

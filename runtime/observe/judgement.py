@@ -121,21 +121,15 @@ def weigh(
 ) -> Verdict:
     """The verdict when ranks reported nothing but consequences, first report first, and no cause was heard in time.
 
-    Of what is known besides, in this order: a rank that is among ``ended``, those whose processes are gone, or that is
-    reported to be gone; one that called another collective than the others, where one broke; one of those on other
-    nodes, ``far``, of which nothing was heard for longer than ``silence``. Ranks that reported have said why they end.
-
-    A rank is gone for another one's fault where the others, in this sure of it, called something else than one of
-    them: gloo ends a process that gets more bytes than its own call is for, without a word.
+    Of what is known besides, in this order: a rank that is among ``ended``, those whose processes are gone; one that
+    called another collective than the others, where one broke; one of those on other nodes, ``far``, of which nothing
+    was heard for longer than ``silence``. Ranks that reported have said why they end.
     """
     wordless = sorted(signs.keys() - {report.rank for report in reports})
-    lost = [report for report in reports if report.cause is Cause.LOST]
-    lost += [gone(rank, signs[rank], far) for rank in wordless if rank in ended]
+    for rank in wordless:
+        if rank in ended:
+            return gone(rank, signs[rank], far)
     broken = [report for report in reports if report.cause is Cause.COLLECTIVE]
-    if lost:
-        dead = {report.rank for report in lost}
-        odd = odd_caller({rank: sign for rank, sign in signs.items() if rank not in dead}) if broken else None
-        return odd or lost[0]
     odd = odd_caller(signs, sure=False) if broken else None
     if odd is not None:
         return odd

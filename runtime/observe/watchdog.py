@@ -193,7 +193,7 @@ class Watchdog(Progress):
             self._end(Verdict(Cause.FRAME, rank, self.step, text))
         elif frame is None:
             if all(report.rank != rank for report in self._reports):  # else it has said why
-                self._lose(channel, rank)
+                self._end(self._outlook.lost(rank))
         elif isinstance(frame.body, Heartbeat):
             self._outlook.note(rank, frame.body, time.monotonic())
         elif isinstance(frame.body, Verdict):
@@ -215,15 +215,6 @@ class Watchdog(Progress):
         self._reports.append(verdict)
         wait = self.options.settle + (0.0 if channel.leads else 2 * self.options.grace)
         self._settled_at = min(self._settled_at, time.monotonic() + wait)
-
-    def _lose(self, channel: Channel, rank: int) -> None:
-        """A process ended without a word. Whose fault that was may come out: see weigh()."""
-        verdict = self._outlook.lost(rank)
-        if not channel.leads:
-            self._end(verdict)
-            return
-        self._reports.append(verdict)
-        self._settled_at = min(self._settled_at, time.monotonic() + self.options.settle)
 
     def _end(self, verdict: Verdict) -> None:
         """Tells the others, writes what there is to write, leaves. The first verdict counts."""

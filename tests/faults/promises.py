@@ -19,9 +19,6 @@ from tests.faults.cases import Case, Fault, Phase
 from tests.faults.job import LEFTOVERS, REQUESTS, Outcome, options, write_files
 from tests.launch.batches import answers_of, rows_of
 
-# gloo ends a process to which another one sends more bytes than its own call is for.
-_ENDS_OTHERS = (Fault.OTHER, Fault.EXTRA)
-
 # Faults whose culprit is not named, and why. Everything else must be.
 UNNAMED: dict[Case, str] = {}
 
@@ -78,8 +75,6 @@ def _names(case: Case, outcome: Outcome) -> list[str]:
 def _bundles(case: Case, outcome: Outcome, folder: Path) -> list[str]:
     found = [] if outcome.summary is not None else ["there is no summary"]
     for rank in case.survivors:
-        if case.fault in _ENDS_OTHERS and _aborted(folder, rank):
-            continue
         verdict = outcome.verdicts.get(rank)
         if verdict is None:
             found.append(f"rank {rank} left no verdict")
@@ -89,12 +84,6 @@ def _bundles(case: Case, outcome: Outcome, folder: Path) -> list[str]:
             if not any(path.stat().st_size for path in (folder / "bundles").glob(f"*/rank-{rank:05d}/{name}")):
                 found.append(f"rank {rank} left no {name}")
     return found
-
-
-def _aborted(folder: Path, rank: int) -> bool:
-    """A library ended its process, and all threads' stacks are there."""
-    crashes = (folder / "bundles").glob(f"*/rank-{rank:05d}/crash.txt")
-    return any(path.read_text().startswith("Fatal Python error: Aborted\n\nThread") for path in crashes)
 
 
 def _results(case: Case, outcome: Outcome, folder: Path, reference: Reference) -> list[str]:
