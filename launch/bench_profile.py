@@ -1,7 +1,7 @@
 """`bench latency --profile`: where the device's time goes in prefill and in decode steps, kernel by kernel.
 
 Knows: which runs are recorded by torch.profiler, and which of its events belong to which of them.
-Does not know: how calls become tables (bench_kernels.py), how a step is timed (bench_latency.py). Nothing here runs
+Does not know: how calls become tables (bench_kernel_tables.py), how a step is timed (bench_latency.py). Nothing runs
 while anything is timed.
 
 After every timed run, each batch runs twice more under the profiler: for one token, and for 1 + K.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from launch.bench_kernels import Call, after_prefill, host_side, part, tables
+from launch.bench_kernel_tables import Call, after_prefill, host_side, part, tables
 from launch.bench_results import Point, ResultFiles
 from launch.bench_trace import check_complete, run_requests, why_not_full
 from launch.bench_workload import Prompt, RequestNumbers

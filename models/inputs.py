@@ -60,8 +60,8 @@ class PrefillAttention:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """token_ids_T int64; positions_T int64; kv_slots_T int64: page * S + offset where each token's KV is written
-    (page 0 is the trash page: masked rows point into it). logit_rows_R int64: the
-    tokens, as indices into T, whose hidden states are wanted; None means all.
+    (page 0 is the trash page: masked rows point into it). logit_rows_R int64: the tokens, as indices into T,
+    whose hidden states are wanted; None means all.
     real_T bool: tokens that are not masked; a decoder with experts derives it from kv_slots_T where it is None.
     exchange_rows: rows that every group brings to each exchange where groups share experts, at least T; None means T.
     """

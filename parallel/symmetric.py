@@ -21,11 +21,11 @@ from parallel.collectives import GroupCollectives, Unsummed
 
 log = logging.getLogger(__name__)
 
-# Each rank writes its part size - 1 times, NCCL's ring about twice: the more ranks, the earlier NCCL wins. Measured on
-# two H200s with torch's kernel: 6.2 us against 19.2 at 8 KiB, 18.4 against 42.0 at 2 MiB. Other sizes are scaled from
-# that, not measured.
+# Each rank writes its part size - 1 times, NCCL's ring about twice: the more ranks, the earlier NCCL wins. On two H200s
+# NCCL never does up to 4 MiB (docs/measurements-gpu.md, "Sums between GPUs"). The limits of more ranks are older than
+# the kernel, scaled from measurements of another one on two, and not measured.
 _LIMIT_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20, 5: 1 << 20, 6: 768 << 10, 7: 768 << 10, 8: 512 << 10}
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float32)  # those it was tried with
 _ALIGNMENT = 16  # bytes; of address and row, for the widest loads and stores
 ROWS = 512
 ROW_BYTES = 16 << 10
@@ -138,4 +138,4 @@ def _all_agree(yes: bool, group: dist.ProcessGroup, device: torch.device) -> boo
 
 def _log_fallback(group: dist.ProcessGroup, reason: str) -> None:
     if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
-        log.warning("all-reduces go through NCCL or gloo, about 12 us slower each on NVLink: %s", reason)
+        log.warning("all-reduces go through NCCL or gloo, slower by 4 to 17 us each on NVLink: %s", reason)

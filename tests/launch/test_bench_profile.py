@@ -11,7 +11,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
 from launch import bench
-from launch.bench_kernels import Call, after_prefill, host_side, part, short_name, tables
+from launch.bench_kernel_tables import Call, after_prefill, host_side, part, short_name, tables
 from launch.bench_options import BenchCommand
 from launch.bench_profile import device_calls, host_calls
 from launch.bench_results import Point
