@@ -1,8 +1,8 @@
 """`bench latency --profile`: where the device's time goes in prefill and in decode steps, kernel by kernel.
 
 Knows: which runs are recorded by torch.profiler, and which of its events belong to which of them.
-Does not know: how calls become tables (bench_kernel_tables.py), how a step is timed (bench_latency.py). Nothing runs
-while anything is timed.
+Does not know: how calls become tables (bench_kernel_tables.py), how a step is timed (bench_latency.py).
+Nothing here runs while anything is timed.
 
 After every timed run, each batch runs twice more under the profiler: for one token, and for 1 + K.
     prefill   all that the device did in the first run
