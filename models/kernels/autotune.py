@@ -93,12 +93,26 @@ class Skinny:
     fold: bool = False
 
 
-Choice = Blas | CublasLt | Gemv | Skinny
-_KINDS: dict[str, type[Blas] | type[CublasLt] | type[Gemv] | type[Skinny]] = {
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """models/kernels/wide_triton.py with these block sizes."""
+
+    block_m: int
+    block_o: int
+    block_k: int
+    split: int
+    stages: int
+    warps: int
+    prefetch: int
+
+
+Choice = Blas | CublasLt | Gemv | Skinny | Wide
+_KINDS: dict[str, type[Blas] | type[CublasLt] | type[Gemv] | type[Skinny] | type[Wide]] = {
     "blas": Blas,
     "cublaslt": CublasLt,
     "gemv": Gemv,
     "skinny": Skinny,
+    "wide": Wide,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -206,7 +220,7 @@ def quick_candidates(shape: LinearShape, lt: Iterable[Choice]) -> list[Choice]:
 def candidates_for(shape: LinearShape) -> list[Choice]:
     """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; none where the shape does not fit them."""
     gemv, skinny = gemv_candidates(shape), skinny_candidates(shape)
-    return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv]
+    return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv, *wide_candidates(shape)]
 
 
 def gemv_candidates(shape: LinearShape) -> list[Choice]:
@@ -256,6 +270,31 @@ def skinny_candidates(shape: LinearShape) -> list[Choice]:
     return list(found)
 
 
+def wide_candidates(shape: LinearShape) -> list[Choice]:
+    """Tiles and splits of K that give every multiprocessor of an H200 one program, or two, and few none."""
+    if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    block_m = max(64, shape.rows)
+    found: list[Choice] = []
+    for block_o, block_k, split in itertools.product(_TILES, (64, 128), (1, 2, 3, 4)):
+        programs, columns = shape.outputs // block_o * split, shape.inner // split
+        if shape.outputs % block_o or shape.inner % (block_k * split) or columns < 8 * block_k:
+            continue
+        if not any(0.75 * held <= programs <= held for held in (_MULTIPROCESSORS, 2 * _MULTIPROCESSORS)):
+            continue
+        if block_m > 4 * block_o:  # every program reads the tokens: from the L2, but that is not free
+            continue
+        together = -(-programs // _MULTIPROCESSORS)
+        stages = min(8, (_SHARED_BYTES // together - 1024) // (2 * block_k * (block_m + block_o)))
+        if stages < 3:
+            continue
+        prefetch = min(256, prefetch_columns(shape.outputs * split, columns))
+        for warps in sorted({max(4, block_m // 32), block_m // 16}):
+            if block_m * block_o // (32 * warps) <= _MOST_SUMS[warps] // (1 if split == 1 else 2):
+                found.append(Wide(block_m, block_o, block_k, split, stages, warps, prefetch))
+    return found
+
+
 def prefetch_columns(rows: int, columns: int) -> int:
     """Columns of ``rows`` weight rows to bring to L2 ahead of time: a power of two, all of them under half the L2."""
     most = min(columns, _PREFETCH_ELEMENTS // rows)
@@ -265,6 +304,10 @@ def prefetch_columns(rows: int, columns: int) -> int:
 _DECODE_ROWS = 256  # more are a prefill's
 _QUICK_ALGORITHMS = 8
 _PREFETCH_ELEMENTS = 12 << 20  # 24 MiB of 16-bit weights
+_MULTIPROCESSORS = 132  # of an H200
+_SHARED_BYTES = 227 << 10  # of one of them
+_TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program of wide_triton.py
+_MOST_SUMS = {4: 128, 8: 192, 16: 128}  # a thread's, by the warps of a program; half of them where K is split
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 
 # (block_o, block_k, stages, warps): what won somewhere on an H200, out of a wider search.

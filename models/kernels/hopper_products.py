@@ -2,7 +2,7 @@
 
 Knows: tables of choices, how a shape without one is measured, and the workspaces that split products share.
 Does not know: attention and experts (hopper.py), how a product is computed (gemv_triton.py, skinny_triton.py,
-cublaslt.py), how candidates are measured (autotune.py).
+wide_triton.py, cublaslt.py), how candidates are measured (autotune.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels import autotune, gemv_triton, norm_triton, skinny_triton
-from models.kernels.autotune import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny
+from models.kernels import autotune, gemv_triton, norm_triton, skinny_triton, wide_triton
+from models.kernels.autotune import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.cublaslt import CublasLtError
 from models.kernels.cublaslt import Linear as CublasLtLinear
 from models.kernels.interface import Kernels
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 SHIPPED_CHOICES = Path(__file__).parent / "tuned"
 PARTIAL_BYTES = 64 << 20
+_ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
 
 
 class HopperProducts(Kernels):
@@ -98,11 +99,7 @@ class HopperProducts(Kernels):
 
     def _resolve(self, shape: LinearShape) -> Choice:
         found = self.choices.get(shape) or autotune.default_choice(shape)
-        if isinstance(found, CublasLt) and not self._lt_fits(shape, found):
-            return Blas()
-        if isinstance(found, Skinny) and not self._skinny_fits(shape, found):
-            return Blas()
-        return found
+        return found if self._fits(shape, found) else Blas()
 
     def tune(self, shapes: Iterable[LinearShape], folder: Path | None = None, *, quick: bool = False) -> int:
         """Measure every shape whose bucket has no choice yet, and return how many those were; ``folder`` keeps and
@@ -149,13 +146,12 @@ class HopperProducts(Kernels):
     def candidates(self, shape: LinearShape) -> list[Choice]:
         """Every choice that can run ``shape``, cuBLAS included."""
         found: list[Choice] = [Blas(), *self._lt_choices(shape)]
-        fitting = autotune.candidates_for(shape)
-        return found + [c for c in fitting if not isinstance(c, Skinny) or self._skinny_fits(shape, c)]
+        return found + [choice for choice in autotune.candidates_for(shape) if self._fits(shape, choice)]
 
     def _lt_choices(self, shape: LinearShape) -> list[Choice]:
         if self._lt is None or shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
             return []
-        names = self._lt.algorithms(shape.rows, shape.outputs, shape.inner, shape.dtype, most=8)
+        names = self._lt.algorithms(shape.rows, shape.outputs, shape.inner, shape.dtype, most=_ALGORITHMS)
         return [CublasLt(name, self._lt.version) for name in names]
 
     def _run_candidate(self, shape: LinearShape) -> autotune.Run:
@@ -167,6 +163,17 @@ class HopperProducts(Kernels):
             x, residual, norm, 1e-6, weight, None, choice, gate_up=shape.gate_up
         )[0]
 
+    def _fits(self, shape: LinearShape, choice: Choice) -> bool:
+        match choice:
+            case CublasLt():
+                return self._lt_fits(shape, choice)
+            case Skinny():
+                return self._skinny_fits(shape, choice)
+            case Wide():
+                return self._wide_fits(shape, choice)
+            case _:
+                return True
+
     def _lt_fits(self, shape: LinearShape, choice: CublasLt) -> bool:
         return self._lt is not None and choice.version == self._lt.version and shape.rows == shape.bucket.rows
 
@@ -174,6 +181,11 @@ class HopperProducts(Kernels):
         floats = skinny_triton.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
         tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
         return floats <= self._partial.numel() and (choice.split == 1 or tiles <= skinny_triton.COUNTERS)
+
+    def _wide_fits(self, shape: LinearShape, choice: Wide) -> bool:
+        floats = wide_triton.workspace_floats(shape.outputs, choice.block_m, choice.split)
+        enough = floats <= self._partial.numel() and shape.outputs // choice.block_o <= skinny_triton.COUNTERS
+        return self.pdl and shape.rows <= choice.block_m and enough
 
     def _product(
         self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Choice, *, gate_up: bool
@@ -185,6 +197,8 @@ class HopperProducts(Kernels):
                 return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up)[0]
             case Skinny():
                 return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up)[0]
+            case Wide():
+                return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
             case CublasLt() if bias_O is None and self._lt is not None:
                 out_MO = self._lt.run(x_MK, weight_OK, choice.algorithm)
             case _:
@@ -260,6 +274,24 @@ class HopperProducts(Kernels):
             norm_K=norm_K,
             eps=eps,
             residual_MK=residual_MK,
+            gate_up=gate_up,
+            block_m=choice.block_m,
+            block_o=choice.block_o,
+            block_k=choice.block_k,
+            split=choice.split,
+            stages=choice.stages,
+            warps=choice.warps,
+            prefetch=choice.prefetch,
+            pdl=self.pdl,
+        )
+
+    def _wide(self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Wide, *, gate_up: bool) -> Tensor:
+        return wide_triton.wide(
+            x_MK,
+            weight_OK,
+            bias_O,
+            self._partial,
+            self._counters,
             gate_up=gate_up,
             block_m=choice.block_m,
             block_o=choice.block_o,

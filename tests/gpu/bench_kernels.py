@@ -95,7 +95,7 @@ def compile_share(index: int, share: int, models: list[str], rows: list[int], pa
     todo: dict[Any, Callable[[], Any]] = {}
     for shape in shapes(models, rows) if {"linear", "tune"} & set(parts) else []:
         for choice in kernels.candidates(shape):
-            if isinstance(choice, autotune.Gemv | autotune.Skinny):
+            if isinstance(choice, autotune.Gemv | autotune.Skinny | autotune.Wide):
                 key = (shape.inner, shape.normed, shape.gate_up, shape.rows, choice)
                 todo[key] = partial(run_product, kernels, shape, choice)
     for model in models if "attention" in parts else []:

@@ -168,6 +168,27 @@ def test_every_skinny_candidate(kernels: HopperKernels, rows: int, gate_up: bool
             assert torch.equal(first, run(choice)[0])
 
 
+@pytest.mark.parametrize("gate_up", [False, True])
+@pytest.mark.parametrize("rows", [8, 11, 32, 64, 128, 200, 256])
+def test_every_wide_candidate(kernels: HopperKernels, rows: int, gate_up: bool) -> None:
+    """Tiles of a power of two and of one and a half of it, K whole and split, the last rows missing."""
+    dtype = torch.bfloat16
+    seen = set()
+    for outputs, inner in ((6144, 1024), (4096, 4096), (3072, 1536)):
+        x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
+        offset = None if gate_up else randn(outputs, dtype=dtype)
+        expected = x.double() @ weight.double().t() + (0.0 if offset is None else offset.double())
+        shape = autotune.LinearShape(rows, outputs, inner, dtype, gate_up=gate_up).bucket
+        for choice in kernels.candidates(shape):
+            if isinstance(choice, autotune.Wide):
+                seen.add((choice.block_o & (choice.block_o - 1) == 0, choice.split > 1))
+                first = kernels._product(x, weight, offset, choice, gate_up=gate_up)
+                check(first, swiglu(expected) if gate_up else expected, dtype)
+                for _ in range(3):  # the same bits whichever program comes last
+                    assert torch.equal(first, kernels._product(x, weight, offset, choice, gate_up=gate_up))
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+
+
 @pytest.mark.parametrize("rows", [16, 128, 256])
 def test_every_cublaslt_algorithm(kernels: HopperKernels, rows: int) -> None:
     dtype, outputs, inner = torch.bfloat16, 1024, 3072

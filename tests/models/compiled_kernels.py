@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from models.expert_load import start_counting
-from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny
+from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny, Wide, wide_candidates
 from models.kernels.hopper_products import shipped_choices
 from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
@@ -36,8 +36,20 @@ def dense(driver: CompilingDriver) -> None:
     Rank(driver, "8b", tp=4).decode(1)
     Rank(driver, "8b", tp=2).decode(32)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
+    products(driver, likeliest_wide())
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def likeliest_wide() -> ChoiceTable:
+    """A wide kernel for 8B's gate-up and, with K split, for its down at 128 and 256 rows."""
+    table = ChoiceTable()
+    for rows in (128, 256):
+        for outputs, inner, split in ((24576, 4096, 1), (4096, 12288, 4)):
+            shape = LinearShape(rows, outputs, inner, torch.bfloat16, normed=split == 1, gate_up=split == 1)
+            fitting = (c for c in wide_candidates(shape) if isinstance(c, Wide) and c.split == split)
+            table.put(shape, max(fitting, key=lambda choice: choice.block_o))
+    return table
 
 
 def experts(driver: CompilingDriver) -> None:

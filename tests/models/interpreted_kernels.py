@@ -30,7 +30,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 from models.inputs import DecodeAttention  # noqa: E402
 from models.kernels import attention_triton, autotune, norm_triton, read_triton, skinny_triton  # noqa: E402
-from models.kernels.autotune import Choice, ChoiceTable, Gemv, LinearShape, Skinny  # noqa: E402
+from models.kernels.autotune import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
 from models.kernels.hopper import HopperKernels  # noqa: E402
 from models.kernels.reference import ReferenceKernels  # noqa: E402
 from tests.engine.rig import request, rig, run  # noqa: E402
@@ -97,7 +97,7 @@ def rows(kernels: InterpretedKernels) -> None:
 
 
 def some(shape: LinearShape) -> list[Choice]:
-    """The likeliest candidates, two others, and the skinny kernel with a split K, as small weights never have it."""
+    """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
     found = autotune.candidates_for(shape)
     picked = [*found[:2], *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
     skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
@@ -105,12 +105,13 @@ def some(shape: LinearShape) -> list[Choice]:
         picked += [
             dataclasses.replace(skinny, block_k=128, prefetch=128, split=split, fold=split == 2) for split in (2, 3)
         ]
+        picked += [Wide(16, 32, 64, 1, 3, 4, 128), Wide(16, 48, 128, 3, 3, 4, 64)]
     return picked
 
 
 def products(kernels: InterpretedKernels) -> None:
     """Every kind of candidate, alone, behind a norm, in front of SiLU-mul, and with a bias."""
-    outputs, inner = 64, 1536
+    outputs, inner = 96, 1536
     kinds = set()
     for count, dtype in ((1, torch.float32), (3, torch.float16), (13, torch.float16)):
         x, residual, norm = (randn(n, inner, dtype=dtype) for n in (count, count, 1))
@@ -130,7 +131,7 @@ def products(kernels: InterpretedKernels) -> None:
                 )
                 check(found, REFERENCE.silu_mul(after) if gate_up else after, dtype, ("norm", choice, gate_up))
                 check(kept, total, dtype, ("residual", choice))
-    assert {(Gemv, False, False), (Skinny, False, True), (Skinny, True, True)} <= kinds, kinds
+    assert {(Gemv, False, False), (Skinny, False, True), (Skinny, True, True), (Wide, False, True)} <= kinds, kinds
     kernels.check_counters()
 
 

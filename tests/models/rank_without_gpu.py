@@ -26,7 +26,7 @@ for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"
 from models.config import ModelConfig  # noqa: E402
 from models.inputs import DecodeAttention, empty_kv_layer  # noqa: E402
 from models.kernels import hopper, hopper_products  # noqa: E402
-from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny  # noqa: E402
+from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
 from models.layers.attention import Attention  # noqa: E402
 from models.registry import model_class  # noqa: E402
 from parallel import symmetric  # noqa: E402
@@ -211,7 +211,7 @@ def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | 
         shape = LinearShape(m, outputs, inner, dtype, normed="normed" in form, gate_up="gate_up" in form)
         choice = table.get(shape)
         assert shape.key == key, key
-        if not isinstance(choice, Gemv | Skinny):
+        if not isinstance(choice, Gemv | Skinny | Wide):
             continue
         x, weight = (torch.empty(n, inner, dtype=dtype, device=META) for n in (m, outputs))
         kernels._run_candidate(shape)(x, weight, choice)

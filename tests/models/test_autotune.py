@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.kernels import autotune
-from models.kernels.autotune import Blas, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny
+from models.kernels.autotune import Blas, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 
 BF16 = torch.bfloat16
 SHAPES = [
@@ -86,7 +86,7 @@ def test_a_start_up_tries_nothing_that_must_be_compiled_for_it() -> None:
     algorithms = [CublasLt(f"{i:02x}", 1) for i in range(20)]
     for shape in SHAPES:
         tried = autotune.quick_candidates(shape, algorithms)
-        compiled = [choice for choice in tried if isinstance(choice, Gemv | Skinny)]
+        compiled = [choice for choice in tried if isinstance(choice, Gemv | Skinny | Wide)]
         assert compiled == [choice for choice in [autotune.default_choice(shape)] if choice != Blas()]
         assert tried.count(Blas()) == 1
         assert tried[-8:] == algorithms[:8]
@@ -124,6 +124,13 @@ def test_candidates_fit_their_shape(rows: int) -> None:
             assert shape.inner % choice.chunk == 0
             assert (shape.outputs // (2 if shape.gate_up else 1)) % choice.block_o == 0
             assert choice.prefetch <= shape.inner - choice.chunk
+        elif isinstance(choice, Wide):
+            assert shape.dtype is BF16
+            assert bucket.rows <= choice.block_m <= 4 * choice.block_o
+            assert shape.outputs % choice.block_o == 0
+            assert shape.inner % (choice.block_k * choice.split) == 0
+            assert choice.stages * 2 * choice.block_k * (choice.block_m + choice.block_o) <= 227 << 10
+            assert choice.prefetch <= shape.inner // choice.split
         else:
             assert isinstance(choice, Skinny)
             assert shape.dtype is BF16
