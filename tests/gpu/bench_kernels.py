@@ -1,9 +1,8 @@
 """Micro-benchmarks of models/kernels/hopper.py: products, attention, small kernels, and a whole decode step of both.
 
-Run on one GPU:  python3 tests/gpu/bench_kernels.py --out FOLDER [--part linear|attention|small|tune|step ...]
+Run on one GPU:  python3 tests/gpu/bench_kernels.py --out FOLDER [--part linear|attention|small|step ...]
 Every figure is the median of graph replays; weights rotate through more memory than the L2 holds.
-``tune`` writes FOLDER/choices.json (the winners inside whole layers, as models/kernels/tuned holds them), ``linear``
-FOLDER/linear.jsonl (every candidate alone).
+``linear`` writes FOLDER/linear.jsonl (every candidate alone). Choices are made by bench_tune.py.
 """
 
 from __future__ import annotations
@@ -154,47 +153,13 @@ def bench_linear(out: Path, models: list[str], rows: list[int]) -> None:
                     best, us = min(timed, key=lambda entry: entry[1])
                     rate = shape.outputs * shape.inner * 2 / us / 1e6
                     others = " ".join(f"{kind} {us:.1f}" for kind, us in kinds.items())
-                    print(f"{model} {name} {m} | {us:.1f} {rate:.2f} {_short(best)} | {others}", flush=True)
+                    print(f"{model} {name} {m} | {us:.1f} {rate:.2f} {short_name(best)} | {others}", flush=True)
 
 
-def _short(choice: autotune.Choice) -> str:
+def short_name(choice: autotune.Choice) -> str:
     if isinstance(choice, autotune.CublasLt):
         return "CublasLt"
     return type(choice).__name__ + str(list(dataclasses.asdict(choice).values()))
-
-
-def tune_steps(out: Path, models: list[str], rows: list[int]) -> None:
-    """Choose each product's kernel by the time of whole decoder layers, one matrix after another; the head alone."""
-    kernels = HopperKernels(DEVICE)
-    for model in models:
-        full = MODELS[model]
-        bench = StepBench(kernels, dataclasses.replace(full, layers=max(4, (800 << 20) // full.layer_bytes)))
-        for m in rows:
-            cache = Cache(bench.dense, m, 600, 1024, bench.dense.layers)
-            x = torch.randn(m, full.hidden, dtype=BF16, device=DEVICE)
-            products = full.products(m)
-            first, last = 0.0, 0.0
-            for name in ("gate-up", "down", "qkv", "o"):
-                shape, timed = products[name], []
-                start = kernels.choice(shape)
-                for choice in [start, *(c for c in kernels.candidates(shape) if c != start)]:
-                    kernels.choose(shape, choice)
-                    try:
-                        us = autotune.median_graph_us(partial(bench.run_layers, cache, x), DEVICE, replays=8)
-                        timed.append((us / bench.dense.layers, choice))
-                    except Exception as error:
-                        print("refused", shape.key, choice, str(error)[:80].replace("\n", " "), flush=True)
-                last, best = min(timed, key=lambda entry: entry[0])
-                first = first or timed[0][0]
-                kernels.choose(shape, best)
-                blas = next((us for us, c in timed if isinstance(c, autotune.Blas)), math.nan)
-                runners = ", ".join(f"{_short(c)} {us:.1f}" for us, c in sorted(timed, key=lambda e: e[0])[:3])
-                print(f"{model} M {m} {name}: layer {last:.1f} us (cuBLAS here {blas:.1f}); {runners}", flush=True)
-            head = products["head"]
-            best, us = autotune.fastest(head, kernels.candidates(head), kernels._run_candidate(head), DEVICE)
-            kernels.choose(head, best)
-            print(f"{model} M {m}: layer {first:.1f} -> {last:.1f} us, head {us:.1f} us {_short(best)}", flush=True)
-            (out / "choices.json").write_text(kernels.choices.to_json())
 
 
 class Cache:
@@ -466,8 +431,6 @@ def main() -> None:
             bench_attention(args.models, args.lengths, args.out)
         elif part == "small":
             bench_small()
-        elif part == "tune":
-            tune_steps(args.out, args.models, args.rows)
         elif part == "step":
             path = args.choices or args.out / "choices.json"
             bench_step(args.models, args.batches, autotune.load(path), args.profile)
