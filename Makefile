@@ -33,8 +33,8 @@ lint: $(STAMP)
 typecheck: $(STAMP)
 	$(BIN)/mypy
 
-interpreted: $(STAMP)  ## the kernels of the sampler and of a step's ends in Triton's interpreter, where no GPU is
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_ends_gpu.py
+interpreted: $(STAMP)  ## kernels of the sampler, of a step's ends and of a prefill's rotation in Triton's interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_ends_gpu.py tests/gpu/test_rotation.py
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal

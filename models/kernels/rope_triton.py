@@ -1,7 +1,7 @@
 """q/k norm, rotary embedding and the paged cache write of one packed qkv, in one Triton launch.
 
-Knows: the packed layout (q heads | k heads | v heads) and the NHD page layout [2, pages, S, K, D].
-Does not know: attention, or how slots were chosen.
+Knows: the packed layout (q heads | k heads | v heads), the NHD page layout [2, pages, S, K, D], and for how many tokens
+rope_prefill_triton.py does the same faster. Does not know: attention, or how slots were chosen.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -13,6 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels import rope_prefill_triton
+
+MOST_FEW = 256  # tokens: up to here a program for each is enough to fill a GPU, and starts sooner
 
 
 @triton.jit
@@ -144,6 +148,39 @@ def rope_and_cache(
     pdl: bool,
 ) -> Tensor:
     """As Kernels.rope_and_cache; q and k are normed both or not at all. Returns q [T, H, D]."""
+    many = qkv_TX.shape[0] > MOST_FEW and rope_prefill_triton.supports(head_dim, cos_sin_LR.shape[1])
+    form = rope_prefill_triton.rope_and_cache if many else token_by_token
+    return form(
+        qkv_TX,
+        heads,
+        kv_heads,
+        head_dim,
+        q_norm_D,
+        k_norm_D,
+        eps,
+        cos_sin_LR,
+        positions_T,
+        kv_slots_T,
+        kv_layer,
+        pdl,
+    )
+
+
+def token_by_token(
+    qkv_TX: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+    cos_sin_LR: Tensor,
+    positions_T: Tensor,
+    kv_slots_T: Tensor,
+    kv_layer: Tensor,
+    pdl: bool,
+) -> Tensor:
+    """As rope_and_cache, of heads of any size; a program has some heads of one token."""
     tokens = qkv_TX.shape[0]
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if tokens == 0:

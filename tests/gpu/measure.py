@@ -46,6 +46,7 @@ _TESTS = " ".join(
         "doctor_gpu",
     )
 )
+_KERNEL_TESTS = " ".join(f"tests/gpu/test_{name}.py" for name in ("kernels", "expert_kernels", "rotation"))
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
 _PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
@@ -85,7 +86,7 @@ PARTS = (
     Part(
         "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
     ),
-    Part("kernel-tests", 1, 240, f"{_PYTEST} -n 8 -m gpu tests/gpu/test_kernels.py tests/gpu/test_expert_kernels.py"),
+    Part("kernel-tests", 1, 240, f"{_PYTEST} -n 8 -m gpu {_KERNEL_TESTS}"),
     Part("gpu-tests", 1, 240, f"{_PYTEST} -n 4 -m gpu {_TESTS}"),
     Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
@@ -104,6 +105,7 @@ PARTS = (
     ),
     Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
     Part("attention-in-layer", 1, 110, "-m tests.gpu.bench_attention --out {out}/results --compile-workers 13"),
+    Part("rotation", 1, 90, "-m tests.gpu.bench_rotation --out {out}/results"),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from models.expert_load import start_counting
+from models.kernels import rope_prefill_triton
 from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny, Wide, wide_candidates
 from models.kernels.hopper_products import shipped_choices
 from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
+from tests.gpu import bench_rotation
 from tests.models.compiling_driver import Compiled, CompilingDriver
 from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, play_an_h200, products
 
@@ -31,7 +33,8 @@ def dense(driver: CompilingDriver) -> None:
     for bucket in (1, 32):
         rank.decode(bucket)
     rank.decode(32, SAMPLING[-1])
-    rank.prefill(MOST_PREFILL)
+    for tokens in (MOST_PREFILL, 256):  # the rotation has a form of its own for many tokens
+        rank.prefill(tokens)
     rank.several_queries(32, 16)
     Rank(driver, "8b", tp=4).decode(1)
     Rank(driver, "8b", tp=2).decode(32)
@@ -62,6 +65,22 @@ def experts(driver: CompilingDriver) -> None:
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
 
 
+def rotation(driver: CompilingDriver) -> None:
+    """Every form that tests/gpu/bench_rotation.py times, and what other heads make of the one for many tokens."""
+    bench_rotation.DEVICE = META
+    for shape in bench_rotation.SHAPES:
+        for name, run in bench_rotation.FORMS.items():
+            driver.where = f"{shape}, {name}"
+            bench_rotation.Prefill(shape, 2048).run(run)
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim in (16, 64, 256, 512):
+            for norm in (True, False):
+                driver.where = f"{dtype}, heads of {dim}, norm {norm}"
+                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(
+                    rope_prefill_triton.rope_and_cache
+                )
+
+
 def shipped_table(driver: CompilingDriver) -> None:
     products(driver, shipped_choices(META))
 
@@ -79,6 +98,7 @@ def too_much(driver: CompilingDriver) -> None:
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
+    "rotation": rotation,
     "table": shipped_table,
     "too-much": too_much,
 }

@@ -107,6 +107,15 @@ def test_no_candidate_gives_one_warp_64_rows() -> None:
 
 
 @pytest.mark.long
+def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--part", "rotation")
+    assert complaints(found) == []
+    many = [one for one in found if one["kernel"] == "_rope_and_cache_many_kernel"]
+    assert {one["warps"] for one in many} >= {1, 2, 4}
+    assert {one["shared"] for one in many if one["element"] == "bf16"} == {0}
+
+
+@pytest.mark.long
 def test_every_product_of_the_shipped_table_fits(tmp_path: Path) -> None:
     assert complaints(compiled(tmp_path, "--part", "table")) == []
 
