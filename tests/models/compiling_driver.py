@@ -141,8 +141,7 @@ class CompilingDriver:
             if switches not in self._disassembled:
                 self._disassembled.add(switches)
                 sass = _tool(knobs.nvidia.nvdisasm, "-c", files[".cubin"])
-            arguments = [name for name, kind in source.signature.items() if kind != "constexpr"]
-            order = launch_order(files[".ptx"].read_text(), sass, arguments)
+            order = launch_order(files[".ptx"].read_text(), sass, _arguments(source.signature))
         return Compiled(
             kernel=source.fn.__name__,
             where=self.where,
@@ -155,6 +154,17 @@ class CompilingDriver:
             shared=metadata.shared,
             order=order,
         )
+
+
+def _arguments(signature: dict[str, str]) -> list[str]:
+    """Names of a kernel's arguments in PTX. A descriptor of n dimensions is followed by n sizes and n strides."""
+    names = []
+    for name, kind in signature.items():
+        if kind != "constexpr":
+            names.append(name)
+        if kind.startswith("tensordesc"):
+            names += [f"{name}'s"] * 2 * (kind.count(",") + 1)
+    return names
 
 
 def _tool(tool: Any, *arguments: object) -> str:

@@ -26,10 +26,10 @@ _SASS_READS, _SASS_WRITES = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchOrder:
-    """``waits``: there is one wait, and the release of dependents comes after it. ``early_reads``: pointer arguments
-    from which, or with whose help, an address is made that is read before the wait. ``early_writes``: writes before it.
-    ``moved``: reads and writes of memory that ptxas placed before the wait though PTX has them after it; 0 where the
-    machine code was not read.
+    """``waits``: there is one wait, and the release of dependents comes after it. ``early_reads``: pointers and
+    descriptors from which, or with whose help, an address is made that is read before the wait. ``early_writes``:
+    writes before it. ``moved``: reads and writes of memory that ptxas placed before the wait though PTX has them after
+    it; 0 where the machine code was not read.
     """
 
     waits: bool
@@ -46,7 +46,7 @@ def launch_order(ptx: str, sass: str | None, arguments: Sequence[str]) -> Launch
     writes = [code for code, _ in _accesses(before) if code.startswith(_WRITES)]
     moved = 0 if sass is None else _touched_early(sass) - len(reads) - len(writes)
     pointers = {arguments[number] for sources in reads for number in sources if number < len(arguments)}
-    names = tuple(name for name in arguments if name in pointers and name.endswith("_ptr"))
+    names = tuple(name for name in arguments if name in pointers and name.endswith(("_ptr", "_desc")))
     return LaunchOrder(waits, names, len(writes), moved)
 
 
@@ -62,9 +62,9 @@ def _accesses(ptx: str) -> Iterator[tuple[str, set[int]]]:
     sources: dict[str, set[int]] = {}  # register -> parameters that went into it
     for found in _LINE.finditer(ptx):
         code, rest = found["code"], found["rest"]
-        parameter = re.search(r"\[\w+_param_(\d+)\]", rest)
+        parameter = re.search(r"\b\w+_param_(\d+)\b", rest)
         registers = re.findall(r"%[a-z]+\d+", rest)
-        if code.startswith("ld.param") and parameter:
+        if code.startswith(("ld.param", "mov")) and parameter:  # a descriptor's address is moved
             sources[registers[0]] = {int(parameter[1])}
         elif code.startswith((*_READS, *_WRITES)):
             address = re.findall(r"\[\s*(%rd\d+)", rest)[-1]  # of a copy, the second is where it reads
