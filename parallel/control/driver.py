@@ -60,11 +60,13 @@ class LeaderPlane(Closing):
         self.machine.recent = recent
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
+        machine, now = self.machine, time.monotonic()
+        if machine.verdict is not None:
+            raise machine.verdict.error()
+        effect = machine.begin(step, digest, payload, now)
+        self._numbers.append(self._speak())  # before all that can wait: others may be waiting for the record
+        machine.look_back(digest, now)
         self._hear(0.0)
-        effect = self.machine.turn(step, digest, payload, time.monotonic())
-        self._numbers.append(self._speak())
-        if self.machine.state is not LeaderState.RUNNING:
-            self._conclude()
         if len(self._numbers) > self.horizon and self.link.behind(self._numbers[0]):
             self._deliver(self._numbers[0])
         self.turns += 1

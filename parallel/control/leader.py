@@ -69,7 +69,17 @@ class Leader(Agreeing):
         self._stop = True
 
     def turn(self, step: int, digest: int, payload: bytes, now: float) -> bytes:
-        """Begins turn ``step``; ``payload`` takes effect ``horizon`` turns later. Returns what takes effect now."""
+        """``begin`` and ``look_back``, for callers that send nothing in between."""
+        effect = self.begin(step, digest, payload, now)
+        self.look_back(digest, now)
+        return effect
+
+    def begin(self, step: int, digest: int, payload: bytes, now: float) -> bytes:
+        """Begins turn ``step``; ``payload`` takes effect ``horizon`` turns later. Returns what takes effect now.
+
+        The record is then in ``outbox``, and ``look_back`` has to follow: others may be waiting for the record, and
+        nobody waits for what is done there.
+        """
         if step != self.step + 1:
             raise ValueError(f"control plane: turn {step} after turn {self.step}; turns are taken one by one")
         effect, flags = self._coming[0]
@@ -85,10 +95,13 @@ class Leader(Agreeing):
         self.step = step
         self._sent[step] = Sent(now, frame)
         self.outbox.append((EVERYONE, frame))
-        self._forget()
-        self._compare(self.rank, step, digest, now)
-        self._went_on(self.rank, step)
         return effect
+
+    def look_back(self, digest: int, now: float) -> None:
+        """The rest of the turn's beginning: ``digest`` is compared with those of ranks that were here before us."""
+        self._forget()
+        self._compare(self.rank, self.step, digest, now)
+        self._went_on(self.rank, self.step)
 
     def leave(self, cause: Cause, text: str) -> None:
         """This rank ends the job (or, after the agreed stop, just leaves)."""
