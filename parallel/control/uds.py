@@ -339,19 +339,20 @@ class UdsLeaderLink:
     def receive(self, timeout: float = 0.0) -> list[tuple[int, bytes | FrameError | None]]:
         """What came from whom: frames, a FrameError for bytes that are none, None when the rank is gone."""
         received: list[tuple[int, bytes | FrameError | None]] = []
-        for descriptor, _ in self._poll.poll(1000 * timeout):
-            rank = self._rank_of[descriptor]
-            connection = self.connections[rank]
-            try:
-                while (frame := connection.receive()) is not None:
-                    received.append((rank, frame))
-                    if len(received) > 1024:
-                        break
-            except FrameError as error:
-                received.append((rank, error))
-            except EOFError:
-                received.append((rank, None))
-                self._drop(rank)
+        ready = self._poll.poll(1000 * timeout)
+        while ready and len(received) <= 1024:
+            for descriptor, _ in ready:
+                rank = self._rank_of[descriptor]
+                try:
+                    frame = self.connections[rank].receive()
+                    if frame is not None:
+                        received.append((rank, frame))
+                except FrameError as error:
+                    received.append((rank, error))
+                except EOFError:
+                    received.append((rank, None))
+                    self._drop(rank)
+            ready = self._poll.poll(0)  # asked once for all: a receive that finds nothing costs more than one that does
         return received
 
     def behind(self, number: int) -> tuple[int, ...]:
