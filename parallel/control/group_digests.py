@@ -6,7 +6,7 @@ Does not know: what a difference leads to (leader.py, dispute.py), other groups,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class GroupDigests:
@@ -21,12 +21,12 @@ class GroupDigests:
         self.reference = ranks[0]
         self._at: dict[int, dict[int, int]] = {}  # step -> rank -> digest
 
-    def add(self, rank: int, step: int, digest: int) -> tuple[int, ...]:
+    def add(self, rank: int, step: int, digest: int) -> Sequence[int]:
         """Notes ``rank``'s digest of ``step``; the ranks that can be compared with the reference because of it."""
         known = self._at.setdefault(step, {})
         known.setdefault(rank, digest)
         if rank == self.reference:
-            return tuple(other for other in known if other != rank)
+            return [other for other in known if other != rank]
         return (rank,) if self.reference in known else ()
 
     def same(self, rank: int, step: int) -> bool:

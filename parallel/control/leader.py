@@ -8,21 +8,12 @@ Does not know: sockets. Frames to send wait in ``outbox`` as (rank or EVERYONE, 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from parallel.control.agreeing import WAITING, Agreeing
 from parallel.control.agreement import LeaderInput, LeaderState, Limits
 from parallel.control.dispute import Recent, nothing
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.record import EVERYONE, STOP, Codec, Decisions, Frame, Kind, Numbers
-
-
-@dataclass(slots=True)
-class Sent:
-    """A record that some rank may still ask for."""
-
-    at: float
-    frame: bytes
 
 
 class Leader(Agreeing):
@@ -45,7 +36,7 @@ class Leader(Agreeing):
             raise ValueError(f"control plane: horizon {horizon} with {codec.world} ranks; it must be at least 1")
         super().__init__(codec, limits or Limits(), rank, groups, recent, horizon)
         self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, tuple[float, bytes]] = {}  # by step: when, and the record, while a rank may ask for it
         self._oldest_sent = 0
         self._stop = False
         self._stop_step: int | None = None
@@ -93,7 +84,7 @@ class Leader(Agreeing):
         if flag:
             self._stop, self._stop_step = False, step + self.horizon
         self.step = step
-        self._sent[step] = Sent(now, frame)
+        self._sent[step] = now, frame
         self.outbox.append((EVERYONE, frame))
         return effect
 
@@ -125,7 +116,7 @@ class Leader(Agreeing):
         elif kind is Kind.RESEND:
             self._enter(LeaderInput.RESEND)
             for step in range(max(frame.step, self._oldest_sent), self.step + 1):
-                self.outbox.append((rank, self._sent[step].frame))
+                self.outbox.append((rank, self._sent[step][1]))
         elif kind is Kind.BYE:
             self.lost(rank, now)
         elif isinstance(frame.body, Decisions):
@@ -157,9 +148,11 @@ class Leader(Agreeing):
         if self.state not in (LeaderState.RUNNING, LeaderState.AGREEING):
             return
         for rank, reached in self.acknowledged.items():
-            waiting = self._sent.get(reached + 1)
+            if reached + 1 not in self._sent or rank in self.gone:
+                continue
+            sent_at, _ = self._sent[reached + 1]
             patience = self._patience(rank)
-            if waiting is not None and rank not in self.gone and now - waiting.at > patience:
+            if now - sent_at > patience:
                 self._late(rank, f"did not reach step {reached + 1}", patience)
                 return
 
@@ -167,7 +160,10 @@ class Leader(Agreeing):
 
     def _forget(self) -> None:
         """Drops the records that every rank has taken: one that acknowledged step s took all up to s - 1 - horizon."""
-        taken = min((a for r, a in self.acknowledged.items() if r not in self.gone), default=self.step) - self.horizon
+        reached = self.acknowledged
+        if self.gone:
+            reached = {rank: step for rank, step in reached.items() if rank not in self.gone}
+        taken = min(reached.values(), default=self.step) - self.horizon
         while self._oldest_sent < taken:
             del self._sent[self._oldest_sent]
             self._agreed.pop(self._oldest_sent, None)

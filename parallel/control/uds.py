@@ -27,6 +27,7 @@ PACKET = 64 << 10
 MAX_PATH = 107  # sun_path has 108 bytes, the last one is a zero
 _SEND_BUFFER = 4 << 20  # asked for; the kernel may give less
 _CREDENTIALS = struct.Struct("3i")
+_TRUE_SIZE, _NO_SIGNAL = int(socket.MSG_TRUNC), int(socket.MSG_NOSIGNAL)
 _GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError)
 
 
@@ -199,14 +200,16 @@ class PacketSocket:
         """
         while True:
             try:
-                size = self._next()
+                size = self.socket.recv_into(self._buffer, PACKET, _TRUE_SIZE)
             except BlockingIOError:
                 return None
+            except _GONE:
+                size = self._left_unread()
             if size == 0:
                 raise EOFError
             if size > PACKET:
                 raise FrameError("size", f"a packet of {size} bytes, the limit is {PACKET}")
-            packet = bytes(self._view[:size])
+            packet = self._view[:size].tobytes()
             if not self._wanted:
                 if size < PACKET:
                     return packet
@@ -230,19 +233,16 @@ class PacketSocket:
         self._queue.clear()
         self.socket.close()
 
-    def _next(self) -> int:
-        """The next packet's true size, its bytes in the buffer. What lies unread outlives a reset by the other end."""
+    def _left_unread(self) -> int:
+        """The size of the next packet after a reset by the other end, which what lies unread outlives; 0 for none."""
         try:
-            return self.socket.recv_into(self._buffer, PACKET, socket.MSG_TRUNC)
-        except _GONE:
-            try:
-                return self.socket.recv_into(self._buffer, PACKET, socket.MSG_TRUNC)
-            except (*_GONE, BlockingIOError):
-                return 0
+            return self.socket.recv_into(self._buffer, PACKET, _TRUE_SIZE)
+        except (*_GONE, BlockingIOError):
+            return 0
 
     def _offer(self, packet: bytes | memoryview) -> bool:
         try:
-            self.socket.send(packet, socket.MSG_NOSIGNAL)
+            self.socket.send(packet, _NO_SIGNAL)
         except BlockingIOError:
             return False
         except _GONE:

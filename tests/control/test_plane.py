@@ -76,6 +76,31 @@ def test_events_larger_than_any_socket_buffer_do_not_stop_the_leader(place: Path
     assert ended == {rank: [0, *map(len, submitted)] for rank in range(world)}
 
 
+def test_a_record_leaves_before_its_leader_looks_at_anything_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may be waiting for it; what they said can be read after it was sent."""
+    order: list[str] = []
+
+    def noting(owner: object, name: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*given: Any) -> Any:
+            order.append(name)
+            return method(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def body(plane: ControlPlane) -> list[bytes]:
+        if isinstance(plane, LeaderPlane):
+            noting(plane.link, "broadcast")
+            noting(plane.link, "receive")
+            noting(plane.machine, "look_back")
+        return take_turns(plane, [b"an event"])
+
+    ended = run_ranks(2, place, body)
+    assert ended[0] == ended[1] == [b"", b"an event", b""]
+    assert order[:3] == ["broadcast", "look_back", "receive"]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("horizon", 2), ("config", "c1"), ("model", "m1"), ("code", "x1")],

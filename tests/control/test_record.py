@@ -22,6 +22,7 @@ from parallel.control.record import (
     Codec,
     Decisions,
     DecisionSummary,
+    Frame,
     Heartbeat,
     Hello,
     Kind,
@@ -74,7 +75,7 @@ def test_every_kind_comes_back_as_it_went() -> None:
         frame = CODEC.decode(
             CODEC.encode(kind, 7, (1 << 64) - 1, 1 << 63, horizon=2, flags=flags, payload=payload, body=body)
         )
-        assert frame == (kind, flags, 7, 2, (1 << 64) - 1, 1 << 63, payload, body)
+        assert frame == Frame(kind, flags, 7, 2, (1 << 64) - 1, 1 << 63, payload, body)
         assert type(frame.body) is type(body)
 
 
