@@ -26,6 +26,7 @@ from parallel.control.record import announced_size
 PACKET = 64 << 10
 MAX_PATH = 107  # sun_path has 108 bytes, the last one is a zero
 _SEND_BUFFER = 4 << 20  # asked for; the kernel may give less
+_AT_ONCE = 1024  # frames that a leader hears before it looks at anything else
 _CREDENTIALS = struct.Struct("3i")
 _TRUE_SIZE, _NO_SIGNAL = int(socket.MSG_TRUNC), int(socket.MSG_NOSIGNAL)
 _GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError)
@@ -337,10 +338,15 @@ class UdsLeaderLink:
             connection.send(frame, self.number)
 
     def receive(self, timeout: float = 0.0) -> list[tuple[int, bytes | FrameError | None]]:
-        """What came from whom: frames, a FrameError for bytes that are none, None when the rank is gone."""
+        """What came from whom: frames, a FrameError for bytes that are none, None when the rank is gone.
+
+        Each rank that has something says one thing before any says its next. Many frames are left for the next call,
+        and so is one of which only a part has come.
+        """
         received: list[tuple[int, bytes | FrameError | None]] = []
         ready = self._poll.poll(1000 * timeout)
-        while ready and len(received) <= 1024:
+        while ready and len(received) <= _AT_ONCE:
+            before = len(received)
             for descriptor, _ in ready:
                 rank = self._rank_of[descriptor]
                 try:
@@ -352,7 +358,9 @@ class UdsLeaderLink:
                 except EOFError:
                     received.append((rank, None))
                     self._drop(rank)
-            ready = self._poll.poll(0)  # asked once for all: a receive that finds nothing costs more than one that does
+            if len(received) == before:
+                break
+            ready = self._poll.poll(0)  # once for all: a receive that finds nothing costs more than one that finds a frame
         return received
 
     def behind(self, number: int) -> tuple[int, ...]:

@@ -262,6 +262,52 @@ def test_a_leader_hears_everybody_and_misses_nobody_who_is_gone() -> None:
         end.close()
 
 
+def test_a_rank_that_says_much_is_heard_in_order_and_keeps_nobody_waiting() -> None:
+    here, there = {}, {}
+    for rank in (1, 2):
+        here[rank], there[rank] = pair()
+    link = UdsLeaderLink(here)
+    much = [number.to_bytes(2, "little") for number in range(1200)]
+    for frame in much:
+        there[1].send(frame)
+    there[2].send(b"one word")
+    heard = link.receive()
+    assert (2, b"one word") in heard[:2]
+    assert len(heard) <= 1026  # how many of them the kernel holds is up to the machine
+    there[1].pump()
+    while more := link.receive():
+        heard += more
+        there[1].pump()
+    assert [frame for rank, frame in heard if rank == 1] == much
+    link.close()
+    for end in there.values():
+        end.close()
+
+
+def test_a_leader_does_not_wait_for_the_rest_of_a_frame() -> None:
+    """However steadily it comes: the next part is here whenever one was read."""
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    frame = record(5 * PACKET)
+    parts = [frame[at : at + PACKET] for at in range(0, len(frame), PACKET)]
+
+    class Trickle(PacketSocket):
+        def receive(self) -> bytes | None:
+            whole = super().receive()
+            if parts:
+                b.send(parts.pop(0))
+            return whole
+
+    link = UdsLeaderLink({1: Trickle(a)})
+    b.send(parts.pop(0))
+    calls = 1
+    while not (heard := link.receive(1.0)):
+        calls += 1
+    assert heard == [(1, frame)]
+    assert calls == len(frame) // PACKET + 1
+    link.close()
+    b.close()
+
+
 def test_a_leader_knows_who_has_not_been_handed_a_record() -> None:
     here, there = {}, {}
     for rank in (1, 2):
