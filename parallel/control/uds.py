@@ -360,7 +360,7 @@ class UdsLeaderLink:
                     self._drop(rank)
             if len(received) == before:
                 break
-            ready = self._poll.poll(0)  # once for all: a receive that finds nothing costs more than one that finds a frame
+            ready = self._poll.poll(0)  # once for all: a receive that finds nothing costs more than a frame
         return received
 
     def behind(self, number: int) -> tuple[int, ...]:
