@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.inputs import DecodeAttention
 from models.kernels.dependent_launch import prefetch_to_l2
@@ -29,36 +28,10 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _block_to_l2(
-    keys_ptr,
-    values_ptr,
-    table_row,
-    block,
-    length,
-    head,
-    K,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Ask for a block of one head's keys and values, as far as there are any."""
-    ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    held = tl.load(table_row + ahead // PAGE, mask=ahead < length, other=0, cache_modifier=".cg").to(tl.int64)
-    starts = ((held * PAGE + ahead % PAGE) * K + head)[:, None] * D
-    lines = starts + (tl.arange(0, LINES) * (BLOCK_D // LINES))[None, :]
-    prefetch_to_l2(keys_ptr + lines)
-    prefetch_to_l2(values_ptr + lines)
-
-
-@triton.jit
 def _decode_attention_kernel(
     q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
     keys_ptr,
     values_ptr,
-    keys_desc,  # the same as keys_ptr in boxes of [BLOCK_N, D], when BOXES
-    values_desc,
     page_table_ptr,
     lengths_ptr,
     out_ptr,
@@ -89,7 +62,6 @@ def _decode_attention_kernel(
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
-    BOXES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
@@ -104,8 +76,6 @@ def _decode_attention_kernel(
     active = tl.maximum((blocks + per_split - 1) // per_split, 1)  # a row of length 0 still writes zeros
     begin = split * per_split
     end = tl.minimum(begin + per_split, blocks)
-    # Blocks before this one have older keys only, which every query sees: TMA can bring them.
-    whole = tl.maximum(length - QUERY_LEN, 0) // BLOCK_N if BOXES else 0
     cos, sin, slot = 0.0, 0.0, 0
     q_norm, q_partner_norm, k_norm, k_partner_norm = 0.0, 0.0, 0.0, 0.0
     if ROPE:
@@ -116,11 +86,13 @@ def _decode_attention_kernel(
             k_norm, k_partner_norm = norm_weights(k_norm_ptr, D, BLOCK_D, ROTARY)
     if PDL:
         if begin < end:  # older keys and values are there already: their first block can travel to L2 meanwhile
-            _block_to_l2(keys_ptr, values_ptr, table_row, begin, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
-            if BOXES:  # and the one that TMA does not bring, at the end
-                _block_to_l2(
-                    keys_ptr, values_ptr, table_row, end - 1, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES
-                )
+            ahead = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+            held = tl.load(table_row + ahead // PAGE, mask=ahead < length, other=0, cache_modifier=".cg").to(tl.int64)
+            lines = ((held * PAGE + ahead % PAGE) * K + head)[:, None] * D + (tl.arange(0, LINES) * (BLOCK_D // LINES))[
+                None, :
+            ]
+            prefetch_to_l2(keys_ptr + lines)
+            prefetch_to_l2(values_ptr + lines)
         gdc_wait()
         gdc_launch_dependents()
     if split < active:
@@ -152,23 +124,7 @@ def _decode_attention_kernel(
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        if BOXES:
-            stop = tl.minimum(end, whole)
-            held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=begin < stop, other=0)
-            for block in tl.range(begin, stop, num_stages=STAGES):
-                row = held * PAGE + block * BLOCK_N % PAGE
-                # A step ahead, or loads would wait for loads.
-                held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < stop, other=0)
-                k = keys_desc.load([row, head * D])
-                scores = tl.dot(q, tl.trans(k)) * scale_log2e
-                new_peak = tl.maximum(peak, tl.max(scores, 1))
-                weights = tl.exp2(scores - new_peak[:, None])
-                decay = tl.exp2(peak - new_peak)
-                total = total * decay + tl.sum(weights, 1)
-                v = values_desc.load([row, head * D])
-                acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
-                peak = new_peak
-        for block in tl.range(tl.maximum(begin, whole), end, num_stages=1 if BOXES else STAGES):
+        for block in tl.range(begin, end, num_stages=STAGES):
             keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
             if PAGE >= BLOCK_N:
                 page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
@@ -305,7 +261,6 @@ def decode_attention(
     splits: int,
     stages: int,
     warps: int,
-    tma: bool = False,
     pdl: bool,
 ) -> Tensor:
     """As Kernels.decode_attention; with ``rotation`` (q_TX is the packed qkv then) as Kernels.rope_cache_attend.
@@ -321,13 +276,10 @@ def decode_attention(
     block_d = padded_dim(head_dim)
     out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     unused = q_TX
-    boxes = kv_layer.reshape(2, -1, kv_heads * head_dim)
     _decode_attention_kernel[(splits, kv_heads, rows)](
         q_TX,
         kv_layer[0],
         kv_layer[1],
-        TensorDescriptor.from_tensor(boxes[0], [block_n, head_dim]) if tma else unused,
-        TensorDescriptor.from_tensor(boxes[1], [block_n, head_dim]) if tma else unused,
         inputs.page_table_BP,
         inputs.kv_lengths_B,
         out_THD,
@@ -358,7 +310,6 @@ def decode_attention(
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
-        BOXES=tma,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -34,7 +34,7 @@ class Blocks:
     warps: int
 
 
-BLOCKS = Blocks(heads=8, warps=2)
+BLOCKS = Blocks(heads=2, warps=4)
 
 
 @triton.jit

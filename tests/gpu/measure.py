@@ -99,10 +99,11 @@ PARTS = (
     Part(
         "tune",
         1,
-        420,
-        "-m tests.gpu.bench_kernels --out {out}/results --part tune step --models 8B 0.6B 8B-tp2 --compile-workers 13 "
-        "--profile",
+        180,
+        "-m tests.gpu.bench_tune --out {out}/results --models 8B 8B-tp2 --rows 32 128 256 --compile-workers 13 "
+        "--sample",
     ),
+    Part("step", 1, 120, "-m tests.gpu.bench_kernels --out {out}/results --part step --compile-workers 13 --profile"),
     Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
     Part("attention-in-layer", 1, 110, "-m tests.gpu.bench_attention --out {out}/results --compile-workers 13"),
     Part("rotation", 1, 90, "-m tests.gpu.bench_rotation --out {out}/results"),
