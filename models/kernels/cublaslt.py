@@ -1,7 +1,7 @@
 """x @ W^T by a chosen algorithm of cuBLASLt: its heuristic lists several, and the first is not always the fastest.
 
 Knows: the few calls of cuBLASLt that one row-major product needs (through ctypes; torch has loaded the library).
-Does not know: which algorithm wins (models/kernels/autotune.py).
+Does not know: which algorithm wins (choice_table.py).
 """
 
 from __future__ import annotations

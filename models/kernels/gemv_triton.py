@@ -1,7 +1,7 @@
 """x @ W^T for one to four rows: a weight-streaming product with the norm folded in front and SiLU-mul behind.
 
 Knows: the arithmetic of one to four activation rows against a row-major weight [O, K].
-Does not know: when it is the best choice (models/kernels/autotune.py).
+Does not know: when it is the best choice (choice_table.py).
 
 A program owns a few rows of W and the whole of K, so there is nothing to reduce between programs. Before ``gdc_wait``
 it loads its first weights and prefetches more to L2: weights are constant, so memory works while the predecessor
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.kernels.autotune import FIRST_WAVE
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.product_candidates import FIRST_WAVE
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels import attention_triton, experts_triton, rope_triton, route_triton
-from models.kernels.autotune import ChoiceTable
+from models.kernels.choice_table import ChoiceTable
 from models.kernels.flashinfer_attention import PagedPrefill, RepeatedPaged
 from models.kernels.hopper_products import HopperProducts
 from models.kernels.reference import ReferenceKernels

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels import autotune, gemv_triton, norm_triton, skinny_triton, wide_triton
-from models.kernels.autotune import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels import autotune, choice_table, gemv_triton, norm_triton, skinny_triton, wide_triton
+from models.kernels.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.cublaslt import CublasLtError
 from models.kernels.cublaslt import Linear as CublasLtLinear
 from models.kernels.interface import Kernels
+from models.kernels.product_candidates import candidates_for, default_choice, quick_candidates, worth_measuring
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class HopperProducts(Kernels):
         self._resolved.clear()
 
     def _resolve(self, shape: LinearShape) -> Choice:
-        found = self.choices.get(shape) or autotune.default_choice(shape)
+        found = self.choices.get(shape) or default_choice(shape)
         return found if self._fits(shape, found) else Blas()
 
     def tune(self, shapes: Iterable[LinearShape], folder: Path | None = None, *, quick: bool = False) -> int:
@@ -109,15 +110,15 @@ class HopperProducts(Kernels):
         Host-synchronous, for start-up only. In a job of several ranks call it on one and give its ``choices`` to the
         others, so that all of them run the same kernels.
         """
-        path = None if folder is None else autotune.cache_file(folder, self.device)
-        kept = ChoiceTable() if path is None else autotune.recall(path)
+        path = None if folder is None else choice_table.cache_file(folder, self.device)
+        kept = ChoiceTable() if path is None else choice_table.recall(path)
         self.choices.fill(kept)  # the shipped table, measured in whole layers, knows better
         self._resolved.clear()
         missing = {shape.bucket.key: shape.bucket for shape in shapes if self.choices.get(shape) is None}
         measured = 0
         for shape in missing.values():
             try:
-                tried = autotune.quick_candidates(shape, self._lt_choices(shape)) if quick else self.candidates(shape)
+                tried = quick_candidates(shape, self._lt_choices(shape)) if quick else self.candidates(shape)
                 choice, us = autotune.fastest(shape, tried, self._run_candidate(shape), self.device)
             except RuntimeError as error:
                 log.warning("%s: not measured, its default kernel stays: %s", shape.key, error)
@@ -127,11 +128,11 @@ class HopperProducts(Kernels):
             self.choose(shape, choice)
             measured += 1
         if path is not None and measured:
-            autotune.keep(path, kept)
+            choice_table.keep(path, kept)
         return measured
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
-        seen = [shape for shape in self._resolved if autotune.worth_measuring(shape)]
+        seen = [shape for shape in self._resolved if worth_measuring(shape)]
         measured = 0
 
         def make() -> str:
@@ -146,7 +147,7 @@ class HopperProducts(Kernels):
     def candidates(self, shape: LinearShape) -> list[Choice]:
         """Every choice that can run ``shape``, cuBLAS included."""
         found: list[Choice] = [Blas(), *self._lt_choices(shape)]
-        return found + [choice for choice in autotune.candidates_for(shape) if self._fits(shape, choice)]
+        return found + [choice for choice in candidates_for(shape) if self._fits(shape, choice)]
 
     def _lt_choices(self, shape: LinearShape) -> list[Choice]:
         if self._lt is None or shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
@@ -315,4 +316,4 @@ def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
 def shipped_choices(device: torch.device) -> ChoiceTable:
     """Choices measured ahead for this GPU model, an empty table for others."""
     name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    return autotune.load(SHIPPED_CHOICES / f"{name}.json")
+    return choice_table.load(SHIPPED_CHOICES / f"{name}.json")

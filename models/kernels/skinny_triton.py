@@ -1,7 +1,7 @@
 """x @ W^T for a few to a few hundred rows on the tensor cores: weights are the tall operand, tokens the narrow one.
 
 Knows: the product as W [O, K] times x^T [K, M], split along K so that every multiprocessor streams weights.
-Does not know: when it is the best choice (models/kernels/autotune.py).
+Does not know: when it is the best choice (choice_table.py).
 
 The split is deterministic: partial sums go to a workspace, and the last program of a tile (told by a counter) adds
 them in split order, so a result never depends on which program came last. The counter returns to zero by itself, which

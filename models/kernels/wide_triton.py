@@ -2,7 +2,7 @@
 
 Knows: one program keeps all rows and a tile of the weight's rows that need not be a power of two (192 of 24576 make 128
 programs, one wave of an H200's 132 multiprocessors), and may split K. Does not know: when it is the best choice
-(models/kernels/autotune.py).
+(choice_table.py).
 
 Tokens are the tall operand, weights the narrow one: the other way around from skinny_triton.py, so few rows waste
 tensor cores, which have nothing else to do while weights arrive. Rows beyond the last one are zeros that TMA makes up.

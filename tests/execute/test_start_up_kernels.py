@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels import autotune
-from models.kernels.autotune import Blas, ChoiceTable, CublasLt, LinearShape
+from models.kernels import autotune, choice_table, product_candidates
+from models.kernels.choice_table import Blas, ChoiceTable, CublasLt, LinearShape
 
 pytest.importorskip("triton")
 hopper_products = importlib.import_module("models.kernels.hopper_products")
@@ -140,13 +140,13 @@ def test_an_algorithm_is_good_for_one_version_and_one_number_of_rows(version: in
 def test_what_memory_is_too_small_to_measure_keeps_its_default(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    def fastest(shape: LinearShape, *_: object) -> tuple[autotune.Choice, float]:
+    def fastest(shape: LinearShape, *_: object) -> tuple[choice_table.Choice, float]:
         if shape.rows > 256:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Blas(), 12.5
 
     monkeypatch.setattr(autotune, "fastest", fastest)
-    monkeypatch.setattr(autotune, "cache_file", lambda folder, device: folder / "choices.json")
+    monkeypatch.setattr(choice_table, "cache_file", lambda folder, device: folder / "choices.json")
     made = products(Lt())
     with caplog.at_level(logging.WARNING):
         assert made.tune([PREFILL, DECODE], tmp_path, quick=True) == 1
@@ -154,8 +154,8 @@ def test_what_memory_is_too_small_to_measure_keeps_its_default(
     assert PREFILL.key in told
     assert "CUDA out of memory" in told
     assert made.choices.get(PREFILL) is None
-    assert made.choice(PREFILL) == autotune.default_choice(PREFILL)
-    assert autotune.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
+    assert made.choice(PREFILL) == product_candidates.default_choice(PREFILL)
+    assert choice_table.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
 
 
 # ---- how a candidate is timed ----

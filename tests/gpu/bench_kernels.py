@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels import attention_triton, autotune
-from models.kernels.autotune import ChoiceTable, LinearShape
+from models.kernels import attention_triton, autotune, choice_table
+from models.kernels.choice_table import ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
 
 DEVICE = torch.device("cuda", 0)
@@ -94,7 +94,7 @@ def compile_share(index: int, share: int, models: list[str], rows: list[int], pa
     todo: dict[Any, Callable[[], Any]] = {}
     for shape in shapes(models, rows) if {"linear", "tune"} & set(parts) else []:
         for choice in kernels.candidates(shape):
-            if isinstance(choice, autotune.Gemv | autotune.Skinny | autotune.Wide):
+            if isinstance(choice, choice_table.Gemv | choice_table.Skinny | choice_table.Wide):
                 key = (shape.inner, shape.normed, shape.gate_up, shape.rows, choice)
                 todo[key] = partial(run_product, kernels, shape, choice)
     for model in models if "attention" in parts else []:
@@ -115,7 +115,7 @@ def run_share(index: int, share: int, todo: dict[Any, Callable[[], Any]]) -> Non
     torch.cuda.synchronize()
 
 
-def run_product(kernels: HopperKernels, shape: LinearShape, choice: autotune.Choice) -> None:
+def run_product(kernels: HopperKernels, shape: LinearShape, choice: choice_table.Choice) -> None:
     x = torch.zeros(shape.rows, shape.inner, dtype=BF16, device=DEVICE)
     weight = torch.zeros(min(shape.outputs, 4096), shape.inner, dtype=BF16, device=DEVICE)
     kernels._run_candidate(shape)(x, weight, choice)
@@ -156,8 +156,8 @@ def bench_linear(out: Path, models: list[str], rows: list[int]) -> None:
                     print(f"{model} {name} {m} | {us:.1f} {rate:.2f} {short_name(best)} | {others}", flush=True)
 
 
-def short_name(choice: autotune.Choice) -> str:
-    if isinstance(choice, autotune.CublasLt):
+def short_name(choice: choice_table.Choice) -> str:
+    if isinstance(choice, choice_table.CublasLt):
         return "CublasLt"
     return type(choice).__name__ + str(list(dataclasses.asdict(choice).values()))
 
@@ -433,7 +433,7 @@ def main() -> None:
             bench_small()
         elif part == "step":
             path = args.choices or args.out / "choices.json"
-            bench_step(args.models, args.batches, autotune.load(path), args.profile)
+            bench_step(args.models, args.batches, choice_table.load(path), args.profile)
         print(f"-- {part}: {time.time() - start:.0f} s", flush=True)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from models.kernels import autotune
-from models.kernels.autotune import Choice, LinearShape
+from models.kernels.choice_table import Choice, LinearShape
 from models.kernels.hopper import HopperKernels
 from tests.gpu.bench_kernels import BF16, DEVICE, MODELS, Cache, StepBench, compile_all, compile_share, short_name
 

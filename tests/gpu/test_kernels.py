@@ -20,7 +20,7 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels import autotune, gemv_triton, skinny_triton
+    from models.kernels import choice_table, gemv_triton, product_candidates, skinny_triton
     from models.kernels.hopper import HopperKernels
 
 DEVICE = "cuda"
@@ -136,8 +136,8 @@ def test_every_gemv_candidate(kernels: HopperKernels, rows: int, gate_up: bool) 
     dtype, outputs, inner = torch.bfloat16, 512, 4096
     x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
     expected = x.double() @ weight.double().t()
-    shape = autotune.LinearShape(rows, outputs, inner, dtype, gate_up=gate_up).bucket
-    candidates = autotune.gemv_candidates(shape)
+    shape = choice_table.LinearShape(rows, outputs, inner, dtype, gate_up=gate_up).bucket
+    candidates = product_candidates.gemv_candidates(shape)
     assert candidates
     for choice in candidates:
         out = kernels._product(x, weight, None, choice, gate_up=gate_up)
@@ -152,12 +152,12 @@ def test_every_skinny_candidate(kernels: HopperKernels, rows: int, gate_up: bool
     weight = scaled(outputs, inner, dtype)
     total = x + residual
     expected = normed(total, norm, 1e-6) @ weight.double().t()
-    shape = autotune.LinearShape(rows, outputs, inner, dtype, normed=True, gate_up=gate_up).bucket
-    candidates = [c for c in kernels.candidates(shape) if isinstance(c, autotune.Skinny)]
+    shape = choice_table.LinearShape(rows, outputs, inner, dtype, normed=True, gate_up=gate_up).bucket
+    candidates = [c for c in kernels.candidates(shape) if isinstance(c, choice_table.Skinny)]
     assert any(c.split > 1 for c in candidates)
     assert any(c.fold for c in candidates) == (rows <= 32)
 
-    def run(choice: autotune.Skinny) -> tuple[Tensor, Tensor]:
+    def run(choice: choice_table.Skinny) -> tuple[Tensor, Tensor]:
         return kernels._normed_product(x, residual.clone(), norm, 1e-6, weight, None, choice, gate_up=gate_up)
 
     for choice in candidates:
@@ -178,9 +178,9 @@ def test_every_wide_candidate(kernels: HopperKernels, rows: int, gate_up: bool) 
         x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
         offset = None if gate_up else randn(outputs, dtype=dtype)
         expected = x.double() @ weight.double().t() + (0.0 if offset is None else offset.double())
-        shape = autotune.LinearShape(rows, outputs, inner, dtype, gate_up=gate_up).bucket
+        shape = choice_table.LinearShape(rows, outputs, inner, dtype, gate_up=gate_up).bucket
         for choice in kernels.candidates(shape):
-            if isinstance(choice, autotune.Wide):
+            if isinstance(choice, choice_table.Wide):
                 seen.add((choice.block_o & (choice.block_o - 1) == 0, choice.split > 1))
                 first = kernels._product(x, weight, offset, choice, gate_up=gate_up)
                 check(first, swiglu(expected) if gate_up else expected, dtype)
@@ -193,8 +193,8 @@ def test_every_wide_candidate(kernels: HopperKernels, rows: int, gate_up: bool) 
 def test_every_cublaslt_algorithm(kernels: HopperKernels, rows: int) -> None:
     dtype, outputs, inner = torch.bfloat16, 1024, 3072
     x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
-    choices = kernels.candidates(autotune.LinearShape(rows, outputs, inner, dtype))
-    choices = [c for c in choices if isinstance(c, autotune.CublasLt)]
+    choices = kernels.candidates(choice_table.LinearShape(rows, outputs, inner, dtype))
+    choices = [c for c in choices if isinstance(c, choice_table.CublasLt)]
     assert choices
     for choice in choices:
         check(kernels._product(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
@@ -518,14 +518,14 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
 def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: HopperKernels, tmp_path: Any) -> None:
     dtype = torch.bfloat16
     shapes = [
-        autotune.LinearShape(rows, 1536, 1024, dtype, normed, gate_up)
+        choice_table.LinearShape(rows, 1536, 1024, dtype, normed, gate_up)
         for rows in (1, 16)
         for normed, gate_up in ((False, False), (True, False), (True, True))
     ]
     fresh = HopperKernels(DEVICE)
-    fresh.choices = autotune.ChoiceTable()
+    fresh.choices = choice_table.ChoiceTable()
     fresh.tune(shapes, tmp_path)
-    held = autotune.load(autotune.cache_file(tmp_path, torch.device(DEVICE)))
+    held = choice_table.load(choice_table.cache_file(tmp_path, torch.device(DEVICE)))
     assert held == fresh.choices
     for shape in shapes:
         x, weight = randn(shape.rows, shape.inner, dtype=dtype), scaled(shape.outputs, shape.inner, dtype)

@@ -18,8 +18,9 @@ import torch
 
 from models.expert_load import start_counting
 from models.kernels import rope_prefill_triton
-from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny, Wide, wide_candidates
+from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.hopper_products import shipped_choices
+from models.kernels.product_candidates import wide_candidates
 from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
 from tests.gpu import bench_rotation

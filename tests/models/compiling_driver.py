@@ -156,14 +156,17 @@ class CompilingDriver:
         )
 
 
-def _arguments(signature: dict[str, str]) -> list[str]:
-    """Names of a kernel's arguments in PTX. A descriptor of n dimensions is followed by n sizes and n strides."""
-    names = []
+def _arguments(signature: dict[str, Any]) -> list[str]:
+    """Names of a kernel's arguments in PTX. A descriptor of n dimensions is followed by n sizes and n strides, a tuple is
+    as many arguments as it has members.
+    """
+    names: list[str] = []
     for name, kind in signature.items():
-        if kind != "constexpr":
-            names.append(name)
-        if kind.startswith("tensordesc"):
-            names += [f"{name}'s"] * 2 * (kind.count(",") + 1)
+        if isinstance(kind, tuple):
+            names += _arguments({f"{name}[{number}]": one for number, one in enumerate(kind)})
+        elif kind != "constexpr":
+            sizes_and_strides = 2 * (kind.count(",") + 1) if kind.startswith("tensordesc") else 0
+            names += [name, *[f"{name}'s"] * sizes_and_strides]
     return names
 
 

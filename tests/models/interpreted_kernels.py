@@ -29,8 +29,8 @@ for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"
 from triton.runtime import interpreter  # noqa: E402
 
 from models.inputs import DecodeAttention  # noqa: E402
-from models.kernels import attention_triton, autotune, norm_triton, read_triton, skinny_triton  # noqa: E402
-from models.kernels.autotune import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
+from models.kernels import attention_triton, norm_triton, product_candidates, read_triton, skinny_triton  # noqa: E402
+from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
 from models.kernels.hopper import HopperKernels  # noqa: E402
 from models.kernels.reference import ReferenceKernels  # noqa: E402
 from tests.engine.rig import request, rig, run  # noqa: E402
@@ -98,7 +98,7 @@ def rows(kernels: InterpretedKernels) -> None:
 
 def some(shape: LinearShape) -> list[Choice]:
     """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
-    found = autotune.candidates_for(shape)
+    found = product_candidates.candidates_for(shape)
     picked = [*found[:2], *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
     skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
     if skinny is not None:

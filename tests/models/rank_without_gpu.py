@@ -26,7 +26,7 @@ for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"
 from models.config import ModelConfig  # noqa: E402
 from models.inputs import DecodeAttention, empty_kv_layer  # noqa: E402
 from models.kernels import hopper, hopper_products  # noqa: E402
-from models.kernels.autotune import ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
+from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
 from models.layers.attention import Attention  # noqa: E402
 from models.registry import model_class  # noqa: E402
 from parallel import symmetric  # noqa: E402

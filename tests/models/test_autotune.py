@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.kernels import autotune
-from models.kernels.autotune import Blas, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels import autotune, choice_table, product_candidates
+from models.kernels.choice_table import Blas, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 
 BF16 = torch.bfloat16
 SHAPES = [
@@ -40,9 +40,9 @@ def test_rows_share_a_choice_up_to_the_next_power_of_two() -> None:
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "table.json"
-    assert autotune.load(path) == ChoiceTable()
-    autotune.save(path, TABLE)
-    assert autotune.load(path) == TABLE
+    assert choice_table.load(path) == ChoiceTable()
+    choice_table.save(path, TABLE)
+    assert choice_table.load(path) == TABLE
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"], "no temporary file stays behind"
 
 
@@ -53,14 +53,14 @@ def test_a_cache_that_cannot_be_used_ends_no_start(tmp_path: Path, caplog: pytes
     not_a_folder = tmp_path / "file"
     not_a_folder.write_text("")
     with caplog.at_level(logging.WARNING):
-        assert autotune.recall(torn) == ChoiceTable()
-        autotune.keep(not_a_folder / "table.json", TABLE)
+        assert choice_table.recall(torn) == ChoiceTable()
+        choice_table.keep(not_a_folder / "table.json", TABLE)
     read, written = [record.getMessage() for record in caplog.records]
     assert str(torn) in read
     assert str(not_a_folder) in written
     assert "--kernel-cache" in written
-    autotune.keep(torn, TABLE)
-    assert autotune.recall(torn) == TABLE
+    choice_table.keep(torn, TABLE)
+    assert choice_table.recall(torn) == TABLE
 
 
 def test_updating_takes_over_the_other_table() -> None:
@@ -78,16 +78,16 @@ def test_filling_keeps_its_own_choices() -> None:
 
 def test_decode_steps_and_full_prefill_steps_are_worth_measuring() -> None:
     rows = (1, 7, 200, 256, 300, 8191, 8192)
-    measured = [count for count in rows if autotune.worth_measuring(LinearShape(count, 6144, 4096, BF16))]
+    measured = [count for count in rows if product_candidates.worth_measuring(LinearShape(count, 6144, 4096, BF16))]
     assert measured == [1, 7, 200, 256, 8192]
 
 
 def test_a_start_up_tries_nothing_that_must_be_compiled_for_it() -> None:
     algorithms = [CublasLt(f"{i:02x}", 1) for i in range(20)]
     for shape in SHAPES:
-        tried = autotune.quick_candidates(shape, algorithms)
+        tried = product_candidates.quick_candidates(shape, algorithms)
         compiled = [choice for choice in tried if isinstance(choice, Gemv | Skinny | Wide)]
-        assert compiled == [choice for choice in [autotune.default_choice(shape)] if choice != Blas()]
+        assert compiled == [choice for choice in [product_candidates.default_choice(shape)] if choice != Blas()]
         assert tried.count(Blas()) == 1
         assert tried[-8:] == algorithms[:8]
 
@@ -112,12 +112,14 @@ def test_shipped_tables_are_readable() -> None:
     shipped = list((Path(autotune.__file__).parent / "tuned").glob("*.json"))
     assert shipped
     for path in shipped:
-        assert autotune.load(path).choices
+        assert choice_table.load(path).choices
 
 
 @pytest.mark.parametrize("rows", sorted({shape.rows for shape in SHAPES}))
 def test_candidates_fit_their_shape(rows: int) -> None:
-    for shape, choice in [(s, c) for s in SHAPES if s.rows == rows for c in autotune.candidates_for(s.bucket)]:
+    for shape, choice in [
+        (s, c) for s in SHAPES if s.rows == rows for c in product_candidates.candidates_for(s.bucket)
+    ]:
         bucket = shape.bucket
         if isinstance(choice, Gemv):
             assert bucket.rows <= 4
@@ -143,8 +145,8 @@ def test_candidates_fit_their_shape(rows: int) -> None:
 
 def test_the_default_is_a_candidate_or_cublas() -> None:
     for shape in SHAPES:
-        default = autotune.default_choice(shape)
-        assert default == Blas() or default in autotune.candidates_for(shape.bucket)
+        default = product_candidates.default_choice(shape)
+        assert default == Blas() or default in product_candidates.candidates_for(shape.bucket)
         if shape.rows > 64:
             assert default == Blas()
         if shape.rows == 1 and shape.inner % 1024 == 0:
@@ -152,18 +154,18 @@ def test_the_default_is_a_candidate_or_cublas() -> None:
 
 
 def test_no_prefetch_is_worth_less_than_a_line_or_half_the_cache() -> None:
-    assert autotune.prefetch_columns(4096, 4096) == 2048
-    assert autotune.prefetch_columns(1024, 1024) == 1024
-    assert autotune.prefetch_columns(1024, 63) == 0
-    assert autotune.prefetch_columns(1 << 20, 4096) == 0
+    assert product_candidates.prefetch_columns(4096, 4096) == 2048
+    assert product_candidates.prefetch_columns(1024, 1024) == 1024
+    assert product_candidates.prefetch_columns(1024, 63) == 0
+    assert product_candidates.prefetch_columns(1 << 20, 4096) == 0
 
 
 def test_fastest_passes_over_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = LinearShape(1, 8, 8, BF16)
-    times: dict[autotune.Choice, float] = {Blas(): 3.0, Gemv(4, 8, 1): float("inf"), Gemv(2, 8, 1): 2.0}
+    times: dict[choice_table.Choice, float] = {Blas(): 3.0, Gemv(4, 8, 1): float("inf"), Gemv(2, 8, 1): 2.0}
     monkeypatch.setattr(autotune, "measure", lambda shape, choices, run, device: [(c, times[c]) for c in choices])
 
-    def run(x: torch.Tensor, weight: torch.Tensor, choice: autotune.Choice) -> torch.Tensor:
+    def run(x: torch.Tensor, weight: torch.Tensor, choice: choice_table.Choice) -> torch.Tensor:
         raise AssertionError("measure was replaced")
 
     assert autotune.fastest(shape, times, run, torch.device("cpu")) == (Gemv(2, 8, 1), 2.0)

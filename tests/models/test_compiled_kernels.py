@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.autotune import LinearShape, Skinny, skinny_candidates
+from models.kernels.choice_table import LinearShape, Skinny
+from models.kernels.product_candidates import skinny_candidates
 from tests.models.launch_order import launch_order
 
 ROOT = Path(__file__).parents[2]
