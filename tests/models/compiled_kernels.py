@@ -34,7 +34,7 @@ def dense(driver: CompilingDriver) -> None:
     for bucket in (1, 32):
         rank.decode(bucket)
     rank.decode(32, SAMPLING[-1])
-    for tokens in (MOST_PREFILL, 256):  # the rotation has a form of its own for many tokens
+    for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens
         rank.prefill(tokens)
     rank.several_queries(32, 16)
     Rank(driver, "8b", tp=4).decode(1)

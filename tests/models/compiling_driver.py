@@ -157,8 +157,8 @@ class CompilingDriver:
 
 
 def _arguments(signature: dict[str, Any]) -> list[str]:
-    """Names of a kernel's arguments in PTX. A descriptor of n dimensions is followed by n sizes and n strides, a tuple is
-    as many arguments as it has members.
+    """Names of a kernel's arguments in PTX: a descriptor of n dimensions is followed by n sizes and n strides, and a
+    tuple is as many arguments as it has members.
     """
     names: list[str] = []
     for name, kind in signature.items():
