@@ -53,7 +53,8 @@ def environment(config: EngineConfig, rendezvous: Rendezvous, engine: dict[str, 
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
-    """What an engine's start came to on this rank, in bytes and seconds: its graphs, and how memory was divided."""
+    """What an engine's start came to on this rank, in bytes and seconds: its graphs, how memory was divided, and whose
+    prefill attention runs."""
     graphs, sizing = engine.executor.graphs.counters, engine.executor.sizing
     return {
         "graphs_captured": graphs.captured - graphs.after_warmup,
@@ -62,6 +63,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "kv_blocks": sizing.num_blocks,
         "kv_bytes": (sizing.num_blocks + 1) * sizing.shape.block_bytes,
         "activation_bytes": sizing.activation_peak,
+        "prefill_attention": engine.executor.prefill_attention,
     }
 
 

@@ -97,7 +97,7 @@ def kernels(device: torch.device) -> Section:
     for dtype, head_dim in _SHOWN_SHAPES if device.type == "cuda" else ((torch.float32, 128),):
         with _heard("models.kernels.select") as warned:
             try:
-                name = select_kernels(device, dtype, head_dim).name
+                selected = select_kernels(device, dtype, head_dim)
             except (RuntimeError, OSError) as error:
                 section.error(
                     f"the kernels for {dtype} cannot be made: {error}",
@@ -105,7 +105,9 @@ def kernels(device: torch.device) -> Section:
                 )
                 continue
         short = str(dtype).removeprefix("torch.")
-        chosen.append({"dtype": short, "head_dim": head_dim, "kernels": name, "prefill": "slow" if warned else "fast"})
+        chosen.append(
+            {"dtype": short, "head_dim": head_dim, "kernels": selected.name, "prefill": selected.prefill_name}
+        )
         for text in warned:
             section.note(text)
     section.facts["chosen"] = chosen

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from launch.bench_options import BenchCommand, add_bench_parser, bench_command
 from launch.doctor_options import DoctorCommand, add_doctor_parser, doctor_command
 from launch.sweep_options import SweepCommand, add_sweep_parser, sweep_command
-from runtime.config import DEVICE_DEFAULTS, WARM_KINDS, DType, EngineConfig, LoadFormat, flag_of
+from runtime.config import DEVICE_DEFAULTS, WARM_KINDS, DType, EngineConfig, LoadFormat, PrefillWanted, flag_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,14 @@ _ENGINE: dict[str, _Option] = {
     "decode_buckets": _Option("row counts of decode steps, ascending, with commas", "rows", _numbers),
     "prefill_graphs": _Option(
         "launch a prefill step as one graph, on GPUs; off: kernel by kernel, which costs the host tens of ms", "switch"
+    ),
+    "prefill_attention": _Option(
+        "kernel of prefill attention on GPUs; flashinfer is the faster one, but a start waits for it where it is not "
+        "built, more than a minute once a machine; triton is ours; auto takes flashinfer where it is built, else "
+        "triton, and builds flashinfer beside the run for the next start",
+        "word",
+        str,
+        get_args(PrefillWanted),
     ),
     "prefix_caching": _Option("reuse the KV of prompts that begin alike", "switch", alias="--enable-prefix-caching"),
     "max_waiting": _Option("requests that may queue in the engine", "requests"),

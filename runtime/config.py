@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, get_args
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
+PrefillWanted = Literal["auto", "flashinfer", "triton"]
 
 # A field left at this default is filled in __post_init__, from DEVICE_DEFAULTS or from another field: nobody ever sees
 # it unfilled.
@@ -76,6 +77,8 @@ class EngineConfig:
     chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine). width: W, tokens a row may gain
     in a step. decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``. prefill_graphs:
     on GPUs prefill steps are captured, too, and filled up to a few token counts.
+    prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
+    and else our Triton kernel, while FlashInfer's is built for the next start.
     max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
@@ -107,6 +110,7 @@ class EngineConfig:
     width: int = 1
     decode_buckets: tuple[int, ...] = ()
     prefill_graphs: bool = True
+    prefill_attention: PrefillWanted = "auto"
     prefix_caching: bool = True
     max_waiting: int = 100_000
     horizon: int = 2
@@ -122,6 +126,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, get_args(LoadFormat))
         _check_choice("dtype", self.dtype, get_args(DType))
+        _check_choice("prefill_attention", self.prefill_attention, get_args(PrefillWanted))
         for kind in self.warm:
             _check_choice("warm", kind, WARM_KINDS)
         _check_choice("device", self.device, ("auto", *get_args(Device)))

@@ -92,7 +92,7 @@ def build_engine(
             dtype=dtype,
             device=opened.torch_device,
             collectives=collectives,
-            kernels=select_kernels(torch.device(device), dtype, model_config.head_dim),
+            kernels=select_kernels(torch.device(device), dtype, model_config.head_dim, config.prefill_attention),
             experts=split,
             seed=config.seed,
             progress=progress,

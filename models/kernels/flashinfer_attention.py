@@ -1,9 +1,7 @@
 """Prefill attention by FlashInfer 0.6.13: its paged wrapper, planned on the host.
 
-Knows: FlashInfer's argument orders, workspaces and limits. Does not know: decode (models/kernels/attention_triton.py).
-
-FlashInfer compiles its prefill for each dtype and head_dim once a machine, for about a minute: ``build_ahead`` starts
-that beside the loading of weights, and the first plan waits for what is left of it.
+Knows: FlashInfer's argument orders, workspaces and limits. Does not know: whether it is built (flashinfer_build.py) and
+chosen (prefill.py).
 
 Prefill plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so
 each of a small ring is filled again only after the device has passed its last plan (an event, not a stream).
@@ -15,8 +13,6 @@ stream's order. Only fa3 can: its launch is the same for every plan, while fa2 l
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +21,7 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, get_batch_pr
 from torch import Tensor
 
 from models.inputs import PrefillAttention
-
-log = logging.getLogger(__name__)
-
-PREFILL_HEAD_DIMS = (64, 128, 256)
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+from models.kernels.flashinfer_build import arguments
 
 _PREFILL_WORKSPACE = 256 << 20
 _WRAPPERS = 4  # more prefill steps than a chain keeps in flight
@@ -43,14 +35,16 @@ class _Planned:
     copied: torch.cuda.Event
 
 
-class PagedPrefill:
-    """Packed causal prefill: fa3 on sm_90, fa2 before."""
+def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Build and load what the wrapper's ``plan`` asks for, where that is still to be done: FlashInfer remembers it."""
+    get_batch_prefill_module(*arguments(backend, dtype, head_dim))
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._backend = backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
-        self._builder: threading.Thread | None = None
-        self._refused = False
+
+class PagedPrefill:
+    """Packed causal prefill by the module of ``backend``: fa3 on sm_90, fa2 on others. Takes 256 MiB of the device."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self._device, self._backend = device, backend
         # Steps run in order on one stream, so the ring may share the workspace that only kernels touch.
         self._workspace = workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
         event: Any = torch.cuda.Event  # untyped in some versions of torch
@@ -60,44 +54,6 @@ class PagedPrefill:
                 for _ in range(_WRAPPERS)
             ]
         )
-
-    def build_ahead(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Begin to compile what these need, in a thread: compilers are other processes. Nothing where they are refused.
-
-        FlashInfer's own file lock lets one rank of a node build, and the others wait for it.
-        """
-        if self.supports(dtype, head_dim):
-            self._builder = threading.Thread(
-                target=self._build, args=(dtype, head_dim), name="build-prefill", daemon=True
-            )
-            self._builder.start()
-
-    def built(self) -> bool:
-        """Whether what ``build_ahead`` began came to a good end; waits for it; ask before ``plan``. What nobody began,
-        ``plan`` builds."""
-        if self._builder is not None:
-            self._builder.join()
-            self._builder = None
-        return not self._refused
-
-    def _build(self, dtype: torch.dtype, head_dim: int) -> None:
-        """As the wrapper's ``plan`` asks for it: FlashInfer remembers the module."""
-        plain = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
-        try:
-            get_batch_prefill_module(self._backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *plain)
-        except Exception as error:
-            self._refused = True
-            log.warning(
-                "prefill attention runs in plain torch, several times slower: FlashInfer's for %s with head_dim %d "
-                "cannot be built, for which it needs nvcc and ninja (CUDA_HOME, PATH): %s",
-                dtype,
-                head_dim,
-                error,
-            )
-
-    @staticmethod
-    def supports(dtype: torch.dtype, head_dim: int) -> bool:
-        return dtype in HALF_DTYPES and head_dim in PREFILL_HEAD_DIMS
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
         """A planned wrapper for these rows. Lengths come from the host, page numbers from the device table."""

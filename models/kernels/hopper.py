@@ -9,14 +9,17 @@ is capturable after one warm-up call of the same shape outside a capture, on a s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
+from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
 from models.kernels import attention_triton, experts_triton, rope_triton, route_triton
 from models.kernels.choice_table import ChoiceTable
-from models.kernels.flashinfer_attention import PagedPrefill, RepeatedPaged
 from models.kernels.hopper_products import HopperProducts
+from models.kernels.interface import PrefillWanted
+from models.kernels.prefill import Prefill
 from models.kernels.reference import ReferenceKernels
 
 _ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
@@ -25,21 +28,23 @@ _MOST_FLOAT32_ROWS = 32  # query rows of a kv head; the float32 kernel spills be
 
 
 class HopperKernels(HopperProducts):
-    """See the module. ``choices`` overrules the shipped table of choices.
+    """See the module. ``choices`` overrules the shipped table of choices. ``prefill``: whose prefill attention runs.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
 
     name = "hopper"
 
-    def __init__(self, device: torch.device | str, *, choices: ChoiceTable | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, *, choices: ChoiceTable | None = None, prefill: PrefillWanted = "auto"
+    ) -> None:
         device = torch.device(device)
         reason = unsupported(device)
         if reason is not None:
             raise RuntimeError(f"HopperKernels cannot run on {device}: {reason}")
         super().__init__(device, choices)
         self._reference = ReferenceKernels()
-        self._prefill = PagedPrefill(device)
+        self._prefill = Prefill(device, prefill, pdl=self.pdl)
         self._attention_partial = torch.empty_like(self._partial)
         self._attention_counters = torch.zeros(_ATTENTION_PROGRAMS, dtype=torch.int32, device=device)
 
@@ -140,29 +145,35 @@ class HopperKernels(HopperProducts):
         )
         return self.decode_attention(q_THD, kv_layer, inputs, scale)
 
-    def build_prefill_ahead(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Compile prefill for these in the background, where that is still to be done."""
-        self._prefill.build_ahead(dtype, head_dim)
+    def prepare_prefill(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Begin in the background what prefill of these needs, long before ``settle``."""
+        self._prefill.prepare(dtype, head_dim)
+
+    def settle(self, agree_min: Callable[[int], int]) -> None:
+        self._prefill.settle(agree_min)
+
+    @property
+    def prefill_name(self) -> str:
+        return self._prefill.name
 
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
-        if not self._prefill.supports(kv_layer.dtype, head_dim) or not self._prefill.built():
+        if not self._prefill.supports(head_dim):
             return inputs
-        planned = self._prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer)
-        return PrefillAttention(inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, planned)
+        return self._prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer)
 
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> RepeatedPaged | None:
-        if not self._prefill.supports(kv_layer.dtype, kv_layer.shape[-1]) or not self._prefill.built():
+    ) -> RepeatedPrefill | None:
+        if not self._prefill.supports(kv_layer.shape[-1]):
             return None
         return self._prefill.repeated(page_table_BP, max_tokens, heads, kv_heads, kv_layer)
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         if inputs.planned is None:
             return self._reference.prefill_attention(q_THD, kv_layer, inputs, scale)
-        return self._prefill.run(q_THD, kv_layer, inputs.planned, scale)
+        return self._prefill.run(q_THD, kv_layer, inputs, scale)
 
     def _triton_attention(
         self,

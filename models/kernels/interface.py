@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+
+PrefillWanted = Literal["auto", "flashinfer", "triton"]  # whose prefill attention (prefill.py); auto: what is built
 
 
 class Kernels(Protocol):
@@ -35,6 +37,19 @@ class Kernels(Protocol):
         same kernels afterwards. Nothing here, where there is nothing to choose from.
         """
         return 0
+
+    def settle(self, agree_min: Callable[[int], int]) -> None:
+        """Choose with the other ranks what depends on each one's machine: all run the same kernels afterwards.
+
+        For start-up, before the first prefill is planned; all ranks call this together. ``agree_min`` is the least of a
+        number over them. Nothing here, where there is nothing to choose from.
+        """
+        return
+
+    @property
+    def prefill_name(self) -> str:
+        """Whose prefill attention runs: for records of measurements."""
+        return self.name
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, cast back, times weight (Zhang & Sennrich 2019)."""

@@ -110,6 +110,11 @@ class Executor:
         self._row_features = SamplingFeatures()
         self._features_of: tuple[int, ...] | None = None
 
+    @property
+    def prefill_attention(self) -> str:
+        """Whose kernel it is, for records of measurements."""
+        return self._model.kernels.prefill_name
+
     # ---- each step ----
 
     def launch(self, plan: StepPlan, features: SamplingFeatures | None = None) -> None:
@@ -178,11 +183,11 @@ class Executor:
         limits = self._limits
         scratch = KvPool(self.device, shape, 0)  # the trash block is all that padding rows touch
         work = self._work_over(scratch.layers)
-        # Decode first: its kernels are compiled here while those of prefill may be on their way (build_prefill_ahead).
-        peak = max(
-            self.device.peak_of(lambda: self._rehearse_decode(work)),
-            self.device.peak_of(lambda: self._rehearse_prefill(work, limits.max_prefill_tokens)),
-        )
+        # Decode first: its kernels are compiled here while those of prefill may be on their way (Kernels.settle).
+        decode_peak = self.device.peak_of(lambda: self._rehearse_decode(work))
+        self._model.kernels.settle(limits.agree_min)
+        prefill_peak = self.device.peak_of(lambda: self._rehearse_prefill(work, limits.max_prefill_tokens))
+        peak = max(decode_peak, prefill_peak)
         self._tune()
         if self.device.torch_device.type != "cpu":
             for tokens in shorter_prefills(limits.max_prefill_tokens):

@@ -1,6 +1,6 @@
-"""Kernels at start-up, where something is missing: no compiler, no cuBLASLt, no memory to measure with.
+"""Kernels at start-up, where something is missing: no cuBLASLt, no memory to measure with.
 
-Without a GPU: FlashInfer's module and cuBLASLt's library are stand-ins, and measuring fails as it does there.
+Without a GPU: cuBLASLt's library is a stand-in, and measuring fails as it does there.
 """
 
 from __future__ import annotations
@@ -8,11 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-import sys
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,70 +23,6 @@ hopper_products = importlib.import_module("models.kernels.hopper_products")
 BF16 = torch.bfloat16
 DECODE = LinearShape(16, 6144, 4096, BF16)
 PREFILL = LinearShape(8192, 6144, 4096, BF16)
-
-
-# ---- FlashInfer's prefill is compiled in the background ----
-
-
-@pytest.fixture
-def paged_prefill(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., object]], Any]]:
-    """Makes a PagedPrefill over a FlashInfer that builds with the function given."""
-    name = "models.kernels.flashinfer_attention"
-    before = sys.modules.pop(name, None)
-
-    def make(build: Callable[..., object]) -> Any:
-        flashinfer, prefill = ModuleType("flashinfer"), ModuleType("flashinfer.prefill")
-        prefill.__dict__.update(get_batch_prefill_module=build, BatchPrefillWithPagedKVCacheWrapper=object)
-        monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
-        monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
-        made = object.__new__(importlib.import_module(name).PagedPrefill)
-        made._backend, made._builder, made._refused = "fa3", None, False
-        return made
-
-    yield make
-    sys.modules.pop(name, None)
-    if before is not None:
-        sys.modules[name] = before
-
-
-def test_a_machine_without_a_compiler_prefills_in_plain_torch(
-    paged_prefill: Callable[[Callable[..., object]], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(*_: object) -> object:
-        raise RuntimeError("Could not find nvcc")
-
-    made = paged_prefill(build)
-    with caplog.at_level(logging.WARNING):
-        made.build_ahead(BF16, 128)
-        assert not made.built()
-        assert not made.built()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "several times slower" in told
-    assert "Could not find nvcc" in told
-
-
-def test_a_build_is_waited_for_where_it_is_needed(paged_prefill: Callable[[Callable[..., object]], Any]) -> None:
-    may_end, built = threading.Event(), []
-
-    def build(*wanted: object) -> object:
-        may_end.wait(60)
-        built.append(wanted)
-        return None
-
-    made = paged_prefill(build)
-    made.build_ahead(BF16, 128)
-    threading.Timer(0.01, may_end.set).start()
-    assert made.built()
-    assert built == [("fa3", BF16, BF16, BF16, torch.int32, 128, 128, 0, False, False, False)]
-
-
-def test_what_flashinfer_does_not_take_is_not_built(paged_prefill: Callable[[Callable[..., object]], Any]) -> None:
-    built: list[object] = []
-    made = paged_prefill(lambda *wanted: built.append(wanted))
-    made.build_ahead(torch.float32, 128)
-    made.build_ahead(BF16, 80)
-    assert made.built()
-    assert not built
 
 
 # ---- products ----

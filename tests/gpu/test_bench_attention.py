@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,19 +23,15 @@ from tests.gpu.measure import PARTS
 SHORTEST, MOST = 520, 1024
 SHAPES = ("8B", "8B-tp2", "30B-A3B-tp2", "0.6B")
 ROWS = (8, 32, 64, 128, 256)
-OURS = ("models.kernels.hopper", "models.kernels.flashinfer_attention", "tests.gpu.attention_candidates")
+OURS = ("models.kernels.hopper", "tests.gpu.attention_candidates")
 BENCHES = ("tests.gpu.bench_kernels", "tests.gpu.bench_attention")
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """tests.gpu.bench_attention over a FlashInfer that is not called, on the CPU."""
+    """tests.gpu.bench_attention on the CPU."""
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     before = {name: sys.modules.pop(name, None) for name in (*OURS, *BENCHES)}
-    flashinfer, prefill = ModuleType("flashinfer"), ModuleType("flashinfer.prefill")
-    prefill.__dict__.update(get_batch_prefill_module=None, BatchPrefillWithPagedKVCacheWrapper=None)
-    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
-    monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
     for name in BENCHES:
         monkeypatch.setattr(importlib.import_module(name), "DEVICE", torch.device("cpu"))
     yield sys.modules["tests.gpu.bench_attention"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
+from models.inputs import DecodeAttention
 from tests.gpu.untyped import Stream
 
 pytestmark = pytest.mark.gpu
@@ -446,73 +446,6 @@ def test_a_row_without_tokens_gives_a_finite_result(kernels: HopperKernels) -> N
     q = randn(3, 8, 128, dtype=torch.bfloat16)
     out = kernels.decode_attention(q, made.kv, made.inputs, 0.1)
     assert torch.isfinite(out).all()
-
-
-PREFILL = [
-    (32, 8, 128, 64, [(512, 512)], torch.bfloat16),
-    (16, 8, 128, 16, [(5, 100), (1, 33), (200, 200), (64, 900)], torch.bfloat16),
-    (16, 8, 128, 64, [(5, 100), (130, 130)], torch.float16),
-    (14, 2, 64, 32, [(40, 77), (128, 128)], torch.bfloat16),
-    (6, 2, 24, 16, [(9, 30), (4, 4)], torch.float32),  # no FlashInfer kernel: the reference
-]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "rows", "dtype"), PREFILL)
-def test_prefill_attention(
-    kernels: HopperKernels,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page: int,
-    rows: list[tuple[int, int]],
-    dtype: torch.dtype,
-) -> None:
-    queries, lengths = tuple(q for q, _ in rows), tuple(n for _, n in rows)
-    made = Case(len(rows), heads, kv_heads, dim, page, max(lengths), dtype)
-    made.set_lengths(list(lengths))
-    inputs = PrefillAttention(made.table, queries, lengths)
-    for scale in (dim**-0.5, 0.05):
-        for _ in range(6):  # more plans than the ring holds
-            planned = kernels.plan_prefill(inputs, heads, kv_heads, dim, made.kv)
-        q = randn(sum(queries), heads, dim, dtype=dtype)
-        out = kernels.prefill_attention(q, made.kv, planned, scale)
-        check(out, prefilled(made, q, queries, lengths, scale), dtype)
-
-
-def prefilled(made: Case, q: Tensor, queries: tuple[int, ...], lengths: tuple[int, ...], scale: float) -> Tensor:
-    """What the reference gives for packed rows over the pages of ``made``."""
-    heads, dim = q.shape[1:]
-    _, _, page, kv_heads, _ = made.kv.shape
-    expected = []
-    for row, part in enumerate(torch.split(q, list(queries))):
-        one = Case(1, heads, kv_heads, dim, page, max(lengths), q.dtype, query_len=part.shape[0])
-        one.table, one.kv = made.table[row : row + 1], made.kv
-        one.set_lengths([lengths[row]])
-        expected.append(one.attention(part, scale))
-    return torch.cat(expected)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page"), [(32, 8, 128, 64), (14, 2, 64, 32)])
-def test_captured_prefill_is_planned_anew_for_each_replay(
-    kernels: HopperKernels, heads: int, kv_heads: int, dim: int, page: int
-) -> None:
-    """One graph of 320 tokens and at most six rows; more plans than the ring holds, of other rows each time."""
-    dtype, tokens, most = torch.bfloat16, 320, 512
-    made = Case(6, heads, kv_heads, dim, page, most, dtype)
-    q, scale = randn(tokens, heads, dim, dtype=dtype), dim**-0.5
-    repeated = kernels.repeat_prefill(made.table, 2 * tokens, heads, kv_heads, made.kv)
-    assert repeated is not None
-    inputs = PrefillAttention(made.table, (tokens,), (tokens,), repeated)
-    repeated.plan((tokens,), (tokens,))
-    replay, out = captured(lambda: kernels.prefill_attention(q, made.kv, inputs, scale))
-    for seed in range(8):
-        pick = random.Random(seed)
-        queries = tuple(pick.randint(1, 50) for _ in range(pick.randint(1, 6)))
-        lengths = tuple(query + pick.choice([0, 0, pick.randint(1, most - 50)]) for query in queries)
-        q.copy_(randn(tokens, heads, dim, dtype=dtype))
-        repeated.plan(queries, lengths)
-        replay()
-        check(out[: sum(queries)], prefilled(made, q[: sum(queries)], queries, lengths, scale), dtype)
 
 
 def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: HopperKernels, tmp_path: Any) -> None:

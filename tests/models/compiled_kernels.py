@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from models.expert_load import start_counting
+from models.inputs import PrefillAttention, empty_kv_layer
 from models.kernels import rope_prefill_triton
 from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.hopper_products import shipped_choices
+from models.kernels.prefill_triton import TiledPrefill
 from models.kernels.product_candidates import wide_candidates
 from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
@@ -96,10 +98,38 @@ def too_much(driver: CompilingDriver) -> None:
     products(driver, table)
 
 
+def prefills(driver: CompilingDriver) -> None:
+    """Prefill attention of other models: heads, pages and dtypes that the shapes here do not have."""
+    half, single = (torch.bfloat16, torch.float16), (torch.float32,)
+    for dtypes, heads, kv_heads, dim, page in (
+        (half, 32, 8, 128, 64),
+        (half[:1], 32, 8, 128, 16),
+        (half[:1], 14, 2, 64, 64),
+        (half[:1], 16, 16, 96, 128),
+        (half[:1], 8, 1, 16, 8),
+        (half[:1], 16, 2, 256, 64),
+        (half[:1], 6, 2, 192, 48),
+        (single, 32, 8, 128, 64),
+        (single, 6, 2, 24, 16),
+        (single, 32, 1, 64, 64),
+        (single, 16, 2, 256, 64),
+    ):
+        for dtype in dtypes:
+            driver.where = f"{dtype}, {heads} heads of {dim} over {kv_heads}, pages of {page}"
+            q, kv = (
+                torch.empty(300, heads, dim, dtype=dtype, device=META),
+                empty_kv_layer(9, page, kv_heads, dim, dtype, "meta"),
+            )
+            inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
+            tiled = TiledPrefill(META, pdl=True)
+            tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
     "rotation": rotation,
+    "prefill": prefills,
     "table": shipped_table,
     "too-much": too_much,
 }

@@ -12,28 +12,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import sys
 import time
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
-for name in ("flashinfer", "flashinfer.prefill"):  # prefill is FlashInfer's, and is the reference's here
-    sys.modules.setdefault(name, ModuleType(name))
-for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"):
-    setattr(sys.modules["flashinfer.prefill"], wanted, None)
-
-from triton.runtime import interpreter  # noqa: E402
-
-from models.inputs import DecodeAttention  # noqa: E402
-from models.kernels import attention_triton, norm_triton, product_candidates, read_triton, skinny_triton  # noqa: E402
-from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
-from models.kernels.hopper import HopperKernels  # noqa: E402
-from models.kernels.reference import ReferenceKernels  # noqa: E402
-from tests.engine.rig import request, rig, run  # noqa: E402
+from models.inputs import DecodeAttention
+from models.kernels import attention_triton, norm_triton, product_candidates, read_triton, skinny_triton
+from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.hopper import HopperKernels
+from models.kernels.prefill import Prefill
+from models.kernels.reference import ReferenceKernels
+from tests.engine.rig import request, rig, run
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
 REFERENCE = ReferenceKernels()
@@ -60,7 +54,7 @@ class InterpretedKernels(HopperKernels):
         self.choices = ChoiceTable()
         self._resolved = {}
         self._reference = ReferenceKernels()
-        self._prefill = cast(Any, SimpleNamespace(supports=lambda dtype, head_dim: False))
+        self._prefill = Prefill(self.device, "triton", pdl=False)
         self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
         self._partial = torch.full((1 << 20,), math.nan)
         self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32)

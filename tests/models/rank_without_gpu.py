@@ -1,48 +1,43 @@
 """A rank's steps over HopperKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
 
 Knows: what a run launches (whole decode and prefill steps, every kind of sampling), and what the wrappers ask about the
-device. Does not know: what happens at a launch (compiling_driver.py). FlashInfer's and cuBLAS's kernels are left out.
+device. Does not know: what happens at a launch (compiling_driver.py). Prefill attention is ours;
+cuBLAS's kernels are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
 import torch
 from torch import Tensor
 
-for name in ("flashinfer", "flashinfer.prefill"):  # prefill attention is FlashInfer's: see _no_prefill
-    sys.modules.setdefault(name, ModuleType(name))
-for wanted in ("BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module"):
-    setattr(sys.modules["flashinfer.prefill"], wanted, None)
-
-from models.config import ModelConfig  # noqa: E402
-from models.inputs import DecodeAttention, empty_kv_layer  # noqa: E402
-from models.kernels import hopper, hopper_products  # noqa: E402
-from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide  # noqa: E402
-from models.layers.attention import Attention  # noqa: E402
-from models.registry import model_class  # noqa: E402
-from parallel import symmetric  # noqa: E402
-from parallel.collectives import Collectives, Unsummed  # noqa: E402
-from parallel.experts import ExpertSplit  # noqa: E402
-from parallel.one_shot_triton import one_shot  # noqa: E402
-from runtime.config import DEVICE_DEFAULTS, default_buckets  # noqa: E402
-from runtime.execute import logprobs, sampler, step_ends, step_kernels  # noqa: E402
-from runtime.execute.landing import ResultRing  # noqa: E402
-from runtime.execute.prompt_scores import StepScores, score_words  # noqa: E402
-from runtime.execute.sampling_kernels import triton_kernels  # noqa: E402
-from runtime.execute.sampling_rows import TOP_LOGPROBS, SamplingFeatures  # noqa: E402
-from runtime.execute.slot_state import SlotTables  # noqa: E402
-from runtime.execute.staging import Chunks  # noqa: E402
-from runtime.execute.step import StepWork  # noqa: E402
-from tests.models.compiling_driver import CAPABILITY, CompilingDriver  # noqa: E402
+from models.config import ModelConfig
+from models.inputs import DecodeAttention, empty_kv_layer
+from models.kernels import hopper, hopper_products
+from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.layers.attention import Attention
+from models.registry import model_class
+from parallel import symmetric
+from parallel.collectives import Collectives, Unsummed
+from parallel.experts import ExpertSplit
+from parallel.one_shot_triton import one_shot
+from runtime.config import DEVICE_DEFAULTS, default_buckets
+from runtime.execute import logprobs, sampler, step_ends, step_kernels
+from runtime.execute.landing import ResultRing
+from runtime.execute.prompt_scores import StepScores, score_words
+from runtime.execute.sampling_kernels import triton_kernels
+from runtime.execute.sampling_rows import TOP_LOGPROBS, SamplingFeatures
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.staging import Chunks
+from runtime.execute.step import StepWork
+from tests.models.compiling_driver import CAPABILITY, CompilingDriver
 
 META = torch.device("meta")
 SHAPES = Path(__file__).parents[2] / "models/shapes"
@@ -68,18 +63,12 @@ def play_an_h200() -> None:
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     modules: tuple[Any, ...] = (hopper, hopper_products, sampler, logprobs)
     for module in modules[:2]:
-        module.PagedPrefill = _no_prefill
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
     for module in modules[2:]:
         module.kernels_for = lambda tensor: triton_kernels()
     ends: Any = step_ends
     ends.kernels_for = lambda tensor: step_kernels.triton_kernels()
-
-
-def _no_prefill(device: torch.device) -> Mock:
-    """As flashinfer_attention.PagedPrefill, always ready."""
-    return Mock(run=lambda q_THD, *_: torch.empty_like(q_THD))
 
 
 class _NoCublasLt:
@@ -150,7 +139,7 @@ class Rank:
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = hopper.HopperKernels(META)
+        self.kernels = hopper.HopperKernels(META, prefill="triton")
         with META:
             build = model_class(config.architecture)
             self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))

@@ -88,6 +88,13 @@ def test_every_kernel_compiles_for_hopper_and_fits(part: str, tmp_path: Path) ->
     assert {one["element"] for one in found} >= {"bf16"}
 
 
+def test_prefill_attention_of_every_dtype_fits(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--part", "prefill")
+    assert complaints(found) == []
+    assert len(found) == 12
+    assert all(one["order"]["waits"] for one in found)
+
+
 def test_a_kernel_that_does_not_fit_is_found(tmp_path: Path) -> None:
     told = complaints(compiled(tmp_path, "--part", "too-much"))
     assert len(told) == 2

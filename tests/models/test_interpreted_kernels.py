@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("module", ["interpreted_experts", "interpreted_kernels"])
+@pytest.mark.parametrize("module", ["interpreted_experts", "interpreted_kernels", "interpreted_prefill"])
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     child = subprocess.run(
