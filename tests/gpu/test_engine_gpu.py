@@ -13,6 +13,8 @@ from typing import Unpack
 import pytest
 import torch
 
+from models.kernels.interface import PrefillWanted
+from models.kernels.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.device_cuda import CudaDevice
 from runtime.execute.sampling_rows import SamplingFeatures
@@ -31,11 +33,14 @@ SHAPE: dict[str, object] = {
 }
 EVERYTHING = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=3)
 
+PREFILLS: tuple[PrefillWanted, ...] = ("flashinfer", "triton")
+
 pytestmark = pytest.mark.gpu
 
 
 @contextmanager
-def gpu_rig(**more: Unpack[RigLimits]) -> Iterator[Engine]:
+def gpu_rig(prefill: PrefillWanted = "flashinfer", **more: Unpack[RigLimits]) -> Iterator[Engine]:
+    """``prefill`` is named, so that rigs which are compared run the same kernel, whatever is built meanwhile."""
     device = CudaDevice(torch.device("cuda:0"))
     limits: RigLimits = {
         "block_size": 16,
@@ -45,26 +50,30 @@ def gpu_rig(**more: Unpack[RigLimits]) -> Iterator[Engine]:
         "prefill_buckets": (16, 32, 48, 64),
         **more,
     }
+    limits.setdefault("kernels", select_kernels(device.torch_device, limits["dtype"], 128, prefill))
     with rig(**limits) as engine:
+        assert engine.executor.prefill_attention == prefill
         yield engine
 
 
+@pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_depths_agree(depth: int, seed: int) -> None:
+def test_depths_agree(depth: int, seed: int, prefill: PrefillWanted) -> None:
     requests = mixture(seed)
-    with gpu_rig(depth=0) as engine:
+    with gpu_rig(prefill, depth=0) as engine:
         serial = run(engine, requests)
-    with gpu_rig(depth=depth) as engine:
+    with gpu_rig(prefill, depth=depth) as engine:
         assert outcome(run(engine, requests)) == outcome(serial)
         assert engine.counters["chain_breaks{start}"] == 1
 
 
-def test_depths_agree_where_prefill_is_launched_kernel_by_kernel() -> None:
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_depths_agree_where_prefill_is_launched_kernel_by_kernel(prefill: PrefillWanted) -> None:
     requests = mixture(1)
-    with gpu_rig(depth=0, prefill_buckets=()) as engine:
+    with gpu_rig(prefill, depth=0, prefill_buckets=()) as engine:
         serial = run(engine, requests)
-    with gpu_rig(depth=2, prefill_buckets=()) as engine:
+    with gpu_rig(prefill, depth=2, prefill_buckets=()) as engine:
         assert outcome(run(engine, requests)) == outcome(serial)
 
 
@@ -95,10 +104,12 @@ def test_eviction_changes_no_token_of_the_serial_engine() -> None:
     assert all(len(deep[i].token_ids) == 60 for i in deep)
 
 
-def test_no_step_synchronises() -> None:
+@pytest.mark.parametrize("buckets", [(16, 32, 48, 64), ()], ids=["graphs", "kernels"])
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_no_step_synchronises(prefill: PrefillWanted, buckets: tuple[int, ...]) -> None:
     """Prefill and decode of every variant, with graphs captured before: any hidden sync raises."""
     requests = mixture(3)
-    with gpu_rig(depth=2, variants=(SamplingFeatures(), EVERYTHING)) as engine:
+    with gpu_rig(prefill, depth=2, prefill_buckets=buckets, variants=(SamplingFeatures(), EVERYTHING)) as engine:
         warm = run(engine, requests)  # lazily captured variants are captured here
         again = [Request(100 + r.request_id, r.prompt_token_ids, r.sampling, r.stop_token_ids) for r in requests]
         captured = engine.counters["graph_captures_after_warmup"]

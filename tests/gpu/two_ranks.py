@@ -81,6 +81,7 @@ class Job:
             max_model_len=LENGTH,
             max_prefill_tokens=64,
             prefix_caching=False,
+            prefill_attention="flashinfer",  # named, so that jobs which are compared run the same kernel
             chain_depth=self.depth,
             symmetric_all_reduce=self.symmetric,
             control_timeout_s=60.0,  # a profiler's first start takes seconds, and the other rank waits for it
