@@ -17,6 +17,9 @@ import pytest
 import torch
 
 import models.kernels
+from models.inputs import PrefillAttention
+from models.kernels.reference import ReferenceKernels
+from tests.engine.rig import request, rig, run
 
 pytest.importorskip("triton")
 prefill = importlib.import_module("models.kernels.prefill")
@@ -208,3 +211,24 @@ def test_plans_are_those_of_what_was_settled(make: Make) -> None:
     ours = make(FlashInfer(), "triton")
     assert ours.plan(inputs, 4, 2, 128, kv).planned.tiles.tolist() == [[0, 5, 4, 0]]
     assert isinstance(ours.repeated(table, 64, 4, 2, kv), prefill.RepeatedTiles)
+
+
+def test_ranks_agree_before_the_first_prefill_is_planned() -> None:
+    calls: list[object] = []
+
+    class Recorded(ReferenceKernels):
+        def settle(self, agree_min: Callable[[int], int]) -> None:
+            calls.append(agree_min)
+
+        def plan_prefill(self, inputs: PrefillAttention, *rest: Any) -> PrefillAttention:
+            calls.append("plan")
+            return inputs
+
+        def repeat_prefill(self, *rest: Any) -> None:
+            calls.append("repeat")
+
+    with rig(kernels=Recorded(), prefill_buckets=(32,)) as engine:
+        run(engine, [request(0, range(9), max_tokens=2)])
+    assert calls[0] is int, "the executor's agree_min"
+    assert calls.count(int) == 1
+    assert {"plan", "repeat"} <= set(map(str, calls))
