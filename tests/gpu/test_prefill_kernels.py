@@ -145,7 +145,7 @@ def test_random_rows_over_pages_with_nan_around_them(kernels: HopperKernels, dty
 @pytest.mark.parametrize("dtype", HALF)
 def test_long_rows(kernels: HopperKernels, dtype: torch.dtype) -> None:
     """Many full blocks, of which large scores and small ones alternate: the running maximum must be followed."""
-    heads, kv_heads, dim, page = 8, 2, 128, 64
+    heads, kv_heads, dim, page = 32, 8, 128, 64  # more tiles than programs
     queries, lengths = (2048, 700), (2048, 6000)
     made = Case(2, heads, kv_heads, dim, page, max(lengths), dtype)
     made.set_lengths(list(lengths))

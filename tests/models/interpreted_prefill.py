@@ -49,6 +49,7 @@ CASES = (
     Case(6, 2, 24, 8, torch.float16, ((33, 90), (3, 3))),  # heads that are no power of two, nor is the group
     Case(14, 2, 32, 48, torch.float32, ((17, 100), (50, 50))),  # seven heads a tile; blocks that straddle pages
     Case(32, 1, 16, 32, torch.float16, ((5, 70),)),
+    Case(96, 2, 16, 32, torch.float32, ((3, 20), (1, 9))),  # more heads of a kv head than a tile has rows
 )
 
 
@@ -93,9 +94,17 @@ def repeated() -> None:
         check(out[:new], expected(one, cache, q[:new], 0.25), one.dtype, one)
 
 
+def few_programs() -> None:
+    """Several turns for each program, the last of which does not go round."""
+    most = prefill_triton._PROGRAMS
+    prefill_triton._PROGRAMS = 5
+    ordinary()
+    prefill_triton._PROGRAMS = most
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for part in (ordinary, repeated):
+    for part in (ordinary, repeated, few_programs):
         torch.manual_seed(0)
         began = time.perf_counter()
         part()
