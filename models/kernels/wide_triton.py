@@ -25,8 +25,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.dependent_launch import prefetch_to_l2
 
-LINE = 64  # 16-bit elements of a line of the cache, and of the widest row that TMA can swizzle
-
 
 @triton.jit
 def _prefetch(
