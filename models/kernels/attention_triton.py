@@ -126,7 +126,7 @@ def _decode_attention_kernel(
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
         for block in tl.range(begin, end, num_stages=STAGES):
             keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            if PAGE >= BLOCK_N:
+            if PAGE % BLOCK_N == 0:
                 page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
                 slots = page * PAGE + keys % PAGE
             else:

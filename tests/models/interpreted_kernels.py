@@ -172,6 +172,7 @@ def attention(kernels: InterpretedKernels) -> None:
         (6, 2, 24, 8, 1, torch.float16),
         (4, 2, 32, 16, 3, torch.float32),
         (4, 1, 64, 64, 5, torch.float16),
+        (4, 2, 16, 48, 1, torch.float32),  # blocks of keys that straddle pages
     ):
         lengths = [query_len, 70, 1 + 16 * query_len]
         cache = Cache(lengths, kv_heads, dim, page, dtype)
