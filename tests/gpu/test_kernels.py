@@ -186,7 +186,8 @@ def test_every_wide_candidate(kernels: HopperKernels, rows: int, gate_up: bool) 
                 check(first, swiglu(expected) if gate_up else expected, dtype)
                 for _ in range(3):  # the same bits whichever program comes last
                     assert torch.equal(first, kernels._product(x, weight, offset, choice, gate_up=gate_up))
-    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+    whole = {(True, False), (False, False)} if rows <= 128 else set()  # at 256 these shapes are small: all split K
+    assert seen == {(True, True), (False, True)} | whole
 
 
 @pytest.mark.parametrize("rows", [16, 128, 256])
