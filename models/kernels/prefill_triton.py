@@ -167,7 +167,7 @@ def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
     """Fit for an H100 or H200 without a spilled register (tests/models/test_compiled_kernels.py)."""
     if dtype == torch.float32:  # no tensor cores: the operands of its products are in registers, too
         return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
-    return Blocks(128, 64, 3, 8) if head_dim <= 128 else Blocks(64, 64, 2, 8)
+    return Blocks(64, 64, 3, 4) if head_dim <= 128 else Blocks(64, 64, 2, 8)
 
 
 def heads_of_a_tile(group: int, block_m: int) -> int:
