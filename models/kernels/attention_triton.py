@@ -276,6 +276,7 @@ def decode_attention(
     block_d = padded_dim(head_dim)
     out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     unused = q_TX
+    merged = 8192 if real_rows < 16 else 4096  # sums at once: with more, a thread spills where splits are few
     _decode_attention_kernel[(splits, kv_heads, rows)](
         q_TX,
         kv_layer[0],
@@ -306,7 +307,7 @@ def decode_attention(
         SPLITS=splits,
         STAGES=stages,
         LINES=max(1, block_d * kv_layer.element_size() // 128),
-        MERGE=max(1, min(splits, 8192 // (real_rows * block_d))),
+        MERGE=max(1, min(splits, merged // (real_rows * block_d))),
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
