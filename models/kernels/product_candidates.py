@@ -25,7 +25,7 @@ _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its ot
 
 # (block_o, block_k, stages, warps): what won somewhere on an H200, out of a wider search.
 _SKINNY_TILES = ((64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (32, 128, 5, 2), (16, 256, 4, 1))
-_WIDE_TILES = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), (128, 128, 3, 8))
+_SKINNY_TILES_OF_MANY_ROWS = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), (128, 128, 3, 8))
 
 
 def default_choice(shape: LinearShape) -> Choice:
@@ -84,7 +84,7 @@ def skinny_candidates(shape: LinearShape) -> list[Choice]:
     if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
     block_m = min(128, max(8, shape.rows))
-    tiles_to_try = _WIDE_TILES if shape.rows > 64 else _SKINNY_TILES
+    tiles_to_try = _SKINNY_TILES_OF_MANY_ROWS if shape.rows > 64 else _SKINNY_TILES
     found: list[Skinny] = []
     for block_o, block_k, stages, warps in tiles_to_try:
         if shape.outputs % block_o or shape.inner % block_k:
