@@ -1,7 +1,8 @@
 """Paged decode attention that needs no plan, with the query's norm, rotation and cache write folded in if wanted.
 
 Knows: flash-decoding over the NHD pages [2, pages, S, K, D] of query_len causal tokens a row (Dao et al. 2023,
-"Flash-Decoding"). Does not know: when it is the best choice (models/kernels/hopper.py).
+"Flash-Decoding"). Does not know: how a query is made (attention_query_triton.py), or when this form is the best choice
+(models/kernels/hopper.py).
 
 A program is (row, kv head, split). Splits divide the row's *live* length, read on the device, so the same captured
 launch balances any length. The last program of a (row, head) to finish adds the splits in split order: the result does
@@ -12,8 +13,6 @@ not depend on which came last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,10 +20,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
-from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.rope_triton import angles, norm_weights, normed_and_rotated
-
-LOG2_E = 1.4426950408889634
+from models.kernels.attention_query_triton import (
+    LOG2_E,
+    Rotation,
+    block_to_l2,
+    padded_dim,
+    power_of_two_above,
+    query,
+    rotation_arguments,
+    steady_of_rotation,
+)
 
 
 @triton.jit
@@ -76,50 +81,22 @@ def _decode_attention_kernel(
     active = tl.maximum((blocks + per_split - 1) // per_split, 1)  # a row of length 0 still writes zeros
     begin = split * per_split
     end = tl.minimum(begin + per_split, blocks)
-    cos, sin, slot = 0.0, 0.0, 0
-    q_norm, q_partner_norm, k_norm, k_partner_norm = 0.0, 0.0, 0.0, 0.0
-    if ROPE:
-        cos, sin = angles(cos_sin_ptr + tl.load(positions_ptr + batch, cache_modifier=".cg") * ROTARY, BLOCK_D, ROTARY)
-        slot = (tl.load(slots_ptr + batch, cache_modifier=".cg") * K + head) * D
-        if NORM:
-            q_norm, q_partner_norm = norm_weights(q_norm_ptr, D, BLOCK_D, ROTARY)
-            k_norm, k_partner_norm = norm_weights(k_norm_ptr, D, BLOCK_D, ROTARY)
+    steady = steady_of_rotation(
+        cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, batch, head, K, D, BLOCK_D, ROTARY, ROPE, NORM
+    )
     if PDL:
         if begin < end:  # older keys and values are there already: their first block can travel to L2 meanwhile
-            ahead = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-            held = tl.load(table_row + ahead // PAGE, mask=ahead < length, other=0, cache_modifier=".cg").to(tl.int64)
-            lines = ((held * PAGE + ahead % PAGE) * K + head)[:, None] * D + (tl.arange(0, LINES) * (BLOCK_D // LINES))[
-                None, :
-            ]
-            prefetch_to_l2(keys_ptr + lines)
-            prefetch_to_l2(values_ptr + lines)
+            block_to_l2(keys_ptr, values_ptr, table_row, begin, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
         gdc_wait()
         gdc_launch_dependents()
     if split < active:
         rows = tl.arange(0, ROWS)
-        token = batch * QUERY_LEN + rows // GROUP
-        q_head = head * GROUP + rows % GROUP
         row_mask = rows < GROUP * QUERY_LEN
-        if ROPE:
-            qkv_row = q_ptr + batch * (K * GROUP + 2 * K) * D
-            if split == active - 1:  # this program reads the newest key, so it is the one that writes it
-                one = tl.arange(0, 1)
-                heads = qkv_row + (K * GROUP + head + one) * D
-                key = normed_and_rotated(
-                    heads, one < 1, k_norm, k_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM
-                )
-                value = tl.load(heads[:, None] + K * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
-                written = slot + one[:, None] * D + dims[None, :]
-                tl.store(keys_ptr + written, key.to(keys_ptr.dtype.element_ty), mask=(dims < D)[None, :])
-                tl.store(values_ptr + written, value.to(values_ptr.dtype.element_ty), mask=(dims < D)[None, :])
-                tl.debug_barrier()
-            q = normed_and_rotated(
-                qkv_row + q_head * D, row_mask, q_norm, q_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM
-            ).to(q_ptr.dtype.element_ty)
-        else:
-            q_where = (token * K * GROUP + q_head)[:, None] * D + dims[None, :]
-            q = tl.load(q_ptr + q_where, mask=row_mask[:, None] & (dims < D)[None, :], other=0.0)
-
+        # Of a row's programs the one that reads the newest key is the one that writes it.
+        q = query(
+            q_ptr, keys_ptr, values_ptr, steady, eps, batch, head, rows, split == active - 1, K, GROUP, QUERY_LEN, D,
+            BLOCK_D, ROTARY, ROPE, NORM,
+        )  # fmt: skip
         visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -206,16 +183,6 @@ def _merge_splits(
     tl.store(out_row + out, acc.to(out_row.dtype.element_ty), mask=mask)
 
 
-def power_of_two_above(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (1 for n < 1)."""
-    return 1 << max(0, n - 1).bit_length()
-
-
-def padded_dim(head_dim: int) -> int:
-    """The head's width in a tile."""
-    return max(16, power_of_two_above(head_dim))
-
-
 def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, programs: int) -> int:
     """The largest power of two of splits that makes at most ``programs``, no more than a row has key blocks.
 
@@ -233,18 +200,6 @@ def workspace_floats(rows: int, kv_heads: int, query_rows: int, head_dim: int, s
         return 0
     padded = power_of_two_above(query_rows)
     return rows * kv_heads * splits * padded * (padded_dim(head_dim) + 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What the fused form does to q and k first, as Kernels.rope_and_cache; needs query_len 1."""
-
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    eps: float
-    cos_sin_LR: Tensor
-    positions_T: Tensor
-    kv_slots_T: Tensor
 
 
 def decode_attention(
@@ -275,7 +230,6 @@ def decode_attention(
     real_rows = power_of_two_above(group * inputs.query_len)
     block_d = padded_dim(head_dim)
     out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
-    unused = q_TX
     merged = 8192 if real_rows < 16 else 4096  # sums at once: with more, a thread spills where splits are few
     _decode_attention_kernel[(splits, kv_heads, rows)](
         q_TX,
@@ -287,12 +241,7 @@ def decode_attention(
         workspace,
         workspace[rows * kv_heads * splits * real_rows * block_d :] if splits > 1 else workspace,
         counters,
-        unused if rotation is None or rotation.q_norm_D is None else rotation.q_norm_D,
-        unused if rotation is None or rotation.k_norm_D is None else rotation.k_norm_D,
-        unused if rotation is None else rotation.cos_sin_LR,
-        unused if rotation is None else rotation.positions_T,
-        unused if rotation is None else rotation.kv_slots_T,
-        0.0 if rotation is None else rotation.eps,
+        *rotation_arguments(rotation, q_TX),
         scale * LOG2_E,
         inputs.page_table_BP.stride(0),
         kv_heads,

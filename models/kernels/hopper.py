@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
-from models.kernels import attention_triton, experts_triton, rope_triton, route_triton
+from models.kernels import attention_tma_triton, attention_triton, experts_triton, rope_triton, route_triton
+from models.kernels.attention_query_triton import Rotation, padded_dim, power_of_two_above
 from models.kernels.choice_table import ChoiceTable
 from models.kernels.hopper_products import HopperProducts
 from models.kernels.interface import PrefillWanted
@@ -23,6 +24,7 @@ from models.kernels.prefill import Prefill
 from models.kernels.reference import ReferenceKernels
 
 _ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
+_MANY_PAIRS = 1024  # of row and kv head: from here on steps of an H200 drew all the watts that it may have
 _SHARED_BYTES = 200 << 10  # of the 227 KiB that one program may have
 _MOST_FLOAT32_ROWS = 32  # query rows of a kv head; the float32 kernel spills beyond, and the compiler takes minutes
 
@@ -138,7 +140,7 @@ class HopperKernels(HopperProducts):
         both_or_neither = (q_norm_D is None) == (k_norm_D is None)
         float32_fits = qkv_TX.dtype != torch.float32 or heads // kv_heads <= _MOST_FLOAT32_ROWS
         if inputs.query_len == 1 and both_or_neither and float32_fits:
-            rotation = attention_triton.Rotation(q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T)
+            rotation = Rotation(q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T)
             return self._triton_attention(qkv_TX, heads, kv_layer, inputs, scale, rotation)
         q_THD = self.rope_and_cache(
             qkv_TX, heads, kv_heads, head_dim, q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T, kv_layer
@@ -182,14 +184,27 @@ class HopperKernels(HopperProducts):
         kv_layer: Tensor,
         inputs: DecodeAttention,
         scale: float,
-        rotation: attention_triton.Rotation | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
-        row_bytes = attention_triton.padded_dim(head_dim) * kv_layer.element_size()
-        block_n, stages, warps = _attention_blocks(
-            rows * kv_heads, attention_triton.power_of_two_above(query_rows), row_bytes
-        )
+        row_bytes = padded_dim(head_dim) * kv_layer.element_size()
+        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # TMA and dependent launches came with the same GPUs
+            block_n, stages, warps = _many_blocks(query_rows)
+            if attention_tma_triton.supports(q_TX, heads, kv_layer, inputs, block_n):
+                return attention_tma_triton.attend_many(
+                    q_TX,
+                    heads,
+                    kv_layer,
+                    inputs,
+                    scale,
+                    rotation=rotation,
+                    block_n=block_n,
+                    stages=stages,
+                    warps=warps,
+                    pdl=self.pdl,
+                )
+        block_n, stages, warps = _attention_blocks(rows * kv_heads, power_of_two_above(query_rows), row_bytes)
         if q_TX.dtype == torch.float32:  # not for tensor cores: products that keep their operands in registers
             block_n, stages, warps = min(block_n, 32), 3, 8
         splits = attention_triton.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, _ATTENTION_PROGRAMS)
@@ -211,6 +226,11 @@ class HopperKernels(HopperProducts):
             warps=warps,
             pdl=self.pdl,
         )
+
+
+def _many_blocks(query_rows: int) -> tuple[int, int, int]:
+    """(keys a block, stages, warps) of attention_tma_triton.py: what gave an H200 the shortest layers."""
+    return 32, 3, 1 if query_rows <= 8 else 2
 
 
 def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PrefillAttention
-from models.kernels.attention_triton import LOG2_E, padded_dim
+from models.kernels.attention_query_triton import LOG2_E, padded_dim
 
 _FIELDS = 4  # of a tile
 _PROGRAMS = 4 * 132  # at most: by turns each gets long tiles and short ones

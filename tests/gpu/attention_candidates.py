@@ -10,22 +10,33 @@ from itertools import product
 from math import log2
 from typing import NamedTuple
 
-from models.kernels.attention_triton import choose_splits, padded_dim, power_of_two_above, workspace_floats
-from models.kernels.hopper import _ATTENTION_PROGRAMS, _SHARED_BYTES, _attention_blocks, _attention_shared
+from models.kernels import attention_tma_triton
+from models.kernels.attention_query_triton import padded_dim, power_of_two_above
+from models.kernels.attention_triton import choose_splits, workspace_floats
+from models.kernels.hopper import (
+    _ATTENTION_PROGRAMS,
+    _MANY_PAIRS,
+    _SHARED_BYTES,
+    _attention_blocks,
+    _attention_shared,
+    _many_blocks,
+)
 from models.kernels.hopper_products import PARTIAL_BYTES
 
 _MULTIPROCESSOR_SHARED = 228 << 10
 _SPLITS = (1, 2, 4)
+_MANY = ((32, 3, 1), (32, 4, 1), (32, 3, 2))  # (keys a block, stages, warps) of the form for many rows
 _FEWEST_WARPS = 8  # of a multiprocessor: two for each of its four schedulers
 
 
 class Candidate(NamedTuple):
-    """What decode_attention is launched with; ``block_n`` is keys a block."""
+    """What decode_attention is launched with, or attend_many where ``many``; ``block_n`` is keys a block."""
 
     block_n: int
     splits: int
     stages: int
     warps: int
+    many: bool = False
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -50,6 +61,13 @@ class Attention(NamedTuple):
     def row_bytes(self) -> int:
         return 2 * padded_dim(self.head_dim)
 
+    @property
+    def many_fits(self) -> bool:
+        """Whether the form for many rows takes it."""
+        return (
+            self.query_rows <= attention_tma_triton.MOST_QUERY_ROWS and self.head_dim in attention_tma_triton.HEAD_DIMS
+        )
+
     def shared(self, blocks: tuple[int, int, int]) -> int:
         """Bytes a program."""
         block_n, stages, _ = blocks
@@ -58,24 +76,36 @@ class Attention(NamedTuple):
 
 def current_choice(asked: Attention) -> Candidate:
     """What HopperKernels launches."""
+    if asked.rows * asked.kv_heads >= _MANY_PAIRS and asked.many_fits:
+        block_n, stages, warps = _many_blocks(asked.query_rows)
+        return Candidate(block_n, 1, stages, warps, many=True)
+    return choice_of_few(asked)
+
+
+def choice_of_few(asked: Attention) -> Candidate:
+    """What it launches, or would without the form for many rows."""
     block_n, stages, warps = _attention_blocks(asked.rows * asked.kv_heads, asked.query_rows, asked.row_bytes)
     splits = choose_splits(asked.rows, asked.kv_heads, asked.most, block_n, _ATTENTION_PROGRAMS)
     return Candidate(block_n, splits, stages, warps)
 
 
 def candidates(asked: Attention) -> list[Candidate]:
-    """The current choice, then the others: its blocks with every number of splits, other blocks with the likeliest two.
+    """The current choice, then the others: the form for many rows, the other one's blocks with every number of splits,
+    other blocks with the likeliest two.
 
     The likeliest numbers are the current one and its double; where that is too many for the row, fewer.
     """
-    now = current_choice(asked)
-    found = [now]
-    for blocks in [now.blocks, *block_choices(asked)]:
-        splits = [n for n in sorted({*_SPLITS, now.splits, 2 * now.splits}) if _splits_fit(asked, blocks[0], n)]
-        if blocks == now.blocks:
+    few = choice_of_few(asked)
+    found = [current_choice(asked)]
+    if asked.many_fits and 2 * asked.rows * asked.kv_heads >= _MANY_PAIRS:
+        found += [Candidate(block_n, 1, stages, warps, many=True) for block_n, stages, warps in _MANY]
+    found.append(few)
+    for blocks in [few.blocks, *block_choices(asked)]:
+        splits = [n for n in sorted({*_SPLITS, few.splits, 2 * few.splits}) if _splits_fit(asked, blocks[0], n)]
+        if blocks == few.blocks:
             splits = [n for n in splits if n in _SPLITS]
         else:
-            splits = sorted(splits, key=lambda n: (abs(log2(n / now.splits)), -n))[:2]
+            splits = sorted(splits, key=lambda n: (abs(log2(n / few.splits)), -n))[:2]
         block_n, stages, warps = blocks
         found += [Candidate(block_n, n, stages, warps) for n in splits]
     return list(dict.fromkeys(found))

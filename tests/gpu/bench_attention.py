@@ -152,7 +152,7 @@ class Sweep:
         rest = ", ".join(f"{us:.1f} at {length}" for length, us in self.rest_us.items())
         lines = [
             f"\n{self.model}, {self.rows} rows, {self.layers} layers; us of a layer without attention: {rest} tokens\n",
-            f"| keys, splits, stages, warps | {' | '.join(f'{n}: us (TB/s)' for n in tokens)} | mean us |",
+            f"| keys, splits, stages, warps, many | {' | '.join(f'{n}: us (TB/s)' for n in tokens)} | mean us |",
             f"| --- |{' ---: |' * (len(tokens) + 1)}",
         ]
         for candidate, mean in self.best_first():

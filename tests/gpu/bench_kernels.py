@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels import attention_triton, autotune, choice_table
+from models.kernels import attention_tma_triton, attention_triton, autotune, choice_table
+from models.kernels.attention_query_triton import Rotation
 from models.kernels.choice_table import ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
 
@@ -196,9 +197,7 @@ class AttentionBench:
         self.qkv = torch.randn(rows, (dense.heads + 2 * dense.kv_heads) * dense.head_dim, dtype=BF16, device=DEVICE)
         norm = torch.ones(dense.head_dim, dtype=BF16, device=DEVICE)
         positions = self.cache.positions
-        self.rotation = attention_triton.Rotation(
-            norm, norm, 1e-6, self.cache.cos_sin, positions, self.cache.slots(positions)
-        )
+        self.rotation = Rotation(norm, norm, 1e-6, self.cache.cos_sin, positions, self.cache.slots(positions))
 
     def rotate(self, kv: Tensor) -> Tensor:
         r, d = self.rotation, self.dense
@@ -212,17 +211,34 @@ class AttentionBench:
             self.attend(self.qkv if fused else self.rotate(kv), kv, config, fused)
 
     def attend(self, q_TX: Tensor, kv: Tensor, config: tuple[int, ...], fused: bool) -> Tensor:
-        """One layer. ``fused``: q_TX is packed qkv, normed, rotated and cached on the way."""
-        block_n, splits, stages, warps = config
+        """One layer; ``config`` as attention_candidates.Candidate, whose last field may be left out.
+
+        ``fused``: q_TX is packed qkv, normed, rotated and cached on the way.
+        """
+        block_n, splits, stages, warps, *many = config
+        rotation, scale = self.rotation if fused else None, self.dense.head_dim**-0.5
+        if any(many):
+            return attention_tma_triton.attend_many(
+                q_TX,
+                self.dense.heads,
+                kv,
+                self.cache.inputs,
+                scale,
+                rotation=rotation,
+                block_n=block_n,
+                stages=stages,
+                warps=warps,
+                pdl=True,
+            )
         return attention_triton.decode_attention(
             q_TX,
             self.dense.heads,
             kv,
             self.cache.inputs,
-            self.dense.head_dim**-0.5,
+            scale,
             self.kernels._attention_partial,
             self.counters,
-            rotation=self.rotation if fused else None,
+            rotation=rotation,
             block_n=block_n,
             splits=splits,
             stages=stages,

@@ -48,7 +48,8 @@ def test_few_candidates_that_fit_and_the_current_one(bench: Any, shape: str, row
     found = bench.candidates(asked)
     assert found[0] == bench.current_choice(asked)
     assert len(set(found)) == len(found)
-    assert 6 <= len(found) <= 14
+    assert 6 <= len(found) <= 18
+    assert {one.many for one in found} == ({True, False} if rows * asked.kv_heads >= 512 else {False})
     assert len({(one.block_n, one.stages, one.warps) for one in found}) >= 5
     assert {one.splits for one in found} >= {1, 2}
     for one in found:
@@ -63,9 +64,12 @@ def test_the_current_choice_is_what_the_kernels_launch(
 ) -> None:
     launched: list[dict[str, Any]] = []
     hopper = sys.modules["models.kernels.hopper"]
-    monkeypatch.setattr(
-        hopper.__dict__["attention_triton"], "decode_attention", lambda *_, **options: launched.append(options)
-    )
+    for module, name, added in (
+        ("attention_triton", "decode_attention", {"many": False}),
+        ("attention_tma_triton", "attend_many", {"many": True, "splits": 1}),
+    ):
+        launch = partial(lambda added, *_, **options: launched.append(options | added), added)
+        monkeypatch.setattr(hopper.__dict__[module], name, launch)
     dense, pages = bench.SHAPES[shape], MOST // 64
     lengths = torch.ones(rows, dtype=torch.int32)
     inputs = DecodeAttention(lengths.new_zeros(rows, pages), lengths, 1, MOST)

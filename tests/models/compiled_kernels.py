@@ -31,9 +31,9 @@ from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING,
 
 
 def dense(driver: CompilingDriver) -> None:
-    """What `make test` compiles of dense shapes: two buckets of 8B, all that a row may ask of sampling; the doctor."""
+    """What `make test` compiles of dense shapes: three buckets of 8B, all that a row may ask of sampling; the doctor."""
     rank = Rank(driver, "8b")
-    for bucket in (1, 32):
+    for bucket in (1, 32, 128):
         rank.decode(bucket)
     rank.decode(32, SAMPLING[-1])
     for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens

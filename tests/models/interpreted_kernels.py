@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,15 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention
-from models.kernels import attention_triton, norm_triton, product_candidates, read_triton, skinny_triton
+from models.kernels import (
+    attention_tma_triton,
+    attention_triton,
+    norm_triton,
+    product_candidates,
+    read_triton,
+    skinny_triton,
+)
+from models.kernels.attention_query_triton import Rotation
 from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.hopper import HopperKernels
 from models.kernels.prefill import Prefill
@@ -165,13 +174,20 @@ class Cache:
         return DecodeAttention(self.table, self.lengths, query_len, self.table.shape[1] * self.page)
 
 
+# Of the form whose choice needs a GPU.
+many_rows = partial(attention_tma_triton.attend_many, block_n=16, stages=2, warps=4, pdl=False)
+
+
 def attention(kernels: InterpretedKernels) -> None:
+    by_tma = 0
     for heads, kv_heads, dim, page, query_len, dtype in (
         (4, 2, 16, 16, 1, torch.float32),
         (8, 2, 64, 16, 1, torch.float16),
         (6, 2, 24, 8, 1, torch.float16),
         (4, 2, 32, 16, 3, torch.float32),
         (4, 1, 64, 64, 5, torch.float16),
+        (4, 2, 128, 32, 3, torch.float16),
+        (3, 3, 64, 16, 1, torch.float16),
         (4, 2, 16, 48, 1, torch.float32),  # blocks of keys that straddle pages
     ):
         lengths = [query_len, 70, 1 + 16 * query_len]
@@ -196,6 +212,11 @@ def attention(kernels: InterpretedKernels) -> None:
                 pdl=False,
             )
             check(found, expected, dtype, (*what, block_n, splits))
+        if attention_tma_triton.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
+            found = many_rows(q, heads, cache.kv, cache.inputs(query_len), dim**-0.5)
+            check(found, expected, dtype, (*what, "many rows"))
+            by_tma += 1
+    assert by_tma == 3
     kernels.check_counters()
 
 
@@ -214,13 +235,18 @@ def rotation(kernels: InterpretedKernels) -> None:
         q_norm, k_norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
         angles = torch.randn(64, rotary)
         given = (qkv, heads, kv_heads, dim, q_norm, k_norm, 1e-6, angles, positions, slots)
-        written, alone, folded = cache.kv.clone(), cache.kv.clone(), cache.kv.clone()
+        written, alone, folded, many = (cache.kv.clone() for _ in range(4))
         q = REFERENCE.rope_and_cache(*given, written)
         check(kernels.rope_and_cache(*given, alone), q, dtype, ("rotation", heads, dim))
         scale, inputs = dim**-0.5, cache.inputs(1)
         expected = REFERENCE.decode_attention(q, written, inputs, scale)
         check(kernels.rope_cache_attend(*given, folded, inputs, scale), expected, dtype, ("folded", heads, dim))
-        for kv in (alone, folded):
+        if attention_tma_triton.supports(qkv, heads, many, inputs, 16):
+            turn = Rotation(q_norm, k_norm, 1e-6, angles, positions, slots)
+            check(many_rows(qkv, heads, many, inputs, scale, rotation=turn), expected, dtype, ("many rows", heads, dim))
+        else:
+            kernels.rope_cache_attend(*given, many, inputs, scale)
+        for kv in (alone, folded, many):
             check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
             assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
 
