@@ -44,6 +44,7 @@ from tests.gpu.bench_kernels import (
 )
 
 L2_BYTES = 60 << 20
+_MOST_OFF = 5e-3  # of the norm; two forms differ by 1e-3 in bfloat16
 ROUNDS, REPLAYS = 3, 20  # every candidate once a round, so that a clock that drifts meets all of them
 ROWS = (8, 32, 64, 128, 256)
 TOKENS = (520, 640, 760)
@@ -120,8 +121,10 @@ def objection(bench: LayerBench, candidate: Candidate, expected: Tensor) -> str 
         found = bench.one(candidate)
     except Exception as error:  # the compiler's and the launcher's have no common class
         return f"refused: {str(error)[:100]}".replace("\n", " ")
-    if not torch.allclose(found, expected, rtol=2e-2, atol=2e-3):
-        return f"its output differs by up to {float((found - expected).abs().max()):.2e}"
+    # One weight that rounds the other way may change an output by a hundredth; many outputs at once it does not change.
+    off = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not off < _MOST_OFF:
+        return f"its output differs by {off:.2e} of its norm"
     if bench.counters.any():
         return "it left its counters set"
     return None
