@@ -31,7 +31,7 @@ from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING,
 
 
 def dense(driver: CompilingDriver) -> None:
-    """What `make test` compiles of dense shapes: three buckets of 8B, all that a row may ask of sampling; the doctor."""
+    """What `make test` compiles of dense shapes: three buckets of 8B, what a row may ask of sampling; the doctor."""
     rank = Rank(driver, "8b")
     for bucket in (1, 32, 128):
         rank.decode(bucket)
