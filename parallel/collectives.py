@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.call_log import CallLog
+from parallel.places import Places
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name, which is the only one in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,23 +25,27 @@ class NormedSum(Protocol):
     """Collectives whose kernel for small sums also does what follows them in a decoder."""
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """residual' = all_reduce(x) (+ residual); returns (rms_norm(residual') * norm, residual'), fresh tensors."""
+        """residual' = all_reduce(x) (+ residual); returns (rms_norm(residual') * norm, residual'), fresh tensors.
+
+        ``pushed``: x lies in the other ranks' places already.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unsummed:
     """This rank's part [T, N] of a sum over the group, which whoever norms it takes in the same kernel. Used once, and
-    on every rank alike."""
+    on every rank alike, before any other call of the group. ``pushed``: the others have the part already."""
 
     part_TN: Tensor
     _by: NormedSum
+    pushed: bool = False
 
     def normed(self, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See NormedSum.all_reduce_norm."""
-        return self._by.all_reduce_norm(self.part_TN, residual_TN, norm_N, eps)
+        return self._by.all_reduce_norm(self.part_TN, residual_TN, norm_N, eps, pushed=self.pushed)
 
 
 class Collectives(Protocol):
@@ -53,8 +58,18 @@ class Collectives(Protocol):
         """Sum over the group; may reuse ``x``'s memory. Bitwise the same on every rank."""
         ...
 
-    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
-        """``all_reduce`` of what a norm follows; not yet done where sum and norm are one kernel. It may reuse ``x``."""
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        """Where the product that makes a part [tokens, width] of a sum may put it on the other ranks; None: nowhere.
+
+        A part that was put there goes to ``sum_before_norm`` next, before any other call.
+        """
+        return None
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        """``all_reduce`` of what a norm follows; not yet done where sum and norm are one kernel. It may reuse ``x``.
+
+        ``pushed``: x lies in ``places_for`` it already.
+        """
         return self.all_reduce(x_TN)
 
     def all_gather(self, x: Tensor) -> Tensor:

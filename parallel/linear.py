@@ -104,8 +104,9 @@ class QKVParallel(StackedColumns):
 class RowParallel(ShardedModule):
     """y = sum over ranks of x_local W_local^T (+ b): [T, inputs / size] -> [T, outputs], the same on every rank.
 
-    One all-reduce, which is left to the norm that follows where that is one kernel. ``what`` names the inputs in
-    errors. Raises ValueError where they cannot be split evenly.
+    One all-reduce, which is left to the norm that follows where that is one kernel; the product may send its part to
+    the other ranks while it computes. ``what`` names the inputs in errors. Raises ValueError where they cannot be split
+    evenly.
     """
 
     def __init__(
@@ -121,7 +122,12 @@ class RowParallel(ShardedModule):
     def forward(self, x_TI: Tensor) -> Tensor | Unsummed:
         # The bias belongs to the sum, so exactly one rank may add it.
         bias = self.bias if self.placement.rank == 0 else None
-        return self.placement.collectives.sum_before_norm(self.placement.kernels.linear(x_TI, self.weight, bias))
+        kernels, collectives = self.placement.kernels, self.placement.collectives
+        places = collectives.places_for(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
+        if places is None:
+            return collectives.sum_before_norm(kernels.linear(x_TI, self.weight, bias))
+        part_TN, pushed = kernels.linear_into(places, x_TI, self.weight, bias)
+        return collectives.sum_before_norm(part_TN, pushed=pushed)
 
     def shards(self) -> dict[str, Shard]:
         outputs = self.weight.shape[0]

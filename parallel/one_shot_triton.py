@@ -12,6 +12,15 @@ that is one exchange ahead writes into the place that nobody reads; it cannot be
 flags of the exchange between. That holds across graphs, eager launches and different numbers of rows: where to write is
 told by a counter on the device, and programs of different rows share nothing.
 
+The launch before the sum may have PUSHED already: a product that stores each tile of its result into the others'
+memory, too (push_triton.py), while other tiles are still computed. This launch then writes no part and only says that
+it is there: the product has ended by then, and a release on behalf of the whole system covers what came before it,
+other programs' stores included. Two places are still enough. Say A's product is for exchange e + 1 of a row, and so
+writes where the parts of e - 1 were. It writes after its wait, hence after A's sum e, for which A saw B's flag e. B
+raised that in its own sum e, which had waited for B's launches before it: whatever read the parts of e - 1 on B had
+ended. Nothing but the counter names the exchange, so between a product that pushes and its sum no other exchange of
+these rows may run.
+
 Of dependent launches (models/kernels/dependent_launch.py) it keeps the rules. The launch after it begins while this one
 still waits for the other ranks, and has its weights on the way.
 """
@@ -25,6 +34,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from parallel.places import Places
+from parallel.push_triton import row_of_part
 
 MOST_WARPS = 16
 
@@ -61,7 +73,7 @@ def _one_shot_kernel(
     weight_ptr,
     out_ptr,
     residual_out_ptr,
-    memory,  # WORLD addresses: each rank's parts [2, WORLD, ROWS, ROW_BYTES], then its flags int32 [ROWS, WORLD]
+    memory,  # WORLD addresses, with a layout that parallel/places.py knows
     exchanges_ptr,  # int32 [ROWS], of this rank
     eps,
     N: tl.constexpr,
@@ -72,15 +84,14 @@ def _one_shot_kernel(
     ROW_BYTES: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    PUSHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     where = row.to(tl.int64) * N + cols
-    place: tl.constexpr = ROWS * (ROW_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth)  # elements of one part
-    here = row.to(tl.int64) * (place // ROWS) + cols
-    pointer: tl.constexpr = tl.pointer_type(x_ptr.dtype.element_ty)
+    element: tl.constexpr = x_ptr.dtype.element_ty
     word: tl.constexpr = tl.pointer_type(tl.int32)
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -89,12 +100,12 @@ def _one_shot_kernel(
         gdc_launch_dependents()
     x = tl.load(x_ptr + where, mask=mask, other=0.0)
     before = tl.load(exchanges_ptr + row)
-    first = (before & 1) * WORLD  # of the parts of this exchange
-    for rank in tl.static_range(WORLD):
-        if rank != RANK:
-            theirs = tl.multiple_of(memory[rank].to(pointer), 16) + (first + RANK).to(tl.int64) * place
-            tl.store(theirs + here, x, mask=mask)
-    tl.debug_barrier()  # every thread's part is written before one thread says so
+    if not PUSHED:
+        for rank in tl.static_range(WORLD):
+            if rank != RANK:
+                theirs = row_of_part(memory[rank], before, RANK, row, element, WORLD, ROWS, ROW_BYTES)
+                tl.store(theirs + cols, x, mask=mask)
+        tl.debug_barrier()  # every thread's part is written before one thread says so
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             flags = (memory[rank] + 2 * WORLD * ROWS * ROW_BYTES).to(word) + row * WORLD
@@ -105,14 +116,16 @@ def _one_shot_kernel(
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             _wait_until(mine + rank, before + 1)
-    parts = tl.multiple_of(memory[RANK].to(pointer), 16)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
             total += x.to(tl.float32)
         else:
-            part = tl.load(parts + (first + rank).to(tl.int64) * place + here, mask=mask, other=0.0, volatile=True)
+            part_row = row_of_part(memory[RANK], before, rank, row, element, WORLD, ROWS, ROW_BYTES)
+            part = tl.load(part_row + cols, mask=mask, other=0.0, volatile=True)
             total += part.to(tl.float32)
+    if PUSHED:  # otherwise there was a barrier since
+        tl.debug_barrier()  # every thread has read the count before one thread changes it
     tl.store(exchanges_ptr + row, before + 1)
     result = total.to(x.dtype)
     if ADD:
@@ -124,30 +137,22 @@ def _one_shot_kernel(
     tl.store(out_ptr + where, result, mask=mask)
 
 
-def memory_bytes(world: int, rows: int, row_bytes: int) -> int:
-    """What each rank needs for exchanges of at most so many rows: two places for every rank's part, and flags."""
-    return 2 * world * rows * row_bytes + 4 * rows * world
-
-
 def one_shot(
     x_TN: Tensor,
-    memory: tuple[int, ...],
-    exchanges: Tensor,
+    places: Places,
     *,
-    rank: int,
-    rows: int,
-    row_bytes: int,
     residual_TN: Tensor | None = None,
     norm_N: Tensor | None = None,
     eps: float = 0.0,
+    pushed: bool = False,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(sum over ranks, the same) of ``x`` [T, N], or with ``norm_N`` (rms_norm(residual') * norm, residual'), where
     residual' = sum + residual, rounded to x's dtype after the sum and after the addition. Fresh tensors.
 
-    T is at most ``rows``, a row of x at most ``row_bytes``. ``memory``: addresses, multiples of 16, of ``memory_bytes``
-    of every rank as this GPU maps them; ``exchanges`` int32 [rows]: this rank's own. Both begin with zeros. All ranks
-    launch the same sequence of calls, one after the other. ``residual_TN`` needs ``norm_N``.
+    T is at most ``places.rows``, a row of x at most ``places.row_bytes``. All ranks launch the same sequence of calls,
+    one after the other. ``pushed``: the launch before this one has put x into the places of the other ranks.
+    ``residual_TN`` needs ``norm_N``.
     """
     tokens, width = x_TN.shape
     out_TN = torch.empty_like(x_TN)
@@ -160,17 +165,13 @@ def one_shot(
         x_TN if norm_N is None else norm_N,
         out_TN,
         residual_out_TN,
-        memory,
-        exchanges,
-        eps,
+        eps=eps,
         N=width,
         BLOCK=block,
-        RANK=rank,
-        WORLD=len(memory),
-        ROWS=rows,
-        ROW_BYTES=row_bytes,
+        **places.arguments(),
         ADD=residual_TN is not None,
         NORM=normed,
+        PUSHED=pushed,
         PDL=pdl,
         num_warps=max(1, min(MOST_WARPS, block // 512)),
         launch_pdl=pdl,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Collectives
+from parallel.places import Places
 
 
 class Sliceable(Protocol):
@@ -23,10 +24,16 @@ class Sliceable(Protocol):
 
 
 class LinearKernel(Protocol):
-    """The one operation that parallel layers need from a set of kernels."""
+    """What parallel layers need from a set of kernels."""
 
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
+        ...
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too)."""
         ...
 
 

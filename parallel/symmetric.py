@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import GroupCollectives, Unsummed
+from parallel.places import Places, memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class SymmetricCollectives(GroupCollectives):
         super().__init__(group)
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        from parallel.one_shot_triton import memory_bytes, one_shot
+        from parallel.one_shot_triton import one_shot
 
         self._limit = _LIMIT_BYTES.get(self.size, 0) if limit_bytes is None else limit_bytes
         size = memory_bytes(self.size, ROWS, ROW_BYTES)
@@ -50,15 +51,14 @@ class SymmetricCollectives(GroupCollectives):
         self._memory.zero_()
         handle = symmetric_memory.rendezvous(self._memory, group)
         mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
-        self._one_shot = partial(
-            one_shot,
+        self._places = Places(
             memory=tuple(memory.data_ptr() for memory in mapped),
             exchanges=torch.zeros(ROWS, dtype=torch.int32, device=device),
             rank=self.rank,
             rows=ROWS,
             row_bytes=ROW_BYTES,
-            pdl=torch.cuda.get_device_capability(device)[0] >= 9,
         )
+        self._one_shot = partial(one_shot, places=self._places, pdl=torch.cuda.get_device_capability(device)[0] >= 9)
         torch.cuda.synchronize(device)
         dist.barrier(group)  # nobody's zeros come after somebody's first part
 
@@ -68,27 +68,37 @@ class SymmetricCollectives(GroupCollectives):
         with self.calls.call("all_reduce", x):
             return self._one_shot(x.view(-1, x.shape[-1]))[0].view(x.shape)
 
-    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
-        return Unsummed(x_TN, self) if self.takes(x_TN) else self.all_reduce(x_TN)
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return self._places if self._takes_shape(tokens, width, dtype) else None
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        return Unsummed(x_TN, self, pushed) if self.takes(x_TN) else self.all_reduce(x_TN)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See NormedSum."""
         with self.calls.call("all_reduce", x_TN):
-            return self._one_shot(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
+            return self._one_shot(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps, pushed=pushed)
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernel serves ``x``; depends on shape, dtype and alignment only, as on every rank."""
-        row_bytes = x.shape[-1] * x.element_size() if x.dim() else 0
+        width = x.shape[-1] if x.dim() else 0
         return (
-            x.dtype in _DTYPES
-            and 0 < x.numel() * x.element_size() <= self._limit
-            and row_bytes <= ROW_BYTES
-            and row_bytes % _ALIGNMENT == 0
-            and x.numel() // x.shape[-1] <= ROWS
+            width > 0
+            and self._takes_shape(x.numel() // width, width, x.dtype)
             and x.is_contiguous()
             and x.storage_offset() * x.element_size() % _ALIGNMENT == 0
+        )
+
+    def _takes_shape(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        row_bytes = width * dtype.itemsize
+        return (
+            dtype in _DTYPES
+            and 0 < rows * row_bytes <= self._limit
+            and row_bytes <= ROW_BYTES
+            and row_bytes % _ALIGNMENT == 0
+            and rows <= ROWS
         )
 
 

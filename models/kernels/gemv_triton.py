@@ -20,6 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.product_candidates import FIRST_WAVE
+from parallel.places import Places, push_arguments
+from parallel.push_triton import counted, push
 
 
 @triton.jit
@@ -34,6 +36,8 @@ def _gemv_kernel(
     eps,
     M,
     outputs,  # rows of the output; a gate-up weight has 2 * outputs rows
+    memory,  # of all ranks, where PUSH (parallel/places.py)
+    exchanges_ptr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,  # a power of two that divides K
     BLOCK_M: tl.constexpr,
@@ -44,6 +48,11 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns after the first chunk to prefetch, a power of two or 0
     PREFETCH_PROGRAMS: tl.constexpr,  # later programs start when there is nothing left to wait for
+    PUSH: tl.constexpr,  # the result into the other ranks' places, too
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chunks: tl.constexpr = K // CHUNK
@@ -71,6 +80,8 @@ def _gemv_kernel(
             prefetch_to_l2(weight_ptr + weight_rows.to(tl.int64)[:, None] * K + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
+    if PUSH:
+        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
     # A thread's 8 neighbouring products are summed at once: an eighth of the registers that a tile of sums would take.
     acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // 8), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, CHUNK // 8), tl.float32)
@@ -101,7 +112,10 @@ def _gemv_kernel(
     if BIAS:
         result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
     where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
-    tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None])
+    result = result.to(out_ptr.dtype.element_ty)
+    if PUSH:
+        push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
+    tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
 
 
 def chunk_width(inner: int, widest: int) -> int:
@@ -122,6 +136,7 @@ def gemv(
     chunk: int,
     warps: int,
     prefetch: int = 0,
+    places: Places | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
@@ -155,6 +170,7 @@ def gemv(
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
         PREFETCH_PROGRAMS=FIRST_WAVE,
+        **push_arguments(places),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

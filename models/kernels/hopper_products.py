@@ -21,12 +21,14 @@ from models.kernels.cublaslt import CublasLtError
 from models.kernels.cublaslt import Linear as CublasLtLinear
 from models.kernels.interface import Kernels
 from models.kernels.product_candidates import candidates_for, default_choice, quick_candidates, worth_measuring
+from parallel.places import Places
 
 log = logging.getLogger(__name__)
 
 SHIPPED_CHOICES = Path(__file__).parent / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
+PUSHING = (Gemv, Skinny, Wide)  # whose kernels put results into other ranks' places where a sum follows
 
 
 class HopperProducts(Kernels):
@@ -59,6 +61,14 @@ class HopperProducts(Kernels):
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         shape = LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype)
         return self._product(x_TN, weight_ON, bias_O, self.choice(shape), gate_up=False)
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
+        pushes = isinstance(choice, PUSHING)
+        into = places if pushes else None
+        return self._product(x_TN, weight_ON, bias_O, choice, gate_up=False, places=into), pushes
 
     def add_norm_linear(
         self,
@@ -189,17 +199,25 @@ class HopperProducts(Kernels):
         return self.pdl and shape.rows <= choice.block_m and enough
 
     def _product(
-        self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Choice, *, gate_up: bool
+        self,
+        x_MK: Tensor,
+        weight_OK: Tensor,
+        bias_O: Tensor | None,
+        choice: Choice,
+        *,
+        gate_up: bool,
+        places: Places | None = None,
     ) -> Tensor:
-        """linear, followed by silu_mul where ``gate_up``."""
+        """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that is PUSHING: the result goes
+        there, too."""
         x_MK = x_MK.contiguous()
         match choice:
             case Gemv():
-                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up)[0]
+                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
             case Skinny():
-                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up)[0]
+                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
             case Wide():
-                return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
+                return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up, places=places)
             case CublasLt() if bias_O is None and self._lt is not None:
                 out_MO = self._lt.run(x_MK, weight_OK, choice.algorithm)
             case _:
@@ -238,6 +256,7 @@ class HopperProducts(Kernels):
         choice: Gemv,
         *,
         gate_up: bool,
+        places: Places | None = None,
     ) -> tuple[Tensor, Tensor]:
         return gemv_triton.gemv(
             x_MK,
@@ -251,6 +270,7 @@ class HopperProducts(Kernels):
             chunk=choice.chunk,
             warps=choice.warps,
             prefetch=choice.prefetch,
+            places=places,
             pdl=self.pdl,
         )
 
@@ -265,6 +285,7 @@ class HopperProducts(Kernels):
         choice: Skinny,
         *,
         gate_up: bool,
+        places: Places | None = None,
     ) -> tuple[Tensor, Tensor]:
         return skinny_triton.skinny(
             x_MK,
@@ -283,10 +304,20 @@ class HopperProducts(Kernels):
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
+            places=places,
             pdl=self.pdl,
         )
 
-    def _wide(self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Wide, *, gate_up: bool) -> Tensor:
+    def _wide(
+        self,
+        x_MK: Tensor,
+        weight_OK: Tensor,
+        bias_O: Tensor | None,
+        choice: Wide,
+        *,
+        gate_up: bool,
+        places: Places | None,
+    ) -> Tensor:
         return wide_triton.wide(
             x_MK,
             weight_OK,
@@ -301,6 +332,7 @@ class HopperProducts(Kernels):
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
+            places=places,
             pdl=self.pdl,
         )
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from parallel.places import Places
 
 PrefillWanted = Literal["auto", "flashinfer", "triton"]  # whose prefill attention (prefill.py); auto: what is built
 
@@ -66,6 +67,14 @@ class Kernels(Protocol):
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
         ...
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too): where it has not,
+        the sum that follows does that.
+        """
+        return self.linear(x_TN, weight_ON, bias_O), False
 
     def rope_and_cache(
         self,

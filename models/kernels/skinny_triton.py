@@ -19,6 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from parallel.places import Places, push_arguments
+from parallel.push_triton import counted, push
 
 COUNTERS = 8192  # tiles a launch may have when it splits K
 
@@ -38,6 +40,8 @@ def _skinny_kernel(
     eps,
     M,
     outputs,
+    memory,  # of all ranks, where PUSH (parallel/places.py)
+    exchanges_ptr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; the output has half as many columns when GATE_UP
@@ -49,6 +53,11 @@ def _skinny_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
+    PUSH: tl.constexpr,  # the result into the other ranks' places, too
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
@@ -74,6 +83,8 @@ def _skinny_kernel(
             prefetch_to_l2(weight_row_ptrs + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
+    if PUSH:
+        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -122,7 +133,10 @@ def _skinny_kernel(
         if BIAS:
             result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
         where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
-        tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None])
+        result = result.to(out_ptr.dtype.element_ty)
+        if PUSH:
+            push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
+        tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
 
 
 def workspace_floats(rows: int, weight_rows: int, block_m: int, block_o: int, split: int) -> int:
@@ -148,6 +162,7 @@ def skinny(
     stages: int,
     warps: int,
     prefetch: int,
+    places: Places | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual') as models/kernels/gemv_triton.py ``gemv``: y = x @ W^T + bias [M, O] with, where given,
@@ -187,6 +202,7 @@ def skinny(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
+        **push_arguments(places),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from parallel.collectives import Collectives, Unsummed
 from parallel.control.plane import SingleRankControl
+from parallel.places import Places
 from runtime.engine import Engine
 from runtime.execute.device_twin import TwinDevice
+from tests.engine.exact_kernels import ExactKernels
 from tests.engine.lives import check_all_is_back
 from tests.engine.rig import rig
 
@@ -63,16 +65,60 @@ class LateSums(MetCollectives):
 
     late = 0
 
-    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
         type(self).late += 1
-        return Unsummed(x_TN, self)
+        return Unsummed(x_TN, self, pushed)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
         total_TN = self.all_reduce(x_TN) if residual_TN is None else self.all_reduce(x_TN) + residual_TN
         scale_T1 = torch.rsqrt(total_TN.pow(2).mean(-1, keepdim=True) + eps)
         return total_TN * scale_T1 * norm_N, total_TN
+
+
+class PushedSums(LateSums):
+    """LateSums whose parts a product puts into other ranks' places first, as those of parallel/symmetric.py.
+
+    ``exchanges`` of the places is set while such a part waits for its sum, and nothing else may be called then. With
+    kernels that set it (PushingKernels).
+    """
+
+    pushed = 0
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
+        waiting = torch.zeros(1, dtype=torch.int32)
+        self._places = Places((0,) * self.size, waiting, rank, rows=0, row_bytes=0)
+
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return self._places if tokens % 2 else None  # so that both ways take turns
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert not self._places.exchanges.item(), "a part that was pushed is not summed yet"
+        return super().all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        assert not self._places.exchanges.item(), "a part that was pushed is not summed yet"
+        return super().all_gather(x)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        type(self).pushed += pushed
+        assert self._places.exchanges.item() == pushed
+        self._places.exchanges.zero_()
+        return super().all_reduce_norm(x_TN, residual_TN, norm_N, eps)
+
+
+class PushingKernels(ExactKernels):
+    """Those whose every product for a sum is pushed."""
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        places.exchanges.add_(1)
+        return self.linear(x_TN, weight_ON, bias_O), True
 
 
 class MetControl(SingleRankControl):

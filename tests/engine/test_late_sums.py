@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.exact_kernels import ExactKernels
 from tests.engine.rig import rig, run
-from tests.engine.tensor_ranks import LateSums, tensor_rig
+from tests.engine.tensor_ranks import LateSums, PushedSums, PushingKernels, tensor_rig
 from tests.engine.test_depths import mixture, outcome
 from tests.engine.test_experts import EXPERTS, MIXTRAL
 
@@ -27,3 +27,18 @@ def test_every_layer_can_take_an_unfinished_sum(shape: dict[str, Any], monkeypat
     with tensor_rig(2, depth=2, shape=shape, collectives=LateSums, **EXACT) as engine:
         assert outcome(run(engine, requests)) == alone
     assert LateSums.late > 0
+
+
+@pytest.mark.parametrize("shape", [{}, MLP_BIAS, EXPERTS], ids=str)
+def test_nothing_comes_between_a_part_that_was_pushed_and_its_sum(
+    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for counter in ("late", "pushed"):
+        monkeypatch.setattr(PushedSums, counter, 0)
+    requests = mixture(5, count=8)
+    with rig(depth=0, shape=shape, **EXACT) as engine:
+        alone = outcome(run(engine, requests))
+    pushing: dict[str, Any] = EXACT | {"kernels": PushingKernels()}
+    with tensor_rig(2, depth=2, shape=shape, collectives=PushedSums, **pushing) as engine:
+        assert outcome(run(engine, requests)) == alone
+    assert 0 < PushedSums.pushed < PushedSums.late

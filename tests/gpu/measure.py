@@ -115,6 +115,8 @@ PARTS = (
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_sums_gpu.py"),
+    Part("push", 2, 150, "-m tests.gpu.bench_push --out {out}/results --compile-workers 26", True),
     Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s -m multigpu tests/gpu/test_engine_two_gpus.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
     Part("models-tp2", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_models.py"),

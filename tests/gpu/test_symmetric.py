@@ -22,13 +22,18 @@ RANKS = 2
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
 def test_two_ranks_sum_the_same() -> None:
+    spawn(_rank, args=(free_port(),), nprocs=RANKS)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(_rank, args=(port,), nprocs=RANKS)
+        port: int = free.getsockname()[1]
+    return port
 
 
-def _rank(rank: int, port: int) -> None:
+def joined(rank: int, port: int) -> SymmetricCollectives:
+    """This process as one of RANKS, with a GPU of its own."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -42,15 +47,25 @@ def _rank(rank: int, port: int) -> None:
     assert dist.group.WORLD is not None
     made = fastest_collectives(dist.group.WORLD, device)
     assert isinstance(made, SymmetricCollectives)
+    return made
+
+
+def leave() -> None:
+    """Nothing runs after this."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # destroying a group whose calls were captured may not return
+
+
+def _rank(rank: int, port: int) -> None:
+    made = joined(rank, port)
     for rows in (1, 3, 8, 64, 256, 5, 512):
         _check(made, rank, rows)
         _check_norm(made, rank, rows, torch.bfloat16)
     _check_norm(made, rank, 7, torch.float32)
     _check_graph(made, rank)
     _check_uneven_ranks(made, rank)
-    torch.cuda.synchronize()
-    dist.barrier()
-    os._exit(0)  # destroying a group whose calls were captured may not return
+    leave()
 
 
 def _parts(rows: int, seed: int) -> list[torch.Tensor]:

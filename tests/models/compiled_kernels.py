@@ -19,7 +19,8 @@ import torch
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, empty_kv_layer
 from models.kernels import rope_prefill_triton
-from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.hopper import HopperKernels
 from models.kernels.hopper_products import shipped_choices
 from models.kernels.prefill_triton import TiledPrefill
 from models.kernels.product_candidates import wide_candidates
@@ -27,7 +28,7 @@ from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
 from tests.gpu import bench_rotation
 from tests.models.compiling_driver import Compiled, CompilingDriver
-from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, play_an_h200, products
+from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, places, play_an_h200, products
 
 
 def dense(driver: CompilingDriver) -> None:
@@ -84,6 +85,24 @@ def rotation(driver: CompilingDriver) -> None:
                 )
 
 
+def pushing(driver: CompilingDriver) -> None:
+    """Products that keep their result, that push it to one other rank, and to seven."""
+    kernels = HopperKernels(META)
+    choices: tuple[tuple[Choice, int], ...] = (
+        (Gemv(4, 512, 2, 1024), 2),
+        (Skinny(32, 64, 128, 1, 5, 4, 1024), 32),
+        (Skinny(32, 64, 128, 2, 5, 4, 128), 32),
+        (Wide(64, 48, 128, 1, 5, 4, 256), 64),
+        (Wide(256, 64, 64, 2, 4, 8, 64), 256),
+    )
+    for choice, rows in choices:
+        for size in (1, 2, 8):
+            driver.where = str(size)
+            x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
+            into = places(size) if size > 1 else None
+            kernels._product(x, weight, None, choice, gate_up=False, places=into)
+
+
 def shipped_table(driver: CompilingDriver) -> None:
     products(driver, shipped_choices(META))
 
@@ -130,6 +149,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "experts": experts,
     "rotation": rotation,
     "prefill": prefills,
+    "push": pushing,
     "table": shipped_table,
     "too-much": too_much,
 }

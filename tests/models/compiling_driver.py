@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,8 @@ class Compiled:
     """One compiled kernel. ``where``: the first launch that needed it. ``element``: Triton's type of the first pointer.
 
     ``constants``: its constexprs. ``spills``: 32-bit words a thread keeps in memory for want of registers, as Triton
-    counts them. ``shared``: bytes a program. ``order``: what it does before it waits; None where it is launched alone.
+    counts them. ``shared``: bytes a program. ``stores``: to global memory in PTX, by form, ``v4.b32`` for 16 bytes.
+    ``order``: what it does before it waits; None where it is launched alone.
     """
 
     kernel: str
@@ -48,6 +50,7 @@ class Compiled:
     registers: int
     spills: int
     shared: int
+    stores: dict[str, int]
     order: LaunchOrder | None
 
     @property
@@ -134,6 +137,7 @@ class CompilingDriver:
         constants = {
             names[number]: value for (number,), value in source.constants.items() if params[number].is_constexpr
         }
+        ptx = files[".ptx"].read_text()
         order = None
         if metadata.launch_pdl:
             switches = (source.fn.__name__, *(value for value in constants.values() if isinstance(value, bool)))
@@ -141,7 +145,7 @@ class CompilingDriver:
             if switches not in self._disassembled:
                 self._disassembled.add(switches)
                 sass = _tool(knobs.nvidia.nvdisasm, "-c", files[".cubin"])
-            order = launch_order(files[".ptx"].read_text(), sass, _arguments(source.signature))
+            order = launch_order(ptx, sass, _arguments(source.signature))
         return Compiled(
             kernel=source.fn.__name__,
             where=self.where,
@@ -152,6 +156,7 @@ class CompilingDriver:
             registers=words["REG"],
             spills=(words["STACK"] + words["LOCAL"]) // 4,
             shared=metadata.shared,
+            stores=dict(Counter(re.findall(r"\bst\.global\.([\w.:]+)", ptx))),
             order=order,
         )
 

@@ -28,6 +28,7 @@ from parallel import symmetric
 from parallel.collectives import Collectives, Unsummed
 from parallel.experts import ExpertSplit
 from parallel.one_shot_triton import one_shot
+from parallel.places import Places
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute import logprobs, sampler, step_ends, step_kernels
 from runtime.execute.landing import ResultRing
@@ -97,13 +98,16 @@ class FirstRank(Collectives):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._one_shot(x)[0] if self._takes(x) else x
 
-    def sum_before_norm(self, x_TN: Tensor) -> Tensor | Unsummed:
-        return Unsummed(x_TN, self) if self._takes(x_TN) else x_TN
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return places(self.size) if self._takes(torch.empty(tokens, width, device=META)) else None
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        return Unsummed(x_TN, self, pushed) if self._takes(x_TN) else x_TN
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return self._one_shot(x_TN, residual_TN, norm_N, eps)
+        return self._one_shot(x_TN, residual_TN, norm_N, eps, pushed)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
@@ -112,20 +116,27 @@ class FirstRank(Collectives):
         return self.size > 1 and len(x) <= symmetric.ROWS
 
     def _one_shot(
-        self, x_TN: Tensor, residual_TN: Tensor | None = None, norm_N: Tensor | None = None, eps: float = 0.0
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None = None,
+        norm_N: Tensor | None = None,
+        eps: float = 0.0,
+        pushed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return one_shot(
-            x_TN,
-            tuple((1 + rank) << 40 for rank in range(self.size)),
-            x_TN.new_empty(symmetric.ROWS, dtype=torch.int32),
-            rank=self.rank,
-            rows=symmetric.ROWS,
-            row_bytes=symmetric.ROW_BYTES,
-            residual_TN=residual_TN,
-            norm_N=norm_N,
-            eps=eps,
-            pdl=True,
+            x_TN, places(self.size), residual_TN=residual_TN, norm_N=norm_N, eps=eps, pushed=pushed, pdl=True
         )
+
+
+def places(size: int) -> Places:
+    """Those of the first of ``size`` ranks, at addresses where nothing is."""
+    return Places(
+        memory=tuple((1 + rank) << 40 for rank in range(size)),
+        exchanges=torch.empty(symmetric.ROWS, dtype=torch.int32, device=META),
+        rank=0,
+        rows=symmetric.ROWS,
+        row_bytes=symmetric.ROW_BYTES,
+    )
 
 
 class Rank:

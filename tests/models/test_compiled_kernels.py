@@ -89,6 +89,20 @@ def test_every_kernel_compiles_for_hopper_and_fits(part: str, tmp_path: Path) ->
     assert {one["element"] for one in found} >= {"bf16"}
 
 
+def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) -> None:
+    """Addresses of other ranks are integers, of whose alignment Triton knows what it was told."""
+    found = compiled(tmp_path, "--part", "push")
+    assert complaints(found) == []
+    assert len(found) == 15
+    for alone, to_one, to_seven in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert [one["where"] for one in (alone, to_one, to_seven)] == ["1", "2", "8"]
+        assert [one["constants"]["PUSH"] for one in (alone, to_one, to_seven)] == [False, True, True]
+        first, all_seven = (Counter(one["stores"]) - Counter(alone["stores"]) for one in (to_one, to_seven))
+        assert set(first) == {"b16" if alone["kernel"] == "_gemv_kernel" else "v4.b32"}, to_one
+        assert all_seven == Counter({form: 7 * count for form, count in first.items()})
+        assert to_one["programs"] >= min(2, alone["programs"])
+
+
 def test_prefill_attention_of_every_dtype_fits(tmp_path: Path) -> None:
     found = compiled(tmp_path, "--part", "prefill")
     assert complaints(found) == []

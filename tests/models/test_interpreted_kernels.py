@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("module", ["interpreted_experts", "interpreted_kernels", "interpreted_prefill"])
+@pytest.mark.parametrize(
+    "module", ["interpreted_experts", "interpreted_kernels", "interpreted_prefill", "interpreted_push"]
+)
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     child = subprocess.run(

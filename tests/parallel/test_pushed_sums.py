@@ -1,0 +1,141 @@
+"""Who asks whom to put a part into other ranks' places, and that only where both the collectives and the kernel can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.kernels.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.reference import ReferenceKernels
+from parallel.collectives import Collectives, SingleRank, Unsummed
+from parallel.linear import RowParallel
+from parallel.places import Places, push_arguments
+from parallel.shard import Placement
+from parallel.symmetric import ROW_BYTES, ROWS, SymmetricCollectives
+
+PLACES = Places((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
+
+
+class Told(SingleRank):
+    """Two ranks, of which this one notes what it is asked to sum; ``rows`` is the most that has places."""
+
+    size = 2
+
+    def __init__(self, rank: int = 0, rows: int = 4) -> None:
+        self.rank, self._rows = rank, rows
+        self.sums: list[tuple[Tensor, bool]] = []
+
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return PLACES if tokens <= self._rows else None
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        return Unsummed(x_TN, self, pushed)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        self.sums.append((x_TN, pushed))
+        return x_TN, x_TN
+
+
+class PushingKernels(ReferenceKernels):
+    def __init__(self) -> None:
+        self.pushed: list[tuple[Places, Tensor | None]] = []
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        self.pushed.append((places, bias_O))
+        return self.linear(x_TN, weight_ON, bias_O), True
+
+
+def layer(collectives: Collectives, kernels: ReferenceKernels) -> RowParallel:
+    made = RowParallel(6, 8, Placement(collectives, kernels, torch.float32), bias=True)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pushing_product_is_given_places_and_its_sum_is_told(rank: int) -> None:
+    collectives, kernels = Told(rank), PushingKernels()
+    product = layer(collectives, kernels)
+    x = torch.randn(3, 3)
+    part = product(x)
+    assert isinstance(part, Unsummed)
+    bias = product.bias if rank == 0 else None
+    assert kernels.pushed == [(PLACES, bias)]
+    assert torch.equal(part.part_TN, kernels.linear(x, product.weight, bias))
+    assert collectives.sums == []
+    part.normed(None, torch.ones(8), 1e-6)
+    assert collectives.sums == [(part.part_TN, True)]
+
+
+def test_a_kernel_that_cannot_push_leaves_it_to_the_sum() -> None:
+    collectives = Told()
+    part = layer(collectives, ReferenceKernels())(torch.randn(3, 3))
+    part.normed(None, torch.ones(8), 1e-6)
+    assert [pushed for _, pushed in collectives.sums] == [False]
+
+
+def test_without_places_nothing_is_pushed() -> None:
+    kernels = PushingKernels()
+    part = layer(Told(rows=2), kernels)(torch.randn(3, 3))
+    assert isinstance(part, Unsummed)
+    assert not part.pushed
+    alone = layer(SingleRank(), kernels)
+    assert isinstance(alone(torch.randn(3, 6)), Tensor)
+    assert kernels.pushed == []
+
+
+def test_there_are_places_for_what_the_kernel_sums() -> None:
+    collectives = object.__new__(SymmetricCollectives)
+    collectives._limit, collectives._places = 1 << 20, PLACES
+    widths = (0, 4, 7, 8, 512, ROW_BYTES // 4, ROW_BYTES // 2, ROW_BYTES)
+    found = set()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for tokens in (0, 1, 100, ROWS, ROWS + 1):
+            for width in widths:
+                expected = collectives.takes(torch.empty(tokens, width, dtype=dtype))
+                assert (collectives.places_for(tokens, width, dtype) is PLACES) == expected, (dtype, tokens, width)
+                found.add(expected)
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("choice", "pushes"),
+    [
+        (Blas(), False),
+        (CublasLt("00", 1), False),
+        (Gemv(4, 256, 2), True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), True),
+        (Wide(64, 32, 64, 1, 3, 4, 128), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_kernel_of_ours_pushes_and_no_other(
+    choice: Choice, pushes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.hopper import HopperKernels
+
+    x, weight = torch.randn(3, 8), torch.randn(4, 8)
+    asked = []
+
+    def product(self: object, *rest: object, places: Places | None = None, **options: object) -> Tensor:
+        asked.append((rest, places))
+        return x
+
+    kernels = object.__new__(HopperKernels)
+    kernels._resolved = {LinearShape(3, 4, 8, torch.float32): choice}
+    monkeypatch.setattr(HopperKernels, "_product", product)
+    assert kernels.linear_into(PLACES, x, weight, None) == (x, pushes)
+    assert asked == [((x, weight, None, choice), PLACES if pushes else None)]
+
+
+def test_a_kernel_without_places_is_given_none_of_them() -> None:
+    with_places, without = push_arguments(PLACES), push_arguments(None)
+    assert with_places.keys() == without.keys()
+    assert (with_places["PUSH"], without["PUSH"]) == (True, False)
+    assert without["memory"] is without["exchanges_ptr"] is None
