@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 SHIPPED_CHOICES = Path(__file__).parent / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
-PUSHING = (Gemv, Skinny, Wide)  # whose kernels put results into other ranks' places where a sum follows
+PUSHING = (Gemv, Skinny)  # whose kernels can put results into other ranks' places where a sum follows
+MOST_PUSHED_ROWS = 16  # with 32, steps of two H200s were as long as without, with 128 and 256 longer
 
 
 class HopperProducts(Kernels):
@@ -66,7 +67,7 @@ class HopperProducts(Kernels):
         self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
-        pushes = isinstance(choice, PUSHING)
+        pushes = isinstance(choice, PUSHING) and x_TN.shape[0] <= MOST_PUSHED_ROWS
         into = places if pushes else None
         return self._product(x_TN, weight_ON, bias_O, choice, gate_up=False, places=into), pushes
 
@@ -217,7 +218,7 @@ class HopperProducts(Kernels):
             case Skinny():
                 return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
             case Wide():
-                return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up, places=places)
+                return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
             case CublasLt() if bias_O is None and self._lt is not None:
                 out_MO = self._lt.run(x_MK, weight_OK, choice.algorithm)
             case _:
@@ -308,16 +309,7 @@ class HopperProducts(Kernels):
             pdl=self.pdl,
         )
 
-    def _wide(
-        self,
-        x_MK: Tensor,
-        weight_OK: Tensor,
-        bias_O: Tensor | None,
-        choice: Wide,
-        *,
-        gate_up: bool,
-        places: Places | None,
-    ) -> Tensor:
+    def _wide(self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Wide, *, gate_up: bool) -> Tensor:
         return wide_triton.wide(
             x_MK,
             weight_OK,
@@ -332,7 +324,6 @@ class HopperProducts(Kernels):
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
-            places=places,
             pdl=self.pdl,
         )
 

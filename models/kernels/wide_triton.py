@@ -24,8 +24,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from parallel.places import Places, push_arguments
-from parallel.push_triton import counted, push
 
 
 @triton.jit
@@ -82,17 +80,10 @@ def _finish(
     first,
     M,
     outputs,
-    exchanges,  # int32 [BLOCK_M] where PUSH
-    memory,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
-    PUSH: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
 ):
     """Write the output columns from ``first`` on."""
     width: tl.constexpr = TILE // 2 if GATE_UP else TILE
@@ -105,10 +96,7 @@ def _finish(
         result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
     rows = tl.arange(0, BLOCK_M)
     where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
-    result = result.to(out_ptr.dtype.element_ty)
-    if PUSH:
-        push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
-    tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
+    tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=["M"])  # steps of any number of rows run the code of their bucket
@@ -123,8 +111,6 @@ def _wide_kernel(
     counter_ptr,
     M,
     outputs,
-    memory,  # of all ranks, where PUSH (parallel/places.py)
-    exchanges_ptr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     FIRST: tl.constexpr,  # weight rows of a tile's first sums, and of its second ones: both are powers of two, or 0
@@ -135,11 +121,6 @@ def _wide_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
-    PUSH: tl.constexpr,  # the result into the other ranks' places, too
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     halves: tl.constexpr = 2 if GATE_UP else 1
@@ -155,8 +136,6 @@ def _wide_kernel(
                 _prefetch(weight_ptr, second, outputs, start, K, REST, PREFETCH, GATE_UP)
         gdc_wait()
         gdc_launch_dependents()
-    # Early: its trip is over when the tile is done.
-    exchanges = counted(exchanges_ptr, tl.arange(0, BLOCK_M), M) if PUSH else None
     acc = tl.zeros((BLOCK_M, FIRST), tl.float32)
     if REST > 0:
         more = tl.zeros((BLOCK_M, REST), tl.float32)
@@ -181,45 +160,9 @@ def _wide_kernel(
                 more = _total(rest_ptr, tile, tiles, REST, BLOCK_M, SPLIT)
             tl.store(counter_ptr + tile, 0)
     if last:
-        _finish(
-            acc,
-            out_ptr,
-            bias_ptr,
-            first,
-            M,
-            outputs,
-            exchanges,
-            memory,
-            FIRST,
-            BLOCK_M,
-            GATE_UP,
-            BIAS,
-            PUSH,
-            RANK,
-            WORLD,
-            ROWS,
-            ROW_BYTES,
-        )
+        _finish(acc, out_ptr, bias_ptr, first, M, outputs, FIRST, BLOCK_M, GATE_UP, BIAS)
         if REST > 0:
-            _finish(
-                more,
-                out_ptr,
-                bias_ptr,
-                second,
-                M,
-                outputs,
-                exchanges,
-                memory,
-                REST,
-                BLOCK_M,
-                GATE_UP,
-                BIAS,
-                PUSH,
-                RANK,
-                WORLD,
-                ROWS,
-                ROW_BYTES,
-            )
+            _finish(more, out_ptr, bias_ptr, second, M, outputs, REST, BLOCK_M, GATE_UP, BIAS)
 
 
 def sums_of(block_o: int) -> tuple[int, int]:
@@ -250,7 +193,6 @@ def wide(
     stages: int,
     warps: int,
     prefetch: int,
-    places: Places | None = None,
     pdl: bool,
 ) -> Tensor:
     """y = x @ W^T + bias [M, O], of 16-bit dtype, with SiLU-mul behind where asked (then [M, O / 2]); M <= ``block_m``.
@@ -291,7 +233,6 @@ def wide(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
-        **push_arguments(places),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -90,10 +90,8 @@ def pushing(driver: CompilingDriver) -> None:
     kernels = HopperKernels(META)
     choices: tuple[tuple[Choice, int], ...] = (
         (Gemv(4, 512, 2, 1024), 2),
-        (Skinny(32, 64, 128, 1, 5, 4, 1024), 32),
-        (Skinny(32, 64, 128, 2, 5, 4, 128), 32),
-        (Wide(64, 48, 128, 1, 5, 4, 256), 64),
-        (Wide(256, 64, 64, 2, 4, 8, 64), 256),
+        (Skinny(16, 64, 128, 1, 5, 4, 1024), 16),
+        (Skinny(16, 64, 128, 2, 5, 4, 128), 16),
     )
     for choice, rows in choices:
         for size in (1, 2, 8):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.kernels.choice_table import Choice, Gemv, Skinny, Wide
+from models.kernels.choice_table import Choice, Gemv, Skinny
 from parallel import one_shot_triton
 from parallel.one_shot_triton import one_shot
 from parallel.places import Places, memory_bytes
@@ -32,8 +32,6 @@ CHOICES: tuple[Choice, ...] = (
     Gemv(4, 256, 2),
     Skinny(16, 32, 128, 1, 3, 4, 128),
     Skinny(8, 16, 128, 2, 3, 4, 128),  # two blocks of rows, split
-    Wide(16, 32, 64, 1, 3, 4, 128),
-    Wide(16, 48, 64, 2, 3, 4, 64),  # two stores a tile, split
 )
 
 

@@ -93,7 +93,7 @@ def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) 
     """Addresses of other ranks are integers, of whose alignment Triton knows what it was told."""
     found = compiled(tmp_path, "--part", "push")
     assert complaints(found) == []
-    assert len(found) == 15
+    assert len(found) == 9
     for alone, to_one, to_seven in zip(found[::3], found[1::3], found[2::3], strict=True):
         assert [one["where"] for one in (alone, to_one, to_seven)] == ["1", "2", "8"]
         assert [one["constants"]["PUSH"] for one in (alone, to_one, to_seven)] == [False, True, True]

@@ -104,23 +104,24 @@ def test_there_are_places_for_what_the_kernel_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "pushes"),
+    ("choice", "rows", "pushes"),
     [
-        (Blas(), False),
-        (CublasLt("00", 1), False),
-        (Gemv(4, 256, 2), True),
-        (Skinny(16, 32, 128, 1, 3, 4, 128), True),
-        (Wide(64, 32, 64, 1, 3, 4, 128), True),
+        (Blas(), 3, False),
+        (CublasLt("00", 1), 16, False),
+        (Gemv(4, 256, 2), 3, True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), 16, True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), 17, False),
+        (Wide(64, 32, 64, 1, 3, 4, 128), 16, False),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=lambda value: str(value) if isinstance(value, int) else type(value).__name__,
 )
-def test_every_kernel_of_ours_pushes_and_no_other(
-    choice: Choice, pushes: bool, monkeypatch: pytest.MonkeyPatch
+def test_kernels_for_few_rows_push_few_rows(
+    choice: Choice, rows: int, pushes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.hopper import HopperKernels
 
-    x, weight = torch.randn(3, 8), torch.randn(4, 8)
+    x, weight = torch.randn(rows, 8), torch.randn(4, 8)
     asked = []
 
     def product(self: object, *rest: object, places: Places | None = None, **options: object) -> Tensor:
@@ -128,7 +129,7 @@ def test_every_kernel_of_ours_pushes_and_no_other(
         return x
 
     kernels = object.__new__(HopperKernels)
-    kernels._resolved = {LinearShape(3, 4, 8, torch.float32): choice}
+    kernels._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
     monkeypatch.setattr(HopperKernels, "_product", product)
     assert kernels.linear_into(PLACES, x, weight, None) == (x, pushes)
     assert asked == [((x, weight, None, choice), PLACES if pushes else None)]
