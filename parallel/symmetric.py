@@ -23,8 +23,8 @@ from parallel.places import Places, memory_bytes
 log = logging.getLogger(__name__)
 
 # Each rank writes its part size - 1 times, NCCL's ring about twice: the more ranks, the earlier NCCL wins. On two H200s
-# NCCL never does up to 4 MiB (docs/measurements-gpu.md, "Sums between GPUs"). The limits of more ranks are older than
-# the kernel, scaled from measurements of another one on two, and not measured.
+# NCCL never does up to 4 MiB (docs/measurements-gpu.md, "Sums between GPUs"), on four between 1 and 2 MiB ("Four
+# GPUs"). The limits of other sizes are older than the kernel and not measured.
 _LIMIT_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20, 5: 1 << 20, 6: 768 << 10, 7: 768 << 10, 8: 512 << 10}
 _DTYPES = (torch.bfloat16, torch.float32)  # those it was tried with
 _ALIGNMENT = 16  # bytes; of address and row, for the widest loads and stores

@@ -1,11 +1,12 @@
 """Our expert kernels against FlashInfer's fused MoE (CUTLASS), a rank's share of the 30B-A3B shape, in one run.
 
 Run on one GPU:  python3 -m tests.gpu.bench_flashinfer_experts [--rows 1 8 32 128 256 2048 8192] [--ranks 2]
-FlashInfer compiles its module first, once a machine; how long that takes is printed, since a user would wait for it.
-Both are given the same choices of experts and the same weights, and have to agree before they are timed.
+FlashInfer compiles its module first, once a machine, unless one lies in flashinfer/data/aot; how long that takes is
+printed, since a user would wait for it. Then it chooses among its kernels by measurement, for each number of rows. Both
+are given the same choices of experts and the same weights, and have to agree before they are timed.
 
 Knows: FlashInfer 0.6.13's argument order, and that its first matrix holds up rows before gate rows.
-Does not know: the kernels, or which of them an engine runs. Not run yet: written on a machine without a GPU.
+Does not know: the kernels, or which of them an engine runs.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     build()
     torch.manual_seed(0)
+    from flashinfer.autotuner import autotune
+
     layer = Layer(2048, 768, 128, 128 // args.ranks, 8, torch.bfloat16)
     kernels, ours = HopperKernels("cuda"), [layer.weights() for _ in range(LAYERS)]
     theirs = [(up_first(gate_up), down) for gate_up, down in ours]
@@ -73,11 +76,14 @@ def main() -> None:
         def their_layer(number: int) -> Tensor:
             return fused(x, ids[number], scores[number], theirs[number], args.ranks)  # noqa: B023
 
+        with autotune(True, tuning_buckets=tuple(args.rows)):
+            their_layer(0)
         expected, found = our_layer(0).float(), their_layer(0).float()
         error = float((found - expected).norm() / expected.norm())
         if not error < TOLERANCE:
             raise SystemExit(f"{rows} rows: FlashInfer's result differs from ours by {error:.3f} of its norm")
-        us, fused_us = microseconds(our_layer), microseconds(their_layer)
+        with autotune(False, tuning_buckets=tuple(args.rows)):
+            us, fused_us = microseconds(our_layer), microseconds(their_layer)
         print(f"| {rows} | {us:.1f} | {fused_us:.1f} | {fused_us / us:.2f} |", flush=True)
 
 
