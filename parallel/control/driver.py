@@ -20,6 +20,8 @@ from parallel.control.leader import Leader
 from parallel.control.plane import Closing, FollowerLink, LeaderLink, Watch
 from parallel.control.record import EVERYONE, Frame, Kind
 
+_WAITING, _RUNNING = FollowerState.WAITING, LeaderState.RUNNING  # a look-up through an Enum is as dear as a call
+_KEEPALIVE = Kind.KEEPALIVE
 LAST_WORDS = 1.0  # seconds that a final message may take to leave
 FIRST_LOOK, LAST_LOOK = 0.001, 0.02  # seconds: an idle leader looks around ever more seldom, for what ranks told
 
@@ -60,12 +62,12 @@ class LeaderPlane(Closing):
         self.machine.recent = recent
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
-        machine, now = self.machine, time.monotonic()
+        machine = self.machine
         if machine.verdict is not None:
             raise machine.verdict.error()
-        effect = machine.begin(step, digest, payload, now)
-        self._numbers.append(self._speak())  # before all that can wait: others may be waiting for the record
-        machine.look_back(digest, now)
+        effect, record = machine.begin(step, digest, payload)
+        self._numbers.append(self.link.broadcast(record))  # before all that can wait: others may be waiting for it
+        machine.look_back(digest, payload, record, time.monotonic())
         self._hear(0.0)
         if len(self._numbers) > self.horizon and self.link.behind(self._numbers[0]):
             self._deliver(self._numbers[0])
@@ -164,7 +166,7 @@ class LeaderPlane(Closing):
             machine.tick(now)
         if machine.outbox:
             number = self._speak()
-        if machine.state is not LeaderState.RUNNING:
+        if machine.state is not _RUNNING:
             self._conclude()
         return number
 
@@ -356,14 +358,15 @@ class FollowerPlane(Closing):
         except EOFError:
             self._leader_left = True
             machine.lost()
-        self._speak()
+        if machine.outbox:
+            self._speak()
         if machine.verdict is not None:
             self._raise()
         return data is not None
 
     def _got(self, data: bytes, frame: Frame) -> None:
         self.machine.receive(frame, time.monotonic())
-        if frame.kind is not Kind.KEEPALIVE or self.machine.state is FollowerState.WAITING:
+        if frame.kind is not _KEEPALIVE or self.machine.state is _WAITING:
             self.turns += 1  # a leader that waits for somebody's numbers is no sign of progress
 
     def _raise(self) -> None:

@@ -39,7 +39,8 @@ class Ending:
         self._late(ranks[0], f"did not reach step {self.acknowledged[ranks[0]] + 1}", self.limits.deadline)
 
     def _enter(self, given: LeaderInput) -> None:
-        self.state = following(LEADER_TABLE, self.state, given)
+        state = self.state
+        self.state = LEADER_TABLE[state].get(given) or following(LEADER_TABLE, state, given)  # the latter for its error
 
     def _announce(self, verdict: Verdict) -> None:
         if self.verdict is None:

@@ -18,9 +18,15 @@ from parallel.control.agreement import (
 )
 from parallel.control.dispute import Recent, nothing, summaries
 from parallel.control.errors import Cause, FrameError, Verdict
+from parallel.control.form import Form
 from parallel.control.proposals import Proposed, checked
 from parallel.control.record import STOP, Codec, Decisions, Frame, Kind, Numbers
 from parallel.control.telling import Teller
+
+# Names, since a member of an Enum costs as much as a call to look up (Python 3.11), and a turn takes ten of them.
+_WAITING = FollowerState.WAITING
+_TURN, _RECORD, _EFFECT = FollowerInput.TURN, FollowerInput.RECORD, FollowerInput.EFFECT
+_RECORD_KIND = Kind.RECORD
 
 _REMEMBERED = 256  # turns whose own digest is kept beyond those still to compare, to explain ourselves
 _MAX_STORED = 4096  # records ahead of our turn; the leader cannot get that far ahead of a rank it needs
@@ -63,6 +69,7 @@ class Follower:
         self._records: dict[int, Frame] = {}
         size = codec.world // groups
         self._reference = rank // size * size  # the rank that our digest is compared with
+        self._acknowledgement = Form(codec, Kind.ACK, rank)
         self._proposal = -1, b""  # the step of our last one, and its frame
         self._teller = Teller(self.limits.resend)
         self._started = False  # until the leader is heard of, it may still be loading
@@ -76,8 +83,8 @@ class Follower:
         """Begins turn ``step`` and acknowledges it. ``effect`` is set now, or when the record is received."""
         if step != self.step + 1:
             raise ValueError(f"control plane: turn {step} after turn {self.step}; turns are taken one by one")
-        acknowledgement = self.codec.encode(Kind.ACK, self.rank, step, digest)
-        self._enter(FollowerInput.TURN)
+        acknowledgement = self._acknowledgement.fill(step, digest)
+        self._enter(_TURN)
         self.step = step
         self.effect = None
         self._digests[step] = digest
@@ -130,8 +137,8 @@ class Follower:
     def receive(self, frame: Frame, now: float) -> None:
         """A frame from the leader. One that no leader sends is a BadPeer verdict, not an exception."""
         kind = frame.kind
-        if kind is Kind.RECORD:
-            self._enter(FollowerInput.RECORD)
+        if kind is _RECORD_KIND:
+            self._enter(_RECORD)
             self._heard = now
             self._started = True
             self._store(frame)
@@ -214,7 +221,8 @@ class Follower:
     # ---- inside ----
 
     def _enter(self, given: FollowerInput) -> None:
-        self.state = following(FOLLOWER_TABLE, self.state, given)
+        state = self.state
+        self.state = FOLLOWER_TABLE[state].get(given) or following(FOLLOWER_TABLE, state, given)  # ... for its error
 
     def _end(self, given: FollowerInput, verdict: Verdict) -> None:
         self._enter(given)
@@ -243,11 +251,13 @@ class Follower:
 
     def _store(self, frame: Frame) -> None:
         step = frame.step
+        due = step + self.horizon
         if frame.horizon != self.horizon:
             self.bad(FrameError("horizon", f"record of step {step} has {frame.horizon}, we agreed on {self.horizon}"))
-        elif step + self.horizon < self.step or (
-            step + self.horizon == self.step and self.state is not FollowerState.WAITING
-        ):
+        elif due == self.step and self.state is _WAITING:
+            self._records[step] = frame
+            self._take()
+        elif due <= self.step:
             self.ignored += 1
         elif step in self._records:
             self.ignored += 1
@@ -257,8 +267,6 @@ class Follower:
             self.bad(FrameError("step", f"record of step {step} is too far ahead of step {self.step}"))
         else:
             self._records[step] = frame
-            if self.state is FollowerState.WAITING:
-                self._take()
 
     def _take(self) -> None:
         """Takes the record of the current turn, if it is here."""
@@ -274,7 +282,7 @@ class Follower:
             self._enter(FollowerInput.DIFFERS)
             self._explain(wanted, frame.digest)
             return
-        self._enter(FollowerInput.STOP_EFFECT if frame.flags & STOP else FollowerInput.EFFECT)
+        self._enter(FollowerInput.STOP_EFFECT if frame.flags & STOP else _EFFECT)
         self.effect = frame.payload
 
     def _agree(self, step: int, maximum: Proposed) -> None:

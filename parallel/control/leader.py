@@ -13,7 +13,11 @@ from parallel.control.agreeing import WAITING, Agreeing
 from parallel.control.agreement import LeaderInput, LeaderState, Limits
 from parallel.control.dispute import Recent, nothing
 from parallel.control.errors import Cause, FrameError, Verdict
+from parallel.control.form import Form
 from parallel.control.record import EVERYONE, STOP, Codec, Decisions, Frame, Kind, Numbers
+
+# Names, since a member of an Enum costs as much as a call to look up (Python 3.11).
+_TURN, _STOP_TURN, _ACK = LeaderInput.TURN, LeaderInput.STOP_TURN, Kind.ACK
 
 
 class Leader(Agreeing):
@@ -35,6 +39,7 @@ class Leader(Agreeing):
         if horizon < 1:
             raise ValueError(f"control plane: horizon {horizon} with {codec.world} ranks; it must be at least 1")
         super().__init__(codec, limits or Limits(), rank, groups, recent, horizon)
+        self._record = Form(codec, Kind.RECORD, EVERYONE, horizon)
         self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))
         self._sent: dict[int, tuple[float, bytes]] = {}  # by step: when, and the record, while a rank may ask for it
         self._oldest_sent = 0
@@ -60,39 +65,42 @@ class Leader(Agreeing):
         self._stop = True
 
     def turn(self, step: int, digest: int, payload: bytes, now: float) -> bytes:
-        """``begin`` and ``look_back``, for callers that send nothing in between."""
-        effect = self.begin(step, digest, payload, now)
-        self.look_back(digest, now)
+        """``begin`` and ``look_back``, for callers that send nothing in between: the record goes into ``outbox``."""
+        effect, record = self.begin(step, digest, payload)
+        self.outbox.append((EVERYONE, record))
+        self.look_back(digest, payload, record, now)
         return effect
 
-    def begin(self, step: int, digest: int, payload: bytes, now: float) -> bytes:
-        """Begins turn ``step``; ``payload`` takes effect ``horizon`` turns later. Returns what takes effect now.
+    def begin(self, step: int, digest: int, payload: bytes) -> tuple[bytes, bytes]:
+        """Begins turn ``step``; ``payload`` takes effect ``horizon`` turns later. Returns what takes effect now, and
+        the record, which is to be sent to everybody.
 
-        The record is then in ``outbox``, and ``look_back`` has to follow: others may be waiting for the record, and
-        nobody waits for what is done there.
+        ``look_back`` has to follow: others may be waiting for the record, and nobody waits for what is done there.
         """
         if step != self.step + 1:
             raise ValueError(f"control plane: turn {step} after turn {self.step}; turns are taken one by one")
         effect, flags = self._coming[0]
-        flag = STOP if self._stop else 0
-        frame = self.codec.encode(
-            Kind.RECORD, EVERYONE, step, digest, horizon=self.horizon, flags=flag, payload=payload
-        )
-        self._enter(LeaderInput.STOP_TURN if flags & STOP else LeaderInput.TURN)
+        if self._stop:
+            codec, horizon = self.codec, self.horizon
+            record = codec.encode(Kind.RECORD, EVERYONE, step, digest, horizon=horizon, flags=STOP, payload=payload)
+        else:
+            record = self._record.fill(step, digest, payload)
+        self._enter(_STOP_TURN if flags & STOP else _TURN)
+        self.step = step
+        return effect, record
+
+    def look_back(self, digest: int, payload: bytes, record: bytes, now: float) -> None:
+        """The rest of the turn's beginning: its books, and ``digest`` compared with those of ranks that were here
+        before us."""
+        step, flag = self.step, 0
+        if self._stop:
+            self._stop, self._stop_step, flag = False, step + self.horizon, STOP
         self._coming.popleft()
         self._coming.append((payload, flag))
-        if flag:
-            self._stop, self._stop_step = False, step + self.horizon
-        self.step = step
-        self._sent[step] = now, frame
-        self.outbox.append((EVERYONE, frame))
-        return effect
-
-    def look_back(self, digest: int, now: float) -> None:
-        """The rest of the turn's beginning: ``digest`` is compared with those of ranks that were here before us."""
+        self._sent[step] = now, record
         self._forget()
-        self._compare(self.rank, self.step, digest, now)
-        self._went_on(self.rank, self.step)
+        self._compare(self.rank, step, digest, now)
+        self._went_on(self.rank, step)
 
     def leave(self, cause: Cause, text: str) -> None:
         """This rank ends the job (or, after the agreed stop, just leaves)."""
@@ -107,7 +115,7 @@ class Leader(Agreeing):
         kind, rank = frame.kind, frame.rank
         if rank not in self.acknowledged:
             self.bad(EVERYONE, FrameError("rank", f"{kind.name} from rank {rank}, which is no follower"))
-        elif kind is Kind.ACK:
+        elif kind is _ACK:
             self._acknowledge(rank, frame.step, frame.digest, now)
         elif kind is Kind.PROPOSE and isinstance(frame.body, Numbers):
             self._hear_proposal(rank, frame.step, frame.body.numbers, now)

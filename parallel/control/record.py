@@ -11,9 +11,9 @@ The CRC catches accidents; who may connect at all is decided by the sockets' per
 from __future__ import annotations
 
 import struct
-import zlib
 from enum import IntEnum
 from typing import Annotated
+from zlib import crc32
 
 import msgspec
 
@@ -31,11 +31,18 @@ STOP = 1  # flag of a RECORD: the step it takes effect in is the last one
 CLOCK_REPLY = 1  # flag of a PROBE: the leader's answer
 
 _HEADER = struct.Struct("<4sBBHQIHHQQI")  # everything before the CRC
-_CRC = struct.Struct("<I")
+CRC = struct.Struct("<I")
 _HEADER_AND_CRC = struct.Struct(_HEADER.format + "I")
 _CRC_AT = _HEADER.size
-HEADER_SIZE = _CRC_AT + _CRC.size
+HEADER_SIZE = _CRC_AT + CRC.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
+# The opening, all before the step, is the same in every frame of a kind from one rank to another: it is looked at once,
+# and its CRC is where that of the frame goes on.
+_OPENING = struct.Struct("<4sBBHQIHH")
+AFTER_OPENING = struct.Struct("<QQI")  # step, digest, length
+STEP_AT = _OPENING.size
+_IN_TWO = struct.Struct(f"<{STEP_AT}sQQII")
+_MOST_OPENINGS = 4096  # remembered, of some 300 bytes each
 
 
 class Kind(IntEnum):
@@ -156,6 +163,8 @@ _BODIES: dict[int, msgspec.msgpack.Decoder[Body]] = {
 _OPAQUE = frozenset((Kind.RECORD, Kind.TELL))  # kinds whose payload is not ours to read
 _KINDS = {int(kind): kind for kind in Kind}
 _FLAGS = {Kind.RECORD: STOP, Kind.PROBE: CLOCK_REPLY}
+# What a frame opens with: the CRC so far, the largest payload, kind, flags, rank, horizon, and what reads the body.
+_Opening = tuple[int, int, Kind, int, int, int, msgspec.msgpack.Decoder[Body] | None]
 _BODY_ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -179,7 +188,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 class Codec:
     """Writes and reads the frames of one job: its 64-bit id, the epoch that counts its restarts, its world of ranks."""
 
-    __slots__ = ("epoch", "job", "world")
+    __slots__ = ("_openings", "epoch", "job", "world")
 
     def __init__(self, job: int, epoch: int, world: int) -> None:
         if not 0 <= job < 1 << 64 or not 0 <= epoch < 1 << 32 or not 1 <= world <= MAX_WORLD:
@@ -190,6 +199,7 @@ class Codec:
         self.job = job
         self.epoch = epoch
         self.world = world
+        self._openings: dict[bytes, _Opening] = {}  # of good frames
 
     def encode(
         self,
@@ -220,21 +230,41 @@ class Codec:
                 f"control plane: {kind.name} with rank {rank}, step {step}, horizon {horizon}, digest {digest} "
                 f"does not fit the header: {error}"
             ) from error
-        return head + _CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload
+        return head + CRC.pack(crc32(payload, crc32(head))) + payload
 
     def decode(self, data: bytes) -> Frame:
         """The frame that ``data`` is, whole. Raises FrameError naming the part at fault, and looks no further."""
         if len(data) < HEADER_SIZE:
             raise FrameError("size", f"{len(data)} bytes, a header has {HEADER_SIZE}")
-        (magic, version, number, flags, job, epoch, rank, horizon, step, digest, length, crc) = (
-            _HEADER_AND_CRC.unpack_from(data)
-        )
+        opening, step, digest, length, crc = _IN_TWO.unpack_from(data)
+        payload = data[HEADER_SIZE:]
+        known = self._openings.get(opening)
+        if (
+            known is None
+            or length != len(payload)
+            or length > known[1]
+            or crc != crc32(payload, crc32(data[STEP_AT:_CRC_AT], known[0]))
+        ):
+            known = self._examined(data, opening)
+        _, _, kind, flags, rank, horizon, decoder = known
+        if decoder is None:
+            return Frame(kind, flags, rank, horizon, step, digest, payload, None)
+        try:
+            body = decoder.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise FrameError("body", f"{kind.name}: {error}") from error
+        return Frame(kind, flags, rank, horizon, step, digest, b"", body)
+
+    def _examined(self, data: bytes, opening: bytes) -> _Opening:
+        """What the frame opens with, when that was not seen before; raises FrameError for what is wrong with any part
+        of the frame before its body."""
+        head = _HEADER_AND_CRC.unpack_from(data)
+        magic, version, number, flags, job, epoch, rank, horizon, _, _, length, crc = head
         if magic != MAGIC:
             raise FrameError("magic", f"{magic!r}, expected {MAGIC!r}")
         if length != len(data) - HEADER_SIZE or length > MAX_PAYLOAD:
             raise FrameError("length", f"{length} said, {len(data) - HEADER_SIZE} there, {MAX_PAYLOAD} allowed")
-        payload = data[HEADER_SIZE:]
-        computed = zlib.crc32(payload, zlib.crc32(data[:_CRC_AT]))
+        computed = crc32(data[HEADER_SIZE:], crc32(data[:_CRC_AT]))
         if crc != computed:
             raise FrameError("crc", f"computed {computed:#010x}, the frame says {crc:#010x}")
         if version != VERSION:
@@ -251,15 +281,13 @@ class Codec:
         if rank >= self.world and rank != EVERYONE:
             raise FrameError("rank", f"{rank} of a world of {self.world}")
         decoder = _BODIES.get(kind)
-        if decoder is None:
-            if payload and kind not in _OPAQUE:
-                raise FrameError("payload", f"{len(payload)} bytes on {kind.name}, which has none")
-            return Frame(kind, flags, rank, horizon, step, digest, payload, None)
-        try:
-            body = decoder.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise FrameError("body", f"{kind.name}: {error}") from error
-        return Frame(kind, flags, rank, horizon, step, digest, b"", body)
+        most = MAX_PAYLOAD if decoder is not None or kind in _OPAQUE else 0
+        if length > most:
+            raise FrameError("payload", f"{length} bytes on {kind.name}, which has none")
+        found = crc32(opening), most, kind, flags, rank, horizon, decoder
+        if len(self._openings) < _MOST_OPENINGS:
+            self._openings[opening] = found
+        return found
 
 
 def announced_size(packet: bytes | memoryview) -> int:

@@ -183,7 +183,15 @@ class PacketSocket:
 
     def send(self, frame: bytes, number: int = 0) -> None:
         """``number`` is the caller's name for the frame, rising; see ``behind``."""
-        if self.closed or (not self._queue and len(frame) <= PACKET and self._offer(frame)):
+        if not self._queue and len(frame) <= PACKET and not self.closed:
+            try:  # what _offer does, without the call: a leader sends to each rank, and the last one waits for that
+                self.socket.send(frame, _NO_SIGNAL)
+                return
+            except BlockingIOError:
+                pass
+            except _GONE:
+                self.closed = True
+        if self.closed:
             return
         view = memoryview(frame)
         self._queue.extend((number, view[at : at + PACKET]) for at in range(0, len(frame), PACKET))
@@ -194,8 +202,9 @@ class PacketSocket:
         while self._queue and self._offer(self._queue[0][1]):
             self._queue.popleft()
 
-    def receive(self) -> bytes | None:
-        """The next whole frame, or None when there is none yet.
+    def receive(self, until: float | None = None) -> bytes | None:
+        """The next whole frame, or None when there is none yet. It looks again and again until the monotonic time
+        ``until``, and meanwhile hands on what waits to be sent.
 
         Raises EOFError when the other end is gone, FrameError when what came cannot be (part of) a frame.
         """
@@ -203,7 +212,11 @@ class PacketSocket:
             try:
                 size = self.socket.recv_into(self._buffer, PACKET, _TRUE_SIZE)
             except BlockingIOError:
-                return None
+                if until is None or time.monotonic() >= until:
+                    return None
+                if self._queue:
+                    self.pump()
+                continue
             except _GONE:
                 size = self._left_unread()
             if size == 0:
@@ -272,10 +285,9 @@ class UdsFollowerLink:
         if frame is not None or timeout <= 0:
             return frame
         now = time.monotonic()
-        until, spin_until = now + timeout, now + min(self.spin, timeout)
-        while now < spin_until:
-            connection.pump()
-            frame = connection.receive()
+        until = now + timeout
+        if self.spin > 0.0:
+            frame = connection.receive(now + min(self.spin, timeout))
             if frame is not None:
                 return frame
             now = time.monotonic()

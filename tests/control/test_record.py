@@ -164,10 +164,17 @@ def test_the_announced_size_is_bounded() -> None:
             announced_size(junk)
 
 
-def test_20000_mangled_frames_none_is_read() -> None:
-    """Random bytes, flipped bits, cuts and joins: a frame that is decoded is one that was encoded."""
+@pytest.mark.parametrize("remembered", [False, True])
+def test_20000_mangled_frames_none_is_read(remembered: bool) -> None:
+    """Random bytes, flipped bits, cuts and joins: a frame that is decoded is one that was encoded.
+
+    ``remembered``: good frames that open alike were read before.
+    """
     rng = random.Random(1)
-    good = [CODEC.encode(kind, 1, 5, body=BODIES.get(kind)) for kind in Kind]
+    codec = Codec(CODEC.job, CODEC.epoch, CODEC.world)
+    good = [codec.encode(kind, 1, 5, body=BODIES.get(kind)) for kind in Kind]
+    if remembered:
+        assert [codec.decode(frame).kind for frame in good] == list(Kind)
     refused = 0
     for _ in range(20_000):
         frame = bytearray(rng.choice(good))
@@ -185,9 +192,36 @@ def test_20000_mangled_frames_none_is_read() -> None:
         if bytes(frame) in good:
             continue
         with pytest.raises(FrameError):
-            CODEC.decode(bytes(frame))
+            codec.decode(bytes(frame))
         refused += 1
     assert refused > 19_000
+
+
+@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.ACK, Kind.TELL])
+def test_a_good_frame_vouches_for_no_other_that_opens_alike(kind: Kind) -> None:
+    codec = Codec(CODEC.job, CODEC.epoch, CODEC.world)
+    payload = b"" if kind is Kind.ACK else b"abc"
+    for step in (9, 10):  # the second is read by what is remembered of the first
+        frame = codec.encode(kind, 1, step, step + 5, horizon=2, payload=payload)
+        assert codec.decode(frame) == Frame(kind, 0, 1, 2, step, step + 5, payload, None)
+    wrong = {
+        "size": frame[: HEADER_SIZE - 1],
+        "length": frame + b"d",
+        "crc": frame[:30] + bytes([frame[30] ^ 1]) + frame[31:],
+    }
+    if kind is Kind.ACK:
+        wrong["payload"] = sealed(header(kind=7), b"abc")
+    for field, data in wrong.items():
+        with pytest.raises(FrameError, match=f"refused at {field}"):
+            codec.decode(data)
+
+
+def test_few_openings_are_remembered() -> None:
+    """A peer that sends good frames with ever new openings gets no memory for them."""
+    codec = Codec(CODEC.job, CODEC.epoch, CODEC.world)
+    for horizon in range(6000):
+        assert codec.decode(codec.encode(Kind.ACK, 1, 5, 6, horizon=horizon)).horizon == horizon
+    assert len(codec._openings) == 4096
 
 
 def test_a_verdict_becomes_the_error_of_its_cause() -> None:

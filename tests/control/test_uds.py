@@ -235,6 +235,25 @@ def test_a_follower_waits_spinning_or_sleeping() -> None:
         link.close()
 
 
+@pytest.mark.parametrize("spin", [0.0, 0.02])
+def test_a_follower_that_waits_goes_on_sending(spin: float) -> None:
+    a, b = pair()
+    link = UdsFollowerLink(b, spin)
+    frames = [record(300_000) for _ in range(100)]
+    for frame in frames:
+        link.send(frame)
+    received: list[bytes] = []
+    waits = 0
+    while b.behind is not None and waits < 1000:
+        received += iter(a.receive, None)
+        assert link.receive(0.02) is None
+        waits += 1
+    received += iter(a.receive, None)
+    assert received == frames
+    link.close()
+    a.close()
+
+
 def test_a_leader_hears_everybody_and_misses_nobody_who_is_gone() -> None:
     here, there = {}, {}
     for rank in (1, 2, 3):
@@ -291,8 +310,8 @@ def test_a_leader_does_not_wait_for_the_rest_of_a_frame() -> None:
     parts = [frame[at : at + PACKET] for at in range(0, len(frame), PACKET)]
 
     class Trickle(PacketSocket):
-        def receive(self) -> bytes | None:
-            whole = super().receive()
+        def receive(self, until: float | None = None) -> bytes | None:
+            whole = super().receive(until)
             if parts:
                 b.send(parts.pop(0))
             return whole
