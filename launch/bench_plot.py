@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _OURS, _FLOOR, _PEERS = "#0b6e4f", "#888888", ("#c8553d", "#4c5fd7", "#b08900", "#7b3f99")
+_COLUMNS = 3  # panels beside each other: more cannot be read where a page shows the picture
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,10 +140,15 @@ def _draw(drawn: Sequence[Panel], out: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("plots need matplotlib: pip install 'lockstride[plot]'") from None
-    figure = Figure(figsize=(5.2 * len(drawn), 4.2), layout="constrained")
+    columns = min(len(drawn), _COLUMNS)
+    lines = -(-len(drawn) // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
     if out.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"--out {out}: pictures end in .png, .svg or .pdf")
-    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+    every = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes in every[len(drawn) :]:
+        axes.remove()
+    for axes, panel in zip(every, drawn, strict=False):
         _draw_panel(axes, panel)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ def test_a_picture_is_written(tmp_path: Path, ending: str, begins: bytes, capsys
         drawn = out.read_text()
         for words in ("Lockstride", "vllm 0.25.1", "roofline floor", "qwen3-0.6b, 1 x H"):
             assert f"<!-- {words} -->" in drawn
+
+
+def test_a_fourth_panel_begins_another_line(tmp_path: Path) -> None:
+    def size(models: int) -> tuple[float, float, int]:
+        rows = [row(1, 5.0, model=f"model-{number}") for number in range(models)]
+        out = tmp_path / f"{models}.svg"
+        plot(BenchOptions(results=(results(tmp_path, str(models), *rows),), out=out))
+        drawn = out.read_text()
+        width, height = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', drawn).groups()  # type: ignore[union-attr]
+        return float(width), float(height), len(re.findall(r"<!-- model-\d, 1 x", drawn))
+
+    three, four = size(3), size(4)
+    assert (three[2], four[2]) == (3, 4)
+    assert (four[0], four[1]) == (three[0], 2 * three[1])
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path) -> None:
