@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,7 @@ _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
 _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
+_AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
 
 
@@ -68,7 +70,7 @@ class Part:
     torchrun: bool = False
 
     def argv(self, out: Path) -> list[str]:
-        words = self.command.format(out=out).split()
+        words = shlex.split(self.command.format(out=out))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         return [sys.executable, *(launcher if self.torchrun else ()), *words]
 
@@ -137,9 +139,10 @@ PARTS = (
     ),
     Part("faults-nccl", 2, 200, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
     Part("control-host", 2, 100, f"{_BENCH} control --output {{out}}/results/control-host.json"),
-    Part("control", 2, 120, f"{_BENCH} control --ranks 2 --way nccl --output {{out}}/results/control.json"),
+    Part("control", 2, 60, f"{_BENCH} control --ranks 2 {_AGAINST_NCCL} --output {{out}}/results/control.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
+    Part("control-4", 4, 60, f"{_BENCH} control --ranks 2,4 {_AGAINST_NCCL} --output {{out}}/results/control-4.json"),
     *(
         Part(f"latency-{model}-tp{gpus}", gpus, 240, f"{_BENCH} latency --model qwen3-{model} {_FEW} {_BOTH}", True)
         for gpus in (4, 8)

@@ -20,7 +20,7 @@ from tests.gpu.measure import PARTS, Part
 
 
 def scripted(name: str, seconds: int, source: str) -> Part:
-    return Part(name, 1, seconds, f"-c {source}")
+    return Part(name, 1, seconds, f"-c {shlex.quote(source)}")
 
 
 def test_parts_run_to_their_end_or_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

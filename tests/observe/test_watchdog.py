@@ -94,8 +94,10 @@ def test_every_fault_ends_the_job_by_name(
         assert "one_rank.py" in (folder / "stacks.txt").read_text()
         steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
         assert steps == list(range(len(steps)))
-        assert len(steps) >= 19
-        assert len((folder / "decisions.jsonl").read_text().splitlines()) >= 19
+        # Rank 2 has taken the leader's record of step 19, which goes out once the others have taken that of step 16.
+        least = 19 if rank == 0 else 16
+        assert len(steps) >= least
+        assert len((folder / "decisions.jsonl").read_text().splitlines()) >= least
         assert "rank 2" in said[rank]
 
 
