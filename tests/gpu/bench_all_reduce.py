@@ -3,7 +3,8 @@
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.bench_all_reduce --out FOLDER
 
 Every figure is the median over replays of a graph of calls that follow each other, each with a norm's launch between
-them but for the last column, where the norm is part of the call. Rows of 4096 bfloat16.
+them but for the last columns, where the norm is part of the call: the kernel that models use, and the candidates of
+sum_candidates.py, which have to give the same bits before they are timed. Rows of 4096 bfloat16.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,16 @@ from torch import Tensor
 from models.kernels import norm_triton
 from models.kernels.autotune import median_graph_us
 from parallel.collectives import GroupCollectives
+from parallel.places import Places
 from parallel.symmetric import SymmetricCollectives
+from tests.gpu.sum_candidates import flagged, flagged_bytes, two_steps
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WIDTH = 4096
 CALLS = 32
+EPS = 1e-6
+NormedSum = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]  # of x, residual, weights, eps
+_KEPT: list[Tensor] = []  # memory that other ranks write to as long as this process lives
 
 
 def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> Callable[[], None]:
@@ -38,6 +45,35 @@ def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> 
                 y = norm_triton.rms_norm(y, None, norm, 1e-6, pdl=True)
 
     return run
+
+
+def normed_by(way: NormedSum, norm: Tensor, y: Tensor) -> Tensor:
+    return way(y, None, norm, EPS)[0]
+
+
+def objection(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str | None:
+    """What differs: sums by a bit, norms by more than another order of adding squares gives."""
+    if not torch.equal(found[1], expected[1]):
+        return "the sum"
+    off = float((found[0].float() - expected[0].float()).norm() / expected[0].float().norm())
+    return None if off < 1e-3 else f"the norm, by {off:.1e},"
+
+
+def flagged_places(group: dist.ProcessGroup, device: torch.device) -> Places:
+    """Symmetric memory for ``flagged``, and counts of its own."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    size = flagged_bytes(dist.get_world_size(group), ROWS[-1], WIDTH)
+    memory: Any = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    memory.zero_()
+    handle = symmetric_memory.rendezvous(memory, group)
+    _KEPT.append(memory)
+    mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
+    torch.cuda.synchronize()
+    dist.barrier()
+    addresses = tuple(one.data_ptr() for one in mapped)
+    exchanges = torch.zeros(ROWS[-1], dtype=torch.int32, device=device)
+    return Places(addresses, exchanges, dist.get_rank(group), ROWS[-1], 2 * WIDTH)
 
 
 def main() -> None:
@@ -57,6 +93,7 @@ def main() -> None:
     part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(part, group)
     norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    words = flagged_places(group, device)
     found = []
     for rows in ROWS:
         x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
@@ -67,14 +104,24 @@ def main() -> None:
             return summed
 
         def with_norm(y: Tensor) -> Tensor:
-            return own.all_reduce_norm(y, None, norm, 1e-6)[0]
+            return own.all_reduce_norm(y, None, norm, EPS)[0]
 
+        candidates: dict[str, NormedSum] = {
+            "with the norm, flags in words": partial(flagged, places=words, pdl=True),
+            "with the norm, two steps": partial(two_steps, places=own._places, pdl=True),
+        }
+        expected = own.all_reduce_norm(x, x, norm, EPS)
+        for name, candidate in candidates.items():
+            for _ in range(50):  # both places again and again
+                if (difference := objection(candidate(x, x, norm, EPS), expected)) is not None:
+                    raise SystemExit(f"{name}, {rows} rows: {difference} differs from what models use")
         ways: dict[str, tuple[Callable[[Tensor], Tensor], Tensor | None]] = {
             "norm alone": (lambda y: y, norm),
             "NCCL": (nccl.all_reduce, norm),
             "torch one-shot": (torchs, norm),
             "one launch": (own.all_reduce, norm),
             "with the norm": (with_norm, None),
+            **{name: (partial(normed_by, one, norm), None) for name, one in candidates.items()},
         }
         row: dict[str, Any] = {"rows": rows, "kib": x.numel() * 2 / 1024}
         for name, (call, after) in ways.items():

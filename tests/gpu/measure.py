@@ -142,6 +142,7 @@ PARTS = (
     Part("control", 2, 60, f"{_BENCH} control --ranks 2 {_AGAINST_NCCL} --output {{out}}/results/control.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
+    Part("all-reduce-4", 4, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("control-4", 4, 60, f"{_BENCH} control --ranks 2,4 {_AGAINST_NCCL} --output {{out}}/results/control-4.json"),
     *(
         Part(f"latency-{model}-tp{gpus}", gpus, 240, f"{_BENCH} latency --model qwen3-{model} {_FEW} {_BOTH}", True)
