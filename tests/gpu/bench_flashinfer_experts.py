@@ -1,6 +1,6 @@
-"""Our expert kernels against FlashInfer's fused MoE (CUTLASS), a rank's share of the 30B-A3B shape, in one run.
+"""Our expert kernels against FlashInfer's fused MoE (CUTLASS), a rank's share of a layer's experts, in one run.
 
-Run on one GPU:  python3 -m tests.gpu.bench_flashinfer_experts [--rows 1 8 32 128 256 2048 8192] [--ranks 2]
+Run on one GPU:  python3 -m tests.gpu.bench_flashinfer_experts [--shape 30b-a3b] [--rows 1 8 32 ...] [--ranks 2]
 FlashInfer compiles its module first, once a machine, unless one lies in flashinfer/data/aot; how long that takes is
 printed, since a user would wait for it. Then it chooses among its kernels by measurement, for each number of rows. Both
 are given the same choices of experts and the same weights, and have to agree before they are timed.
@@ -22,6 +22,10 @@ from models.kernels.hopper import HopperKernels
 from tests.gpu.bench_experts import LAYERS, microseconds
 from tests.gpu.expert_cases import Layer
 
+SHAPES = {  # hidden size, intermediate size, experts, chosen
+    "30b-a3b": (2048, 768, 128, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+}
 TOLERANCE = 0.02  # relative, of bfloat16 sums in another order
 
 
@@ -51,6 +55,7 @@ def build() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="30b-a3b")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128, 256, 2048, 8192])
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
@@ -58,7 +63,8 @@ def main() -> None:
     torch.manual_seed(0)
     from flashinfer.autotuner import autotune
 
-    layer = Layer(2048, 768, 128, 128 // args.ranks, 8, torch.bfloat16)
+    hidden, intermediate, experts, chosen = SHAPES[args.shape]
+    layer = Layer(hidden, intermediate, experts, experts // args.ranks, chosen, torch.bfloat16)
     kernels, ours = HopperKernels("cuda"), [layer.weights() for _ in range(LAYERS)]
     theirs = [(up_first(gate_up), down) for gate_up, down in ours]
     local = layer.local()

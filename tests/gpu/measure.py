@@ -96,6 +96,7 @@ PARTS = (
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
     Part("experts", 1, 150, "-m tests.gpu.bench_experts --rows 1 8 32 128 256 --tiles"),
     Part("experts-flashinfer", 1, 580, "-m tests.gpu.bench_flashinfer_experts"),  # nearly all of it a build
+    Part("mixtral-flashinfer", 1, 580, "-m tests.gpu.bench_flashinfer_experts --shape mixtral-8x7b"),  # the same
     Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),
     Part("startup-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b --batch-size 1 --num-iters 1 --num-warmups 0"),
     Part("cold-8b", 1, 120, "-m tests.gpu.cold_start --out {out}"),
