@@ -9,14 +9,12 @@ between programs (attention_triton.py, attention_tma_triton.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.rope_triton import angles, norm_weights, normed_and_rotated
+from models.kernels.rope_triton import Rotation, angles, norm_weights, normed_and_rotated
 
 LOG2_E = 1.4426950408889634
 
@@ -128,18 +126,6 @@ def power_of_two_above(n: int) -> int:
 def padded_dim(head_dim: int) -> int:
     """The head's width in a tile."""
     return max(16, power_of_two_above(head_dim))
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What the fused forms do to q and k first, as Kernels.rope_and_cache; needs query_len 1."""
-
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    eps: float
-    cos_sin_LR: Tensor
-    positions_T: Tensor
-    kv_slots_T: Tensor
 
 
 def rotation_arguments(

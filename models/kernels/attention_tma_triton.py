@@ -29,13 +29,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from models.inputs import DecodeAttention
 from models.kernels.attention_query_triton import (
     LOG2_E,
-    Rotation,
     block_to_l2,
     power_of_two_above,
     query,
     rotation_arguments,
     steady_of_rotation,
 )
+from models.kernels.rope_triton import Rotation
 
 MOST_QUERY_ROWS = 16  # of a kv head; more have not been tried
 _FEWEST_QUERY_ROWS = 8  # columns of the narrowest product

@@ -22,7 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import DecodeAttention
 from models.kernels.attention_query_triton import (
     LOG2_E,
-    Rotation,
     block_to_l2,
     padded_dim,
     power_of_two_above,
@@ -30,6 +29,7 @@ from models.kernels.attention_query_triton import (
     rotation_arguments,
     steady_of_rotation,
 )
+from models.kernels.rope_triton import Rotation
 
 
 @triton.jit
@@ -218,7 +218,8 @@ def decode_attention(
     warps: int,
     pdl: bool,
 ) -> Tensor:
-    """As Kernels.decode_attention; with ``rotation`` (q_TX is the packed qkv then) as Kernels.rope_cache_attend.
+    """As Kernels.decode_attention; with ``rotation`` (q_TX is the packed qkv then, and query_len 1) as
+    Kernels.rope_cache_attend.
 
     The launch before this one may have written q_TX, but not lengths, pages, positions or slots: with ``pdl`` those are
     read while it still runs. Rows of length 0 give zeros. ``workspace`` float32 holds workspace_floats(...) at least;

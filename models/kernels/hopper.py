@@ -15,18 +15,27 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
-from models.kernels import attention_tma_triton, attention_triton, experts_triton, rope_triton, route_triton
-from models.kernels.attention_query_triton import Rotation, padded_dim, power_of_two_above
+from models.kernels import (
+    attention_tma_triton,
+    attention_triton,
+    experts_triton,
+    rope_prefill_triton,
+    rope_triton,
+    route_triton,
+)
+from models.kernels.attention_query_triton import padded_dim, power_of_two_above
 from models.kernels.choice_table import ChoiceTable
 from models.kernels.hopper_products import HopperProducts
 from models.kernels.interface import PrefillWanted
 from models.kernels.prefill import Prefill
 from models.kernels.reference import ReferenceKernels
+from models.kernels.rope_triton import Rotation
 
 _ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
 _MANY_PAIRS = 1024  # of row and kv head: from here on steps of an H200 drew all the watts that it may have
 _SHARED_BYTES = 200 << 10  # of the 227 KiB that one program may have
 _MOST_FLOAT32_ROWS = 32  # query rows of a kv head; the float32 kernel spills beyond, and the compiler takes minutes
+_MOST_FEW = 255  # tokens that are rotated one by one: from 256 on an H200 was faster otherwise; fewer were not tried
 
 
 class HopperKernels(HopperProducts):
@@ -100,20 +109,10 @@ class HopperKernels(HopperProducts):
                 kv_slots_T,
                 kv_layer,
             )
-        return rope_triton.rope_and_cache(
-            qkv_TX,
-            heads,
-            kv_heads,
-            head_dim,
-            q_norm_D,
-            k_norm_D,
-            eps,
-            cos_sin_LR,
-            positions_T,
-            kv_slots_T,
-            kv_layer,
-            self.pdl,
-        )
+        rotation = Rotation(q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T)
+        many = qkv_TX.shape[0] > _MOST_FEW and rope_prefill_triton.supports(head_dim, cos_sin_LR.shape[1])
+        form = rope_prefill_triton.rope_and_cache if many else rope_triton.token_by_token
+        return form(qkv_TX, heads, kv_layer, rotation, self.pdl)
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
         heads, kv_heads = q_THD.shape[1], kv_layer.shape[3]

@@ -1,7 +1,7 @@
 """q/k norm, rotary embedding and the paged cache write of the many tokens of a prefill, in one Triton launch.
 
 Knows: as rope_triton.py, for heads whose dims are all rotated and are a power of two.
-Does not know: how few tokens are too few for it (rope_triton.py, which also has the form for every head size).
+Does not know: how few tokens are too few for it (hopper.py), or heads of other sizes (rope_triton.py).
 
 A thread keeps to one token and to the same dims of both halves of its heads. So what it needs besides them (angles,
 norm weights, addresses) is loaded once for all heads; the two dims that are rotated with each other are its own; each
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.rope_triton import Rotation
 
 _PIECE = 8  # dims of each half that a thread has: 16 bytes of a 16-bit dtype
 
@@ -161,22 +163,11 @@ def supports(head_dim: int, rotary: int) -> bool:
 
 
 def rope_and_cache(
-    qkv_TX: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_sin_LR: Tensor,
-    positions_T: Tensor,
-    kv_slots_T: Tensor,
-    kv_layer: Tensor,
-    pdl: bool,
-    blocks: Blocks = BLOCKS,
+    qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool, blocks: Blocks = BLOCKS
 ) -> Tensor:
-    """As rope_triton.rope_and_cache, where ``supports``."""
-    tokens, half = qkv_TX.shape[0], head_dim // 2
+    """As rope_triton.token_by_token, where ``supports``."""
+    tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
+    half = head_dim // 2
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if tokens == 0:
         return q_THD
@@ -186,14 +177,14 @@ def rope_and_cache(
     grid = triton.cdiv(tokens, a_program) * (heads // q_heads + 2 * (kv_heads // k_heads))
     _rope_and_cache_many_kernel[(grid,)](
         qkv_TX,
-        qkv_TX if q_norm_D is None else q_norm_D,
-        qkv_TX if k_norm_D is None else k_norm_D,
-        cos_sin_LR,
-        positions_T,
-        kv_slots_T,
+        qkv_TX if rotation.q_norm_D is None else rotation.q_norm_D,
+        qkv_TX if rotation.k_norm_D is None else rotation.k_norm_D,
+        rotation.cos_sin_LR,
+        rotation.positions_T,
+        rotation.kv_slots_T,
         kv_layer,
         q_THD,
-        eps,
+        rotation.eps,
         kv_layer.stride(0),
         tokens,
         H=heads,
@@ -203,7 +194,7 @@ def rope_and_cache(
         Q_HEADS=q_heads,
         KV_HEADS=k_heads,
         PIECE=_PIECE,
-        NORM=q_norm_D is not None,
+        NORM=rotation.q_norm_D is not None,
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,

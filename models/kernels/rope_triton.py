@@ -1,22 +1,20 @@
 """q/k norm, rotary embedding and the paged cache write of one packed qkv, in one Triton launch.
 
-Knows: the packed layout (q heads | k heads | v heads), the NHD page layout [2, pages, S, K, D], and for how many tokens
-rope_prefill_triton.py does the same faster. Does not know: attention, or how slots were chosen.
+Knows: the packed layout (q heads | k heads | v heads), the NHD page layout [2, pages, S, K, D].
+Does not know: attention, how slots were chosen, or when rope_prefill_triton.py does the same faster (hopper.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from models.kernels import rope_prefill_triton
-
-MOST_FEW = 255  # tokens: from 256 on an H200 was faster with the other form; fewer were not tried
 
 
 @triton.jit
@@ -133,55 +131,21 @@ def _rope_and_cache_kernel(
             tl.store(cache_ptr + value_offset + slot + where, v.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-def rope_and_cache(
-    qkv_TX: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_sin_LR: Tensor,
-    positions_T: Tensor,
-    kv_slots_T: Tensor,
-    kv_layer: Tensor,
-    pdl: bool,
-) -> Tensor:
-    """As Kernels.rope_and_cache; q and k are normed both or not at all. Returns q [T, H, D]."""
-    many = qkv_TX.shape[0] > MOST_FEW and rope_prefill_triton.supports(head_dim, cos_sin_LR.shape[1])
-    form = rope_prefill_triton.rope_and_cache if many else token_by_token
-    return form(
-        qkv_TX,
-        heads,
-        kv_heads,
-        head_dim,
-        q_norm_D,
-        k_norm_D,
-        eps,
-        cos_sin_LR,
-        positions_T,
-        kv_slots_T,
-        kv_layer,
-        pdl,
-    )
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What Kernels.rope_and_cache is told of norms, angles and places; q and k are normed both or not at all."""
+
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    eps: float
+    cos_sin_LR: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
 
 
-def token_by_token(
-    qkv_TX: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm_D: Tensor | None,
-    k_norm_D: Tensor | None,
-    eps: float,
-    cos_sin_LR: Tensor,
-    positions_T: Tensor,
-    kv_slots_T: Tensor,
-    kv_layer: Tensor,
-    pdl: bool,
-) -> Tensor:
-    """As rope_and_cache, of heads of any size; a program has some heads of one token."""
-    tokens = qkv_TX.shape[0]
+def token_by_token(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool) -> Tensor:
+    """As Kernels.rope_and_cache, of heads of any size; a program has some heads of one token. Returns q [T, H, D]."""
+    tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if tokens == 0:
         return q_THD
@@ -190,22 +154,22 @@ def token_by_token(
     blocks = triton.cdiv(heads, heads_a_program) + 2 * triton.cdiv(kv_heads, heads_a_program)
     _rope_and_cache_kernel[(tokens, blocks)](
         qkv_TX,
-        qkv_TX if q_norm_D is None else q_norm_D,
-        qkv_TX if k_norm_D is None else k_norm_D,
-        cos_sin_LR,
-        positions_T,
-        kv_slots_T,
+        qkv_TX if rotation.q_norm_D is None else rotation.q_norm_D,
+        qkv_TX if rotation.k_norm_D is None else rotation.k_norm_D,
+        rotation.cos_sin_LR,
+        rotation.positions_T,
+        rotation.kv_slots_T,
         kv_layer,
         q_THD,
-        eps,
+        rotation.eps,
         kv_layer.stride(0),
         H=heads,
         K=kv_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        ROTARY=cos_sin_LR.shape[1],
+        ROTARY=rotation.cos_sin_LR.shape[1],
         HEADS=heads_a_program,
-        NORM=q_norm_D is not None,
+        NORM=rotation.q_norm_D is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels import attention_tma_triton, attention_triton, autotune, choice_table
-from models.kernels.attention_query_triton import Rotation
 from models.kernels.choice_table import ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
+from models.kernels.rope_triton import Rotation
 
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16

@@ -23,6 +23,7 @@ from torch import Tensor
 from models.inputs import empty_kv_layer
 from models.kernels import autotune, rope_prefill_triton, rope_triton
 from models.kernels.rope_prefill_triton import Blocks
+from models.kernels.rope_triton import Rotation
 
 DEVICE = torch.device("cuda", 0)
 PAGE = 64
@@ -50,22 +51,18 @@ class Prefill:
     def __init__(
         self, shape: str, tokens: int, *, dim: int = 128, dtype: torch.dtype = torch.bfloat16, norm: bool = True
     ) -> None:
-        self.heads, self.kv_heads = SHAPES[shape]
-        self.dim, width = dim, (self.heads + 2 * self.kv_heads) * dim
-        self.qkv = torch.randn(tokens, width, dtype=dtype, device=DEVICE)
-        self.norms = [torch.rand(dim, dtype=dtype, device=DEVICE) if norm else None for _ in "qk"]
-        self.angles = _angles(dim)
-        self.positions = torch.arange(tokens, device=DEVICE) % PROMPT
+        self.heads, kv_heads = SHAPES[shape]
+        self.qkv = torch.randn(tokens, (self.heads + 2 * kv_heads) * dim, dtype=dtype, device=DEVICE)
+        q_norm, k_norm = (torch.rand(dim, dtype=dtype, device=DEVICE) if norm else None for _ in "qk")
+        positions = torch.arange(tokens, device=DEVICE) % PROMPT
         pages = torch.randperm(tokens // PAGE, device=DEVICE) + 1
-        self.slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
-        self.kv = empty_kv_layer(tokens // PAGE + 1, PAGE, self.kv_heads, dim, dtype, str(DEVICE)).zero_()
+        slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
+        self.rotation = Rotation(q_norm, k_norm, 1e-6, _angles(dim), positions, slots)
+        self.kv = empty_kv_layer(tokens // PAGE + 1, PAGE, kv_heads, dim, dtype, str(DEVICE)).zero_()
         self.bytes = 2 * self.qkv.nbytes
 
     def run(self, form: Form) -> Tensor:
-        return form(
-            self.qkv, self.heads, self.kv_heads, self.dim, *self.norms, 1e-6, self.angles, self.positions, self.slots,
-            self.kv, True,
-        )  # fmt: skip
+        return form(self.qkv, self.heads, self.kv, self.rotation, True)
 
 
 def bench(shape: str, tokens: int) -> dict[str, tuple[float, str]]:

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
     from models.kernels import choice_table, gemv_triton, product_candidates, skinny_triton
-    from models.kernels.attention_query_triton import Rotation
     from models.kernels.attention_tma_triton import attend_many
     from models.kernels.hopper import HopperKernels
+    from models.kernels.rope_triton import Rotation
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -19,10 +19,11 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    importlib.import_module("tests.models.interpreted_kernels")  # mends Triton's interpreter for today's numpy
+    interpreted = importlib.import_module("tests.models.interpreted_kernels")  # mends the interpreter for today's numpy
 
-from models.kernels import rope_prefill_triton, rope_triton  # noqa: E402
+from models.kernels import hopper, rope_prefill_triton, rope_triton  # noqa: E402
 from models.kernels.rope_prefill_triton import Blocks  # noqa: E402
+from models.kernels.rope_triton import Rotation  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PDL = not INTERPRETED
@@ -33,9 +34,15 @@ PAGE = 16
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(scope="module")
+def kernels() -> hopper.HopperKernels:
+    made: hopper.HopperKernels = interpreted.InterpretedKernels() if INTERPRETED else hopper.HopperKernels(DEVICE)
+    return made
+
+
 @dataclass(frozen=True)
 class Case:
-    """What rope_and_cache is given. Pages hold NaN, the row behind the last token, too."""
+    """What a form is given. Pages hold NaN, the row behind the last token, too."""
 
     heads: int
     kv_heads: int
@@ -71,9 +78,8 @@ class Case:
         """(q, the pages as [2, slots, K, D]); whatever was not written is NaN."""
         tokens = len(self.qkv)
         kv = torch.full((2, tokens // PAGE + 3, PAGE, self.kv_heads, self.dim), torch.nan).to(DEVICE, self.qkv.dtype)
-        shape = (self.heads, self.kv_heads, self.dim)
-        given = (self.qkv, *shape, *self.norms, 1e-6, self.angles, self.positions, self.slots, kv, PDL)
-        return form(*given, **how), kv.flatten(1, 2)
+        rotation = Rotation(*self.norms, 1e-6, self.angles, self.positions, self.slots)
+        return form(self.qkv, self.heads, kv, rotation, PDL, **how), kv.flatten(1, 2)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The same in float64 from the definition."""
@@ -144,7 +150,7 @@ def test_both_forms_give_the_same_bits(dtype: torch.dtype, heads: int, kv_heads:
     [(9, 16, 16, True), (8, 16, 16, False), (9, 16, 8, False), (9, 24, 24, False)],
 )
 def test_the_form_follows_tokens_and_heads(
-    tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: hopper.HopperKernels, tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few tokens, and heads of which a part passes through or that are no power of two, go token by token."""
     asked: list[str] = []
@@ -158,11 +164,18 @@ def test_the_form_follows_tokens_and_heads(
 
         monkeypatch.setattr(module, name, noted)
 
-    monkeypatch.setattr(rope_triton, "MOST_FEW", 8)
+    def chosen(qkv: Tensor, heads: int, kv: Tensor, turn: Rotation, pdl: bool) -> Tensor:
+        assert kernels.pdl == pdl
+        return kernels.rope_and_cache(
+            qkv, heads, kv.shape[3], kv.shape[4], turn.q_norm_D, turn.k_norm_D, turn.eps, turn.cos_sin_LR,
+            turn.positions_T, turn.kv_slots_T, kv,
+        )  # fmt: skip
+
+    monkeypatch.setattr(hopper, "_MOST_FEW", 8)
     note(rope_triton, "token_by_token")
     note(rope_prefill_triton, "rope_and_cache")
     made = Case.random(tokens, 3, 1, dim, rotary, True, torch.float32)
-    made.check(made.run(rope_triton.rope_and_cache))
+    made.check(made.run(chosen))
     assert asked == ["rope_and_cache" if many else "token_by_token"]
 
 

@@ -31,11 +31,11 @@ from models.kernels import (
     read_triton,
     skinny_triton,
 )
-from models.kernels.attention_query_triton import Rotation
 from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.hopper import HopperKernels
 from models.kernels.prefill import Prefill
 from models.kernels.reference import ReferenceKernels
+from models.kernels.rope_triton import Rotation
 from tests.engine.rig import request, rig, run
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
