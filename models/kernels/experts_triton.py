@@ -1,15 +1,15 @@
-"""The experts of a layer as Triton kernels: grouped products over lists of tokens, and a path for a token or two.
+"""The experts of a layer as Triton kernels: grouped products over lists of tokens.
 
 Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: who chose what
-(route_triton.py makes choices and lists). Shape letters as in interface.py; a pair is t * C + c, a choice of a token.
+(route_triton.py makes choices and lists), when experts_streamed_triton.py is faster (hopper.py). Shape letters as in
+interface.py; a pair is t * C + c, a choice of a token.
 
-Grouped: a list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a
-program finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing.
+A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a program
+finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing.
 Weights are the tall operand of each product and the tokens of a block the narrow one, as in skinny_triton.py.
 
-Streamed: with a handful of pairs every pair reads its expert's weights for itself: no lists, two launches. The second
-adds up a token's experts in the order of its choices, as the grouped path does: no atomics, the same bits every run.
-``pdl``: see dependent_launch.py.
+A token's experts are added up in the order of its choices: no atomics, the same bits every run. ``pdl``: see
+dependent_launch.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -25,8 +25,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.route_triton import pairs_by_expert
-
-STREAMED_TOKENS = 4  # at most so many take the streamed path
 
 
 @triton.jit
@@ -121,74 +119,6 @@ def _combine_kernel(
     tl.store(out_ptr + token.to(tl.int64) * N + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
-def _streamed_gate_up_kernel(
-    x_ptr,
-    weight_ptr,
-    chosen_ptr,
-    hidden_ptr,  # [T * C, I]
-    inner,  # I
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    outs = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    pair = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    expert = tl.load(chosen_ptr + pair)
-    if expert >= 0:
-        cols = tl.arange(0, CHUNK)
-        gates = weight_ptr + (expert.to(tl.int64) * 2 * inner + outs)[:, None] * K + cols[None, :]
-        x_row = x_ptr + (pair // CHOICES).to(tl.int64) * K + cols
-        gate = tl.zeros((BLOCK_I, CHUNK), tl.float32)
-        up = tl.zeros((BLOCK_I, CHUNK), tl.float32)
-        for chunk in tl.static_range(K // CHUNK):
-            x = tl.load(x_row + chunk * CHUNK).to(tl.float32)[None, :]
-            gate += x * tl.load(gates + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-            up += x * tl.load(gates + inner * K + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-        gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
-        result = gate_sum * tl.sigmoid(gate_sum) * up_sum
-        tl.store(hidden_ptr + pair.to(tl.int64) * inner + outs, result.to(hidden_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _streamed_down_kernel(
-    hidden_ptr,  # [T * C, K]
-    weight_ptr,  # [G, N, K]
-    scale_ptr,
-    chosen_ptr,
-    out_ptr,
-    N,
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(1)
-    cols = tl.arange(0, CHUNK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for choice in tl.static_range(CHOICES):
-        pair = token * CHOICES + choice
-        expert = tl.load(chosen_ptr + pair)
-        if expert >= 0:
-            weights = weight_ptr + (expert.to(tl.int64) * N + outs)[:, None] * K + cols[None, :]
-            acc = tl.zeros((BLOCK_N, CHUNK), tl.float32)
-            for chunk in tl.static_range(K // CHUNK):
-                h = tl.load(hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols).to(tl.float32)
-                acc += h[None, :] * tl.load(weights + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-            total += tl.sum(acc, 1) * tl.load(scale_ptr + pair)
-    tl.store(out_ptr + token.to(tl.int64) * N + outs, total.to(out_ptr.dtype.element_ty))
-
-
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Of one grouped product: tokens a block, weight rows and columns a tile, loads in flight, warps."""
@@ -210,11 +140,11 @@ def default_tiles(
     mean = tokens * choices / experts
     if dtype == torch.float32:
         block_m = 16 if mean <= 24 else 32 if mean <= 48 else 64
-        block_o, block_k = min(_largest_power(outputs), 64), min(_largest_power(inner), 32)
+        block_o, block_k = min(largest_power(outputs), 64), min(largest_power(inner), 32)
         return Tiles(block_m, block_o, block_k, 3, 4 if block_m <= 32 else 8)
     block_m = 16 if mean <= 24 else 32 if mean <= 48 else 64 if mean <= 128 else 128
-    block_o = min(_largest_power(outputs), 128)
-    block_k = min(_largest_power(inner), 128 if block_m <= 32 else 64)
+    block_o = min(largest_power(outputs), 128)
+    block_k = min(largest_power(inner), 128 if block_m <= 32 else 64)
     return Tiles(block_m, block_o, block_k, 4 if block_m <= 64 else 3, 4 if block_m <= 64 else 8)
 
 
@@ -232,12 +162,10 @@ def expert_mlp(
     pdl: bool,
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> Tensor:
-    """See the Kernels protocol. ``tiles`` are those of gate-up and of down; given, they ask for the grouped path."""
+    """See the Kernels protocol. ``tiles`` are those of gate-up and of down."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
-    if tiles is None and tokens <= STREAMED_TOKENS:
-        return _streamed(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, pdl)
     experts, hidden, inner = down_GNI.shape
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
@@ -310,46 +238,6 @@ def most_blocks(tokens: int, choices: int, experts: int, block_m: int) -> int:
     return min(experts * -(-tokens // block_m), begun + (pairs - begun) // block_m)
 
 
-def _streamed(
-    x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor, pdl: bool
-) -> Tensor:
-    _, hidden, inner = down_GNI.shape
-    tokens, choices = local_TC.shape
-    hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    block_i, block_n = min(_largest_power(inner), 4), min(_largest_power(hidden), 8)
-    _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
-        x_TN,
-        gate_up_G2IN,
-        local_TC,
-        hidden_PI,
-        inner,
-        K=hidden,
-        CHOICES=choices,
-        BLOCK_I=block_i,
-        CHUNK=min(_largest_power(hidden), 512),
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
-    out_TN = torch.empty_like(x_TN)
-    _streamed_down_kernel[(hidden // block_n, tokens)](
-        hidden_PI,
-        down_GNI,
-        weights_TC,
-        local_TC,
-        out_TN,
-        hidden,
-        K=inner,
-        CHOICES=choices,
-        BLOCK_N=block_n,
-        CHUNK=min(_largest_power(inner), 256),
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
-    return out_TN
-
-
-def _largest_power(number: int) -> int:
+def largest_power(number: int) -> int:
     """The largest power of two that divides ``number``."""
     return number & -number

@@ -1,7 +1,7 @@
 """The Kernels protocol on NVIDIA GPUs: Triton kernels, FlashInfer attention, cuBLAS; made for Hopper (sm_90).
 
-Knows: which kernel of attention and of experts serves which shape, and the workspaces they share; norms and products
-are hopper_products.py's. Does not know: models, steps or graphs.
+Knows: which kernel of rotation, attention and experts serves which shape, and the workspaces they share; norms and
+products are hopper_products.py's. Does not know: models, steps or graphs.
 
 One object serves one stream: its kernels share workspaces whose safety is stream order. Everything a decode step calls
 is capturable after one warm-up call of the same shape outside a capture, on a stream that waited for the current one.
@@ -18,6 +18,7 @@ from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
 from models.kernels import (
     attention_tma_triton,
     attention_triton,
+    experts_streamed_triton,
     experts_triton,
     rope_prefill_triton,
     rope_triton,
@@ -31,6 +32,7 @@ from models.kernels.prefill import Prefill
 from models.kernels.reference import ReferenceKernels
 from models.kernels.rope_triton import Rotation
 
+MOST_STREAMED = 4  # tokens whose choices of experts are not sorted into lists
 _ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
 _MANY_PAIRS = 1024  # of row and kv head: from here on steps of an H200 drew all the watts that it may have
 _SHARED_BYTES = 200 << 10  # of the 227 KiB that one program may have
@@ -77,7 +79,9 @@ class HopperKernels(HopperProducts):
     ) -> Tensor:
         if not experts_triton.supports(gate_up_G2IN, down_GNI):
             return self._reference.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC)
-        return experts_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+        few = x_TN.shape[0] <= MOST_STREAMED
+        form = experts_streamed_triton.expert_mlp if few else experts_triton.expert_mlp
+        return form(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

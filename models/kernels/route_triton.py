@@ -1,8 +1,8 @@
 """Top-k routing, and the tokens of each expert in order, in one Triton launch each.
 
 Knows: softmax, choice and renormalisation of one token; lists of (token, choice) pairs, expert by expert.
-Does not know: what an expert computes (models/kernels/experts_triton.py). Shape letters as in interface.py; a pair is
-t * C + c, one choice of one token.
+Does not know: what an expert computes (experts_triton.py, experts_streamed_triton.py). Shape letters as in
+interface.py; a pair is t * C + c, one choice of one token.
 
 Shapes are fixed: every expert has room for all tokens, and a count says how many there are. Lists are in the order of
 pairs, so the same choices make the same lists in every run and on every rank. ``pdl``: see dependent_launch.py.

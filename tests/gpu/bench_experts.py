@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.kernels import experts_triton
 from models.kernels.experts_triton import Tiles, default_tiles
-from models.kernels.hopper import HopperKernels
+from models.kernels.hopper import MOST_STREAMED, HopperKernels
 from tests.gpu.expert_cases import Layer
 from tests.gpu.untyped import Event, Stream
 
@@ -77,7 +77,7 @@ def main() -> None:
             f"{moved:6.1f} MB, {moved / layer_us:5.2f} TB/s",
             flush=True,
         )
-        if args.tiles and rows > experts_triton.STREAMED_TOKENS:
+        if args.tiles and rows > MOST_STREAMED:
             try_tiles(layer, x, weights, chosen)
 
 

@@ -6,12 +6,15 @@ Exits with an error where one differs. Knows: shapes that reach every branch. Do
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from models.kernels.experts_triton import Tiles, default_tiles, expert_mlp, most_blocks
+from models.kernels import experts_streamed_triton, experts_triton
+from models.kernels.experts_triton import Tiles, default_tiles, most_blocks
 from models.kernels.reference import ReferenceKernels
 from models.kernels.route_triton import pairs_by_expert, route_top_k
 
@@ -70,7 +73,7 @@ def check_lists(tokens: int, choices: int, experts: int) -> None:
 
 
 def check_mlp(
-    tokens: int, choices: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype, tiles: Tiles | None
+    form: Callable[..., Tensor], tokens: int, choices: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
     hidden, inner = sizes
     x = torch.randn(tokens, hidden).to(dtype)
@@ -78,9 +81,9 @@ def check_mlp(
     gate_up = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
-    found = expert_mlp(x, gate_up, down, weights, chosen, False, None if tiles is None else (tiles, tiles))
+    found = form(x, gate_up, down, weights, chosen, False)
     expected = ReferenceKernels().expert_mlp(x.double(), gate_up.double(), down.double(), weights.double(), chosen)
-    check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, tiles))
+    check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
     assert found[-1].tolist() == [0.0] * hidden
 
 
@@ -94,11 +97,15 @@ def main() -> None:
     for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (600, 2, 3)]:
         check_lists(*shape)
     for dtype in TOLERANCE:
-        check_mlp(1, 3, 6, (64, 48), dtype, None)
-        check_mlp(4, 2, 3, (48, 32), dtype, None)
-        check_mlp(5, 3, 7, (64, 48), dtype, None)
-        check_mlp(40, 2, 3, (32, 16), dtype, Tiles(16, 16, 16, 2, 4))
-        check_mlp(70, 3, 4, (32, 48), dtype, Tiles(32, 32, 16, 2, 4))
+        check_mlp(experts_streamed_triton.expert_mlp, 1, 3, 6, (64, 48), dtype)
+        check_mlp(experts_streamed_triton.expert_mlp, 4, 2, 3, (48, 32), dtype)
+        check_mlp(experts_triton.expert_mlp, 5, 3, 7, (64, 48), dtype)
+        small, large = (
+            partial(experts_triton.expert_mlp, tiles=(tiles, tiles))
+            for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
+        )
+        check_mlp(small, 40, 2, 3, (32, 16), dtype)
+        check_mlp(large, 70, 3, 4, (32, 48), dtype)
     assert default_tiles(256, 8, 64, 1536, 2048).block_o == 128
 
 
