@@ -1,6 +1,7 @@
 """The pictures of a report: each a function from rows to a figure, or to nothing where the rows do not carry it.
 
-Knows: matplotlib, colours, axes. Does not know: where rows come from, or where pictures go.
+Knows: quantities, and what is drawn over what. Does not know: how all pictures look (report_axes.py), where rows come
+from, or where pictures go.
 Needs matplotlib (the extra ``plot``), imported only when something is drawn.
 """
 
@@ -9,31 +10,16 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.report_rows import PERCENTILES, Row, panels, series, series_label, varying_names
+from launch.report_axes import STYLE, Lines, batch_axis, by_panel, figure_of_panels, legend_beside, logarithmic, look_of
+from launch.report_rows import PERCENTILES, Row, panels, series_label, varying_names
 from launch.sweep_point import SweepError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which most colour-blind people tell apart, without their yellow.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
-_LINES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D")
-_STYLE: Any = {  # of matplotlib's own kind of key, which cannot be named without importing it
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "svg.hashsalt": "lockstride",  # the same picture has the same bytes
-}
-_PANEL = (5.2, 3.6)  # inches
 _MOST_LABELS = 24  # in one Pareto panel
 
 
@@ -64,7 +50,7 @@ def draw_all(rows: Sequence[Row]) -> list[Picture | Missing]:
     except ImportError:
         raise SweepError("a report needs matplotlib: pip install 'lockstride[plot]'") from None
     drawn: list[Picture | Missing] = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, title, caption, why, draw in _PICTURES:
             figure = draw([row for row in rows if row.tok_s is not None])
             if figure is None:
@@ -84,30 +70,17 @@ def _saved(figure: Figure, form: str) -> bytes:
     return out.getvalue()
 
 
-class Lines:
-    """The series of a whole report, each with one look in all of its panels."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._names = varying_names(rows)
-        self._numbers = {label: number for number, label in enumerate(series(rows, self._names))}
-
-    def of(self, panel: Sequence[Row]) -> list[tuple[str, list[Row], dict[str, Any]]]:
-        """Label, rows by batch, and look of each series of a panel."""
-        found = series(panel, self._names)
-        return [(label, found[label], _look(number)) for label, number in self._numbers.items() if label in found]
-
-
 def throughput(rows: Sequence[Row]) -> Figure | None:
     lines = Lines(rows)
 
     def draw(axes: Axes, panel: list[Row]) -> None:
         for label, line, look in lines.of(panel):
             axes.plot([r.batch for r in line], [r.tok_s or 0.0 for r in line], label=label, **look)
-        _batches(axes, panel)
-        _logarithmic(axes, "y")
+        batch_axis(axes, panel)
+        logarithmic(axes, "y")
         axes.set_ylabel("tokens/s")
 
-    return _by_panel(rows, draw)
+    return by_panel(rows, draw)
 
 
 def tpot(rows: Sequence[Row]) -> Figure | None:
@@ -121,11 +94,11 @@ def tpot(rows: Sequence[Row]) -> Figure | None:
             axes.plot(batches, low, label=label, **look)
             axes.plot(batches, middle, linewidth=0.8, linestyle=":", color=look["color"])
             axes.fill_between(batches, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        _batches(axes, panel)
+        batch_axis(axes, panel)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("time per output token [ms]")
 
-    return _by_panel(rows, draw)
+    return by_panel(rows, draw)
 
 
 def pareto(rows: Sequence[Row]) -> Figure | None:
@@ -139,11 +112,11 @@ def pareto(rows: Sequence[Row]) -> Figure | None:
             axes.annotate(str(row.batch), point, (4, 3), textcoords="offset points", fontsize=7)
         for label, line, look in lines.of(panel):
             axes.plot(*_speeds(line), label=label, **look)
-        _logarithmic(axes, "x", "y")
+        logarithmic(axes, "x", "y")
         axes.set_xlabel("tokens/s/user")
         axes.set_ylabel("tokens/s/GPU")
 
-    return _by_panel(rows, draw)
+    return by_panel(rows, draw)
 
 
 def _speeds(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
@@ -156,11 +129,11 @@ def scaling(rows: Sequence[Row]) -> Figure | None:
     if not found:
         return None
     labels = list(dict.fromkeys(label for lines in found.values() for label in lines))
-    figure = _figure(2, len(found))
+    figure = figure_of_panels(2, len(found))
     grid = figure.subplots(len(found), 2, squeeze=False)
     for (title, lines), (speed, share) in zip(found.items(), grid, strict=True):
         for label, line in lines.items():
-            degrees, first, look = [r.tp for r in line], line[0], _look(labels.index(label))
+            degrees, first, look = [r.tp for r in line], line[0], look_of(labels.index(label))
             speed.plot(degrees, [r.tok_s or 0.0 for r in line], **look)
             ideal = [(first.tok_s or 0.0) * degree / first.tp for degree in degrees]
             speed.plot(degrees, ideal, color=look["color"], linewidth=0.8, linestyle=":")
@@ -171,12 +144,12 @@ def scaling(rows: Sequence[Row]) -> Figure | None:
             axes.set_xticks(every, [str(degree) for degree in every])
             axes.minorticks_off()
             axes.set_xlabel("tensor-parallel ranks")
-        _logarithmic(speed, "y")
+        logarithmic(speed, "y")
         speed.set_title(title)
         speed.set_ylabel("tokens/s (dotted: ideal)")
         share.set_ylim(0, max(105.0, share.get_ylim()[1]))
         share.set_ylabel("efficiency [%]")
-        _legend_beside(share)
+        legend_beside(share)
     return figure
 
 
@@ -204,7 +177,7 @@ def chain(rows: Sequence[Row]) -> Figure | None:
     found, lines = panels(rows), Lines(rows)
     if not found:
         return None
-    figure = _figure(2, len(found))
+    figure = figure_of_panels(2, len(found))
     grid = figure.subplots(len(found), 2, squeeze=False)
     for (title, panel), (idle, chained) in zip(found.items(), grid, strict=True):
         for label, line, look in lines.of(panel):
@@ -212,13 +185,13 @@ def chain(rows: Sequence[Row]) -> Figure | None:
             idle.plot(batches, [_percent(r.device_idle) for r in line], **look)
             chained.plot(batches, [_percent(r.chained_ratio) for r in line], label=label, **look)
         for axes in (idle, chained):
-            _batches(axes, panel)
+            batch_axis(axes, panel)
         idle.set_ylim(bottom=0)
         idle.set_title(title)
         idle.set_ylabel("device idle [%]")
         chained.set_ylim(0, 105)
         chained.set_ylabel("steps launched in a chain [%]")
-        _legend_beside(chained)
+        legend_beside(chained)
     return figure
 
 
@@ -238,77 +211,6 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 def _percentile(row: Row, percent: int) -> float:
     """Over requests; where all requests of a batch end together they are nearly equal."""
     return row.tpot_percentiles.get(str(percent), row.tpot_ms or 0.0)
-
-
-def _by_panel(rows: Sequence[Row], draw: Callable[[Axes, list[Row]], None]) -> Figure | None:
-    """One panel a model, in rows of two."""
-    found = panels(rows)
-    if not found:
-        return None
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
-    figure = _figure(columns, lines)
-    every = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes, (title, panel) in zip(every, found.items(), strict=False):
-        draw(axes, panel)
-        axes.set_title(title)
-    for axes in every[len(found) :]:
-        axes.remove()
-    shown = {label: handle for axes in figure.axes for handle, label in zip(*_legend_of(axes), strict=True)}
-    figure.legend(list(shown.values()), list(shown), loc="outside right center")  # beside all panels: it hides no line
-    return figure
-
-
-def _legend_of(axes: Axes) -> tuple[list[Any], list[Any]]:
-    """Handles and labels."""
-    handles, labels = axes.get_legend_handles_labels()
-    return list(handles), list(labels)
-
-
-def _figure(columns: int, lines: int) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(_PANEL[0] * max(2, columns), _PANEL[1] * lines), layout="constrained")
-
-
-def _legend_beside(axes: Axes) -> None:
-    """To the right of the panel, where it hides no line."""
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _look(number: int) -> dict[str, Any]:
-    """Of the series with this number."""
-    round_ = number // len(COLOURS)
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": _LINES[round_ % len(_LINES)],
-        "marker": _MARKERS[round_ % len(_MARKERS)],
-        "markersize": 4,
-        "linewidth": 1.6,
-    }
-
-
-def _logarithmic(axes: Axes, *which: str) -> None:
-    """Plain numbers at 1, 2, 5, 10, ..., and at whatever a short axis needs beyond them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    for axis, set_scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
-        if axis.axis_name not in which:
-            continue
-        set_scale("log")
-        low, high = axis.get_view_interval()
-        subs = (1.0, 2.0, 5.0) if high > 5 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-        axis.set_major_locator(LogLocator(subs=subs))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axis.set_minor_formatter(NullFormatter())
-
-
-def _batches(axes: Axes, rows: Sequence[Row]) -> None:
-    batches = sorted({row.batch for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
-    axes.set_xlabel("requests at once" if rows and rows[0].kind == "throughput" else "batch")
 
 
 _PICTURES: tuple[tuple[str, str, str, str, Callable[[Sequence[Row]], Figure | None]], ...] = (
