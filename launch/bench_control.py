@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from parallel.control.agreement import Limits
-from parallel.control.driver import LeaderPlane
 from parallel.control.handshake import Identity
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.opening import open_control
 from parallel.control.plane import ControlPlane
 from parallel.topology import Topology

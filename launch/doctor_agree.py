@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel.control.agreement import Limits
-from parallel.control.driver import LeaderPlane
 from parallel.control.handshake import Identity
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.opening import open_control
 from parallel.topology import Topology
 

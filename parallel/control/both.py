@@ -11,7 +11,7 @@ import time
 import zmq
 
 from parallel.control.errors import FrameError
-from parallel.control.uds import UdsLeaderLink
+from parallel.control.uds_links import UdsLeaderLink
 from parallel.control.zeromq import ZmqLeaderLink
 
 

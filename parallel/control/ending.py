@@ -35,7 +35,7 @@ class Ending:
         self._end(LeaderInput.END, Verdict(Cause.FRAME, rank, step, f"{who} broke the protocol: {error}"))
 
     def stalled(self, ranks: tuple[int, ...]) -> None:
-        """The driver could not deliver a record within the deadline: the first of ``ranks`` does not read."""
+        """The plane could not deliver a record within the deadline: the first of ``ranks`` does not read."""
         self._late(ranks[0], f"did not reach step {self.acknowledged[ranks[0]] + 1}", self.limits.deadline)
 
     def _enter(self, given: LeaderInput) -> None:

@@ -1,7 +1,8 @@
 """How nodes meet: the handshake machines of handshake.py driven over the ZeroMQ sockets of zeromq.py.
 
 Knows: the store that endpoints and public keys travel through, deadlines of the start.
-Does not know: what is compared (handshake.py), the ranks of one node (meeting.py), what follows (driver.py, relay.py).
+Does not know: what is compared (handshake.py), the ranks of one node (meeting.py), what follows
+(leader_plane.py, relay.py).
 """
 
 from __future__ import annotations

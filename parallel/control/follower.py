@@ -1,7 +1,7 @@
 """The follower's machine: takes each record once, in its turn, and compares digests with the leader.
 
 Knows: agreement.py's rules and FOLLOWER_TABLE. Times are seconds of any steady local clock, passed in.
-Does not know: sockets. Frames to send to the leader wait in ``outbox`` until the driver takes them.
+Does not know: sockets. Frames to send to the leader wait in ``outbox`` until the plane takes them.
 """
 
 from __future__ import annotations

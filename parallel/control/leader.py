@@ -2,7 +2,7 @@
 
 Knows: agreement.py's rules and LEADER_TABLE. Times are seconds of any steady local clock, passed in. Its parts stand
 on each other: ending.py (verdicts), comparing.py (digests), agreeing.py (numbers and what is told), and the turns here.
-Does not know: sockets. Frames to send wait in ``outbox`` as (rank or EVERYONE, bytes) until the driver takes them.
+Does not know: sockets. Frames to send wait in ``outbox`` as (rank or EVERYONE, bytes) until the plane takes them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from parallel.control.agreement import Limits
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.handshake import CHANNELS, FollowerHandshake, Greeting, Identity, LeaderHandshake
 from parallel.control.plane import FollowerLink
-from parallel.control.uds import PacketSocket, UdsFollowerLink, UdsLeaderLink, accept, connect, listen
+from parallel.control.uds import PacketSocket, accept, connect, listen
+from parallel.control.uds_links import UdsFollowerLink, UdsLeaderLink
 
 _SPARE = 64  # connections that may hang about unidentified, on top of those we expect
 

@@ -15,12 +15,13 @@ from typing import Protocol
 
 from parallel.control.agreement import Limits
 from parallel.control.both import BothLinks, EitherReady
-from parallel.control.driver import FollowerPlane, LeaderPlane
 from parallel.control.errors import ControlError
 from parallel.control.far_meeting import FarJoining, FarMeeting, Store
 from parallel.control.follower import Follower
+from parallel.control.follower_plane import FollowerPlane
 from parallel.control.handshake import CHANNELS, Identity
 from parallel.control.leader import Leader
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.meeting import LocalMeeting, join
 from parallel.control.plane import ControlPlane, LeaderLink, SingleRankControl, Watch
 from parallel.control.relay import RelayPlane

@@ -1,7 +1,8 @@
 """The control plane as an engine holds it: one object a rank, one call a turn.
 
 Knows: what an engine may ask of it and what it promises; the whole of it for a world of one.
-Does not know: how several ranks keep the promises (driver.py), events (payloads are opaque bytes).
+Does not know: how several ranks keep the promises (leader_plane.py, follower_plane.py), events (payloads are opaque
+bytes).
 
     plane = open_control(...)                                    # opening.py
     plane.explain_with(scheduler.digest.recent)
@@ -31,10 +32,11 @@ from parallel.control.record import Codec, Frame
 from parallel.control.telling import refuse_oversized
 
 IDLE_SLICE = 0.25  # an idle leader looks around this often, in seconds
+LAST_WORDS = 1.0  # seconds that a final message may take to leave
 
 
 class LeaderLink(Protocol):
-    """Connections to the ranks that a leader speaks to directly (uds.py, zeromq.py)."""
+    """Connections to the ranks that a leader speaks to directly (uds_links.py, zeromq.py)."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from parallel.control.both import EitherReady
-from parallel.control.driver import LAST_WORDS, FollowerPlane
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.follower import Follower
-from parallel.control.plane import FollowerLink, LeaderLink, Watch
+from parallel.control.follower_plane import FollowerPlane
+from parallel.control.plane import LAST_WORDS, FollowerLink, LeaderLink, Watch
 from parallel.control.record import EVERYONE, Frame, Kind
 
 

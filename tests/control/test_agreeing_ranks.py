@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from parallel.control.agreement import Limits
-from parallel.control.driver import FollowerPlane, LeaderPlane
 from parallel.control.errors import Disagreement, HandshakeRefused, LostPeer, MissedDeadline, NoProgress, Verdict
+from parallel.control.follower_plane import FollowerPlane
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.plane import ControlPlane, SingleRankControl
 from parallel.control.record import MAX_PAYLOAD
 from runtime.observe.watchdog import Watchdog

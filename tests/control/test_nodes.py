@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from parallel.control.driver import FollowerPlane, LeaderPlane
 from parallel.control.errors import Aborted, Disagreement, HandshakeRefused, LostPeer, MissedDeadline
+from parallel.control.follower_plane import FollowerPlane
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.plane import ControlPlane
 from parallel.control.record import Codec, Kind
 from parallel.control.relay import RelayPlane

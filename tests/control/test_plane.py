@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from parallel.control.agreement import Limits
-from parallel.control.driver import FollowerPlane, LeaderPlane
 from parallel.control.errors import (
     Aborted,
     BadPeer,
@@ -26,9 +25,12 @@ from parallel.control.errors import (
     LostPeer,
     MissedDeadline,
 )
+from parallel.control.follower_plane import FollowerPlane
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.plane import ControlPlane, SingleRankControl
 from parallel.control.record import Codec, Kind
-from parallel.control.uds import PACKET, UdsFollowerLink, connect, socket_path
+from parallel.control.uds import PACKET, connect, socket_path
+from parallel.control.uds_links import UdsFollowerLink
 from runtime.schedule.digest import RollingDigest
 from tests.control.ranks import IDENTITY, LIMITS, identity_of, run_ranks, short_folder, take_turns
 

@@ -19,14 +19,13 @@ from parallel.control.uds import (
     PACKET,
     PacketSocket,
     SocketPlaceError,
-    UdsFollowerLink,
-    UdsLeaderLink,
     accept,
     connect,
     listen,
     private_directory,
     socket_path,
 )
+from parallel.control.uds_links import UdsFollowerLink, UdsLeaderLink
 from tests.control.ranks import short_folder
 
 CODEC = Codec(1, 0, 4)

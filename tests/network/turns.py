@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from launch.bench_control import FileStore
 from parallel.control.agreement import Limits
-from parallel.control.driver import FollowerPlane
+from parallel.control.follower_plane import FollowerPlane
 from parallel.control.handshake import Identity
 from parallel.control.opening import open_control
 from parallel.control.plane import FollowerLink

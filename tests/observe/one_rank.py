@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from parallel.control.agreement import Limits
-from parallel.control.driver import LeaderPlane
 from parallel.control.errors import ControlError
 from parallel.control.handshake import Identity
+from parallel.control.leader_plane import LeaderPlane
 from parallel.control.opening import open_control
 from parallel.topology import Topology
 from runtime.observe.bundle import Evidence
