@@ -15,6 +15,7 @@ import msgspec
 
 from launch.bench_options import BenchOptions
 from launch.generate import UsageError
+from launch.report_axes import grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,10 +146,7 @@ def _draw(drawn: Sequence[Panel], out: Path) -> None:
     figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
     if out.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"--out {out}: pictures end in .png, .svg or .pdf")
-    every = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes in every[len(drawn) :]:
-        axes.remove()
-    for axes, panel in zip(every, drawn, strict=False):
+    for axes, panel in zip(grid(figure, len(drawn), columns), drawn, strict=True):
         _draw_panel(axes, panel)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)

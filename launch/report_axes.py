@@ -54,15 +54,20 @@ def by_panel(rows: Sequence[Row], draw: Callable[[Axes, list[Row]], None]) -> Fi
     columns = min(2, len(found))
     lines = -(-len(found) // columns)
     figure = figure_of_panels(columns, lines)
-    every = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes, (title, panel) in zip(every, found.items(), strict=False):
+    for axes, (title, panel) in zip(grid(figure, len(found), columns), found.items(), strict=True):
         draw(axes, panel)
         axes.set_title(title)
-    for axes in every[len(found) :]:
-        axes.remove()
     shown = {label: handle for axes in figure.axes for handle, label in zip(*_legend_of(axes), strict=True)}
     figure.legend(list(shown.values()), list(shown), loc="outside right center")  # beside all panels: it hides no line
     return figure
+
+
+def grid(figure: Figure, count: int, columns: int) -> list[Axes]:
+    """``count`` panels, ``columns`` beside each other; the last line may be shorter."""
+    every = list(figure.subplots(-(-count // columns), columns, squeeze=False).flatten())
+    for axes in every[count:]:
+        axes.remove()
+    return every[:count]
 
 
 def _legend_of(axes: Axes) -> tuple[list[Any], list[Any]]:

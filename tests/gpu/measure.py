@@ -114,6 +114,7 @@ PARTS = (
     Part("step", 1, 120, "-m tests.gpu.bench_kernels --out {out}/results --part step --compile-workers 13 --profile"),
     Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
     Part("attention-in-layer", 1, 110, "-m tests.gpu.bench_attention --out {out}/results --compile-workers 13"),
+    Part("power", 1, 120, "-m tests.gpu.bench_power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.gpu.bench_rotation --out {out}/results"),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
