@@ -31,17 +31,15 @@ from models.kernels import autotune
 from models.kernels.hopper import HopperKernels
 from tests.gpu.attention_candidates import Attention, Candidate, candidates, current_choice
 from tests.gpu.bench_kernels import (
-    BF16,
     DEVICE,
-    MODELS,
     MOST,
     PAGE,
     AttentionBench,
-    Dense,
     compile_all,
     run_attention,
     run_share,
 )
+from tests.gpu.dense_shapes import BF16, MODELS, Dense
 
 L2_BYTES = 60 << 20
 _MOST_OFF = 5e-3  # of the norm; two forms differ by 1e-3 in bfloat16

@@ -1,6 +1,6 @@
 """Micro-benchmarks of models/kernels/hopper.py: products, attention, small kernels, and a whole decode step of both.
 
-Run on one GPU:  python3 tests/gpu/bench_kernels.py --out FOLDER [--part linear|attention|small|step ...]
+Run on one GPU:  python3 -m tests.gpu.bench_kernels --out FOLDER [--part linear|attention|small|step ...]
 Every figure is the median of graph replays; weights rotate through more memory than the L2 holds.
 ``linear`` writes FOLDER/linear.jsonl (every candidate alone). Choices are made by bench_tune.py.
 """
@@ -27,62 +27,11 @@ from models.kernels import attention_tma_triton, attention_triton, autotune, cho
 from models.kernels.choice_table import ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
 from models.kernels.rope_triton import Rotation
+from tests.gpu.dense_shapes import BF16, MODELS, Dense
 
 DEVICE = torch.device("cuda", 0)
-BF16 = torch.bfloat16
 PAGE = 64
 MOST = 1024  # tokens that a row's pages have room for, where attention is measured
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """The shapes of one rank's share of a dense model."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int = 151936
-    head_dim: int = 128
-
-    @property
-    def layer_bytes(self) -> int:
-        return 2 * sum(outputs * inner for outputs, inner in self.weights().values())
-
-    def split(self, size: int) -> Dense:
-        return dataclasses.replace(
-            self,
-            heads=self.heads // size,
-            kv_heads=self.kv_heads // size,
-            intermediate=self.intermediate // size,
-            vocab=self.vocab // size,
-        )
-
-    def weights(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inner) of every product of a layer."""
-        packed = (self.heads + 2 * self.kv_heads) * self.head_dim
-        return {
-            "qkv": (packed, self.hidden),
-            "o": (self.hidden, self.heads * self.head_dim),
-            "gate-up": (2 * self.intermediate, self.hidden),
-            "down": (self.hidden, self.intermediate),
-        }
-
-    def products(self, rows: int) -> dict[str, LinearShape]:
-        """Every product of a step of ``rows`` tokens as the models ask for it."""
-        asked = {
-            name: LinearShape(rows, *size, BF16, normed=name in ("qkv", "gate-up"), gate_up=name == "gate-up")
-            for name, size in self.weights().items()
-        }
-        return asked | {"head": LinearShape(rows, self.vocab, self.hidden, BF16)}
-
-
-MODELS = {
-    "8B": Dense(4096, 36, 32, 8, 12288),
-    "0.6B": Dense(1024, 28, 16, 8, 3072),
-    "8B-tp2": Dense(4096, 36, 32, 8, 12288).split(2),
-}
 
 
 def shapes(models: list[str], rows: list[int]) -> list[LinearShape]:
@@ -340,17 +289,26 @@ class StepBench:
         cache.lengths.add_(1)
 
     def run_layers(self, cache: Cache, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A rank of several makes no sum here: where its sum takes the norm along, a norm alone is in its place."""
         kernels, dense, residual = self.kernels, self.dense, None
-        positions = cache.positions
+        positions, apart = cache.positions, dense.norms_apart(x.shape[0])
         slots = cache.slots(positions)
         for w, kv in zip(self.layers, cache.layers, strict=True):
-            qkv, residual = kernels.add_norm_linear(x, residual, w["norm1"], 1e-6, w["qkv"])
+            if apart:
+                x, residual = kernels._add_norm(x, residual, w["norm1"], 1e-6)
+                qkv = kernels.linear(x, w["qkv"])
+            else:
+                qkv, residual = kernels.add_norm_linear(x, residual, w["norm1"], 1e-6, w["qkv"])
             out = kernels.rope_cache_attend(
                 qkv, dense.heads, dense.kv_heads, dense.head_dim, w["q"], w["k"], 1e-6, cache.cos_sin,
                 positions, slots, kv, cache.inputs, dense.head_dim**-0.5,
             )  # fmt: skip
             x = kernels.linear(out.flatten(1), w["o"])
-            x, residual = kernels.add_norm_gate_up(x, residual, w["norm2"], 1e-6, w["gate-up"])
+            if apart:
+                x, residual = kernels._add_norm(x, residual, w["norm2"], 1e-6)
+                x = kernels.gate_up(x, w["gate-up"])
+            else:
+                x, residual = kernels.add_norm_gate_up(x, residual, w["norm2"], 1e-6, w["gate-up"])
             x = kernels.linear(x, w["down"])
         assert residual is not None
         return x, residual

@@ -28,8 +28,9 @@ from torch import Tensor
 from models.kernels.hopper import HopperKernels
 from models.kernels.read_triton import BLOCK, block_maxima
 from tests.gpu.attention_candidates import Attention, Candidate, choice_of_few, current_choice
-from tests.gpu.bench_kernels import BF16, DEVICE, MODELS, MOST, AttentionBench, Dense
+from tests.gpu.bench_kernels import DEVICE, MOST, AttentionBench
 from tests.gpu.bench_tune import captured, replay_for
+from tests.gpu.dense_shapes import BF16, MODELS, Dense
 
 TOKENS = 640  # a row: the mean of the fixed-batch protocol
 LAYERS = 6  # more weights and keys than the L2 holds

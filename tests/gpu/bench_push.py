@@ -30,7 +30,8 @@ from models.kernels.hopper import HopperKernels
 from models.kernels.hopper_products import PUSHING
 from parallel.places import Places, memory_bytes
 from parallel.symmetric import ROW_BYTES, ROWS, SymmetricCollectives
-from tests.gpu.bench_kernels import BF16, MODELS, compile_all, run_share, short_name
+from tests.gpu.bench_kernels import compile_all, run_share, short_name
+from tests.gpu.dense_shapes import BF16, MODELS
 
 RANKS = 2
 COLD_BYTES = 256 << 20

@@ -1,12 +1,14 @@
 """Which kernel computes each product of a model, measured inside whole decoder layers and at the power a step draws.
 
 Run on one GPU:  python3 -m tests.gpu.bench_tune --out FOLDER [--models 8B ...] [--rows 128 256 ...]
-FOLDER gets choices.json, as models/kernels/tuned holds them, tune.jsonl with every time, and, with --sample, power.csv.
+FOLDER gets choices.json, what was chosen and nothing else (merge_choices.py takes it over into models/kernels/tuned),
+tune.jsonl with every time, and, with --sample, power.csv. Several run side by side, one a GPU.
 
 Knows: how a choice is made. Two rounds: every candidate for some milliseconds, then the fastest of them again for most
 of a second each, there and back. A step of many rows draws more than a GPU may: its clock falls until it does not, and
 then the kernel that spends the least energy is the fastest, which no measurement of milliseconds can see.
-Does not know: the candidates (models/kernels/autotune.py), the layers (bench_kernels.py).
+Does not know: the candidates (models/kernels/product_candidates.py), the layers (bench_kernels.py), a rank's share of
+them (dense_shapes.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import statistics
 import subprocess
 import time
@@ -27,9 +30,10 @@ from typing import Any
 import torch
 
 from models.kernels import autotune
-from models.kernels.choice_table import Choice, LinearShape
+from models.kernels.choice_table import Choice, ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
-from tests.gpu.bench_kernels import BF16, DEVICE, MODELS, Cache, StepBench, compile_all, compile_share, short_name
+from tests.gpu.bench_kernels import DEVICE, Cache, StepBench, compile_all, compile_share, short_name
+from tests.gpu.dense_shapes import BF16, MODELS
 
 ORDER = ("gate-up", "down", "qkv", "o")  # the largest first: what is chosen stays for the others
 CLOSE = 1.04  # times the fastest of the first round
@@ -45,7 +49,10 @@ class Timed:
 
 
 class Tuner:
+    """``found``: what was chosen so far, and nothing else."""
+
     def __init__(self, kernels: HopperKernels, seconds: float, finalists: int, log: Path) -> None:
+        self.found = ChoiceTable()
         self._kernels, self._seconds, self._finalists, self._log = kernels, seconds, finalists, log
 
     def tune(self, model: str, rows: int) -> None:
@@ -63,7 +70,7 @@ class Tuner:
         after = self._lasting(run, count)
         head = products["head"]
         best, us = autotune.fastest(head, self._kernels.candidates(head), self._kernels._run_candidate(head), DEVICE)
-        self._kernels.choose(head, best)
+        self._keep(head, best)
         print(
             f"{model} x{rows}: layer {before:.1f} -> {after:.1f} us lasting, head {us:.1f} us {short_name(best)}",
             flush=True,
@@ -80,7 +87,7 @@ class Tuner:
                 print("refused", shape.key, choice, str(error)[:80].replace("\n", " "), flush=True)
         timed = self._again(shape, timed, run, layers)
         best = min(timed, key=lambda one: (one.lasting, one.us))
-        self._kernels.choose(shape, best.choice)
+        self._keep(shape, best.choice)
         with self._log.open("a") as log:
             for one in timed:
                 log.write(json.dumps([what, str(one.choice), one.us, None if math.isinf(one.lasting) else one.lasting]))
@@ -92,6 +99,10 @@ class Tuner:
             + ", ".join(f"{short_name(one.choice)} {one.us:.1f}/{one.lasting:.1f}" for one in shown),
             flush=True,
         )
+
+    def _keep(self, shape: LinearShape, choice: Choice) -> None:
+        self._kernels.choose(shape, choice)
+        self.found.put(shape, choice)
 
     def _again(self, shape: LinearShape, timed: list[Timed], run: Callable[[], Any], layers: int) -> list[Timed]:
         """The second round: the current choice (the first of ``timed``), and the fastest few of the first round."""
@@ -144,13 +155,15 @@ def replay_for(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
 
 @contextmanager
 def sampled(path: Path | None) -> Iterator[None]:
-    """Clocks, watts and why the clock is what it is, ten times a second, in ``path``."""
+    """Clocks, watts and why the clock is what it is, ten times a second, in ``path``; of this process's GPUs alone."""
     if path is None:
         yield
         return
     query = "timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", *(["-i", visible] if visible else []), f"--query-gpu={query}", "--format=csv"]
     with path.open("w") as out:
-        sampler = subprocess.Popen(["nvidia-smi", f"--query-gpu={query}", "--format=csv", "-lms", "100"], stdout=out)
+        sampler = subprocess.Popen([*command, "-lms", "100"], stdout=out)
         try:
             yield
         finally:
@@ -178,7 +191,7 @@ def main() -> None:
             for rows in args.rows:
                 start = time.time()
                 tuner.tune(model, rows)
-                (args.out / "choices.json").write_text(kernels.choices.to_json())
+                (args.out / "choices.json").write_text(tuner.found.to_json())
                 print(f"-- {model} x{rows}: {time.time() - start:.0f} s", flush=True)
 
 

@@ -57,6 +57,8 @@ _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
 _AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
+_TUNE_FEW = "--rows 1 8 32 --seconds 0.2"
+_TUNE_MANY = "--rows 128 256 64 --seconds 0.4 --finalists 4 --sample"  # longer, for the clock of many rows falls
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,17 @@ PARTS = (
         180,
         "-m tests.gpu.bench_tune --out {out}/results --models 8B 8B-tp2 --rows 32 128 256 --compile-workers 13 "
         "--sample",
+    ),
+    *(  # what one rank of several computes: each on one GPU, for the table that merge_choices.py makes
+        Part(
+            f"tune-{model.lower()}-{rows}",
+            1,
+            150,
+            f"-m tests.gpu.bench_tune --out {{out}}/results/tune-{model.lower()}-{rows} --models {model} "
+            f"--compile-workers 14 {options}",
+        )
+        for model in ("8B-tp8", "32B-tp8", "8B-tp4", "32B-tp4", "8B-tp2", "32B-tp2")
+        for rows, options in (("few", _TUNE_FEW), ("many", _TUNE_MANY))
     ),
     Part("step", 1, 120, "-m tests.gpu.bench_kernels --out {out}/results --part step --compile-workers 13 --profile"),
     Part("attention", 1, 180, "-m tests.gpu.bench_kernels --out {out}/results --part attention --compile-workers 13"),
