@@ -5,7 +5,8 @@ Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed g
 interface.py; a pair is t * C + c, a choice of a token.
 
 A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a program
-finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing.
+finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing. Up to GROUP
+blocks of an expert pass a tile of its weights in programs next to each other: all but the first find it in the L2.
 Weights are the tall operand of each product and the tokens of a block the narrow one, as in skinny_triton.py.
 
 A token's experts are added up in the order of its choices: no atomics, the same bits every run. ``pdl``: see
@@ -28,16 +29,25 @@ from models.kernels.route_triton import pairs_by_expert
 
 
 @triton.jit
-def _block_of(counts_ptr, block, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first place in its list, length of its list) of a block; the expert is G or more past the last block."""
+def _expert_of(counts_ptr, program, tiles, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, the program's number among its programs, length of its list); the expert is G or more past the last."""
     ids = tl.arange(0, BLOCK_G)
     counts = tl.load(counts_ptr + ids, mask=ids < G, other=0)
-    blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(blocks, 0)
-    expert = tl.sum((ends <= block).to(tl.int32), 0)
-    before = tl.sum(tl.where(ids == expert, ends - blocks, 0), 0)
+    programs = (counts + BLOCK_M - 1) // BLOCK_M * tiles
+    ends = tl.cumsum(programs, 0)
+    expert = tl.sum((ends <= program).to(tl.int32), 0)
+    before = tl.sum(tl.where(ids == expert, ends - programs, 0), 0)
     count = tl.sum(tl.where(ids == expert, counts, 0), 0)
-    return expert, (block - before) * BLOCK_M, count
+    return expert, program - before, count
+
+
+@triton.jit
+def _block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """Of a program of an expert: GROUP blocks at a time, all their tiles, on each tile one block after the other."""
+    first = number // (GROUP * tiles) * GROUP
+    together = tl.minimum((count + BLOCK_M - 1) // BLOCK_M - first, GROUP)
+    within = number - first * tiles
+    return first + within % together, within // together
 
 
 @triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
@@ -58,18 +68,20 @@ def _grouped_kernel(
     BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATE_UP
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
     GATE_UP: tl.constexpr,  # inputs are tokens, gate's rows come first, SiLU-mul; otherwise inputs are pairs
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
-    tile = tl.program_id(0)
+    tiles = outputs // width
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, first, count = _block_of(counts_ptr, tl.program_id(1), G, BLOCK_G, BLOCK_M)
+    expert, number, count = _expert_of(counts_ptr, tl.program_id(0), tiles, G, BLOCK_G, BLOCK_M)
     if expert < G:
-        places = first + tl.arange(0, BLOCK_M)
+        block, tile = _block_and_tile(number, count, tiles, BLOCK_M, GROUP)
+        places = block * BLOCK_M + tl.arange(0, BLOCK_M)
         asked = places < count
         pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + places, mask=asked, other=0)
         rows = pairs // CHOICES if GATE_UP else pairs
@@ -121,31 +133,38 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of one grouped product: tokens a block, weight rows and columns a tile, loads in flight, warps."""
+    """Of one grouped product: tokens a block, weight rows and columns a tile, loads in flight, warps, and how many
+    blocks of an expert pass a tile one right after the other.
+    """
 
     block_m: int
     block_o: int
     block_k: int
     stages: int
     warps: int
+    group: int = 1
 
 
 def default_tiles(
     tokens: int, choices: int, experts: int, outputs: int, inner: int, dtype: torch.dtype = torch.bfloat16
 ) -> Tiles:
-    """For weights [experts, outputs, inner]: blocks about as long as an expert's list is on average, up to 128.
+    """For weights [experts, outputs, inner]: blocks about as long as an expert's list is on average, up to 128, if
+    every choice stays on this rank; where experts are spread over n ranks, lists are n times shorter.
 
     In float32, which the tensor cores do not multiply, at most 64: larger tiles find neither registers nor memory.
     """
-    mean = tokens * choices / experts
+    block_m = _likely_block(tokens * choices / experts)
     if dtype == torch.float32:
-        block_m = 16 if mean <= 24 else 32 if mean <= 48 else 64
+        block_m = min(block_m, 64)
         block_o, block_k = min(largest_power(outputs), 64), min(largest_power(inner), 32)
         return Tiles(block_m, block_o, block_k, 3, 4 if block_m <= 32 else 8)
-    block_m = 16 if mean <= 24 else 32 if mean <= 48 else 64 if mean <= 128 else 128
     block_o = min(largest_power(outputs), 128)
     block_k = min(largest_power(inner), 128 if block_m <= 32 else 64)
     return Tiles(block_m, block_o, block_k, 4 if block_m <= 64 else 3, 4 if block_m <= 64 else 8)
+
+
+def _likely_block(mean: float) -> int:
+    return 16 if mean <= 24 else 32 if mean <= 48 else 64 if mean <= 128 else 128
 
 
 def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
@@ -206,7 +225,7 @@ def _grouped(
 ) -> None:
     experts, weight_rows, inner = weight_GOK.shape
     capacity = order_GT.shape[1]
-    _grouped_kernel[(weight_rows // tiles.block_o, most_blocks(capacity, choices, experts, tiles.block_m))](
+    _grouped_kernel[(weight_rows // tiles.block_o * most_blocks(capacity, choices, experts, tiles.block_m),)](
         in_RK,
         weight_GOK,
         order_GT if scale is None else scale,
@@ -223,6 +242,7 @@ def _grouped(
         BLOCK_O=tiles.block_o,
         BLOCK_K=tiles.block_k,
         STAGES=tiles.stages,
+        GROUP=tiles.group,
         GATE_UP=scale is None,
         PRECISION="ieee" if in_RK.dtype == torch.float32 else "tf32",
         PDL=pdl,

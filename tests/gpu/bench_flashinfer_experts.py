@@ -20,12 +20,8 @@ from torch import Tensor
 
 from models.kernels.hopper import HopperKernels
 from tests.gpu.bench_experts import LAYERS, microseconds
-from tests.gpu.expert_cases import Layer
+from tests.gpu.expert_cases import SHAPES, share_of
 
-SHAPES = {  # hidden size, intermediate size, experts, chosen
-    "30b-a3b": (2048, 768, 128, 8),
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-}
 TOLERANCE = 0.02  # relative, of bfloat16 sums in another order
 
 
@@ -63,8 +59,7 @@ def main() -> None:
     torch.manual_seed(0)
     from flashinfer.autotuner import autotune
 
-    hidden, intermediate, experts, chosen = SHAPES[args.shape]
-    layer = Layer(hidden, intermediate, experts, experts // args.ranks, chosen, torch.bfloat16)
+    layer = share_of(args.shape, args.ranks)
     kernels, ours = HopperKernels("cuda"), [layer.weights() for _ in range(LAYERS)]
     theirs = [(up_first(gate_up), down) for gate_up, down in ours]
     local = layer.local()

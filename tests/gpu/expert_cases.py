@@ -10,6 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SHAPES = {  # hidden size, intermediate size, experts, chosen
+    "30b-a3b": (2048, 768, 128, 8),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+}
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -43,3 +48,9 @@ class Layer:
         """Weights [T, C] and local numbers [T, C] of uniform routing."""
         scores, ids = torch.rand(count, self.experts, device=self.device).topk(self.choices)
         return scores / scores.sum(-1, keepdim=True), self.local()[ids]
+
+
+def share_of(shape: str, ranks: int) -> Layer:
+    """The layer of a model in ``SHAPES`` as the first of ``ranks`` ranks holds it, in bfloat16."""
+    hidden, intermediate, experts, chosen = SHAPES[shape]
+    return Layer(hidden, intermediate, experts, experts // ranks, chosen, torch.bfloat16)

@@ -54,6 +54,7 @@ _PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --resu
 _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
 _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
+_TILES = "-m tests.gpu.bench_experts --out {out}/results --compile-workers 13"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
 _AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
@@ -96,7 +97,8 @@ PARTS = (
     Part("gpu-tests", 1, 240, f"{_PYTEST} -n 4 -m gpu {_TESTS}"),
     Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
-    Part("experts", 1, 150, "-m tests.gpu.bench_experts --rows 1 8 32 128 256 --tiles"),
+    Part("experts", 1, 150, f"{_TILES} --rows 1 8 --tiles 32 128 256"),
+    Part("experts-mixtral", 1, 150, f"{_TILES} --shape mixtral-8x7b --rows 1 8 --tiles 32 128 256 2048"),
     Part("experts-flashinfer", 1, 580, "-m tests.gpu.bench_flashinfer_experts"),  # nearly all of it a build
     Part("mixtral-flashinfer", 1, 580, "-m tests.gpu.bench_flashinfer_experts --shape mixtral-8x7b"),  # the same
     Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),

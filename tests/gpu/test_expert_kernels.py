@@ -6,6 +6,7 @@ Run: python3 -m pytest -m gpu tests/gpu/test_expert_kernels.py
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
+    from models.kernels.experts_triton import Tiles, expert_mlp
     from models.kernels.hopper import HopperKernels
 
 REFERENCE = ReferenceKernels()
@@ -71,6 +73,18 @@ def test_expert_mlp(kernels: HopperKernels, layer: Layer, tokens: int) -> None:
     assert torch.equal(found, again), "the same bits every time"
     if tokens > 1:
         assert not found[-1].any()
+
+
+@pytest.mark.parametrize("group", [2, 8])
+@pytest.mark.parametrize("tokens", [256, 3000])
+def test_the_order_of_programs_does_not_change_a_bit(tokens: int, group: int) -> None:
+    """Blocks of 16 tokens: 1 or 2 an expert, and about 12."""
+    (gate_up, down), x = QWEN.weights(), QWEN.tokens(tokens)
+    routed, tiles = QWEN.chosen(tokens), Tiles(16, 128, 128, 4, 4)
+    found, expected = (
+        expert_mlp(x, gate_up, down, *routed, True, (one, one)) for one in (replace(tiles, group=group), tiles)
+    )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 256])

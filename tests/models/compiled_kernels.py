@@ -10,6 +10,7 @@ much (test_compiled_kernels.py).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels import rope_prefill_triton
+from models.kernels import experts_triton, rope_prefill_triton
 from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.hopper import HopperKernels
 from models.kernels.hopper_products import shipped_choices
@@ -27,6 +28,7 @@ from models.kernels.product_candidates import wide_candidates
 from models.kernels.read_triton import BLOCK, block_maxima
 from runtime.execute.executor import shorter_prefills
 from tests.gpu import bench_rotation
+from tests.gpu.expert_cases import share_of
 from tests.models.compiling_driver import Compiled, CompilingDriver
 from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, places, play_an_h200, products
 
@@ -60,13 +62,17 @@ def likeliest_wide() -> ChoiceTable:
 
 
 def experts(driver: CompilingDriver) -> None:
-    """And of the sparse one: the streamed and the grouped path, with the load counted."""
+    """And of the sparse one: the streamed and the grouped path, with the load counted; another order of programs."""
     rank = Rank(driver, "30b-a3b", tp=2, ep=True)
     start_counting(rank.model)
     for bucket in (1, 32):
         rank.decode(bucket)
     rank.prefill(MOST_PREFILL)
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
+    driver.where = "blocks of an expert next to each other"
+    layer = dataclasses.replace(share_of("30b-a3b", 2), device="meta")
+    tiles = experts_triton.Tiles(32, 128, 128, 4, 4, group=8)
+    experts_triton.expert_mlp(layer.tokens(256), *layer.weights(), *layer.chosen(256), True, (tiles, tiles))
 
 
 def rotation(driver: CompilingDriver) -> None:

@@ -106,6 +106,9 @@ def main() -> None:
         )
         check_mlp(small, 40, 2, 3, (32, 16), dtype)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
+        for group in (2, 8):  # of lists of about 5 blocks: the last group cut short, one group of all
+            tiles = Tiles(16, 16, 16, 2, 4, group)
+            check_mlp(partial(experts_triton.expert_mlp, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
     assert default_tiles(256, 8, 64, 1536, 2048).block_o == 128
 
 
