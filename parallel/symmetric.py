@@ -1,8 +1,7 @@
 """All-reduce of small messages in one kernel, through memory that every GPU of a node maps; NCCL for the rest.
 
-Knows: torch's symmetric memory, the size from which NCCL is the faster one, and how ranks agree that it works.
-Does not know: what is summed, or how the kernel's programs find each other (one_shot_triton.py). Needs: all ranks of
-the group on one node, each with a GPU of its own that reaches the others' memory.
+Knows: torch's symmetric memory, and how ranks agree that it works. Does not know: which sums go through it (sums.py).
+Needs: all ranks of the group on one node, each with a GPU of its own that reaches the others' memory.
 
 NVLink multicast is not used, and must stay off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0, which the
 launcher sets): a process that fails while using it can leave the GPUs of a shared host unusable for others.
@@ -11,95 +10,63 @@ launcher sets): a process that fails while using it can leave the GPUs of a shar
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import GroupCollectives, Unsummed
-from parallel.places import Places, memory_bytes
+from parallel.places import Places
+from parallel.sums import DTYPES, LIMITS, ROWS, Sums, memory_bytes
 
 log = logging.getLogger(__name__)
 
-# Each rank writes its part size - 1 times, NCCL's ring about twice: the more ranks, the earlier NCCL wins. On two H200s
-# NCCL never does up to 4 MiB (docs/measurements-gpu.md, "Sums between GPUs"), on four between 1 and 2 MiB ("Four
-# GPUs"). The limits of other sizes are older than the kernel and not measured.
-_LIMIT_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20, 5: 1 << 20, 6: 768 << 10, 7: 768 << 10, 8: 512 << 10}
-_DTYPES = (torch.bfloat16, torch.float32)  # those it was tried with
-_ALIGNMENT = 16  # bytes; of address and row, for the widest loads and stores
-ROWS = 512
-ROW_BYTES = 16 << 10
-
 
 class SymmetricCollectives(GroupCollectives):
-    """GroupCollectives whose all-reduces of at most 512 rows of 16 KiB, and ``limit_bytes`` in all, take one kernel.
+    """GroupCollectives whose all-reduces take one kernel where that is faster (sums.py).
 
     Made by every rank of ``group`` together (a rendezvous). Raises RuntimeError where symmetric memory does not work,
     ImportError without Triton.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, limit_bytes: int | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        from parallel.one_shot_triton import one_shot
-
-        self._limit = _LIMIT_BYTES.get(self.size, 0) if limit_bytes is None else limit_bytes
-        size = memory_bytes(self.size, ROWS, ROW_BYTES)
+        size = memory_bytes(self.size)
         self._memory: Tensor = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._memory.zero_()
         handle = symmetric_memory.rendezvous(self._memory, group)
-        mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
-        self._places = Places(
-            memory=tuple(memory.data_ptr() for memory in mapped),
-            exchanges=torch.zeros(ROWS, dtype=torch.int32, device=device),
-            rank=self.rank,
-            rows=ROWS,
-            row_bytes=ROW_BYTES,
+        self._mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
+        self.sums = Sums(
+            [memory.data_ptr() for memory in self._mapped],
+            torch.zeros(ROWS, dtype=torch.int32, device=device),
+            self.rank,
+            pdl=torch.cuda.get_device_capability(device)[0] >= 9,
         )
-        self._one_shot = partial(one_shot, places=self._places, pdl=torch.cuda.get_device_capability(device)[0] >= 9)
         torch.cuda.synchronize(device)
         dist.barrier(group)  # nobody's zeros come after somebody's first part
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not self.takes(x):
+        if (summed := self.sums.of(x)) is None:
             return super().all_reduce(x)
         with self.calls.call("all_reduce", x):
-            return self._one_shot(x.view(-1, x.shape[-1]))[0].view(x.shape)
+            return summed(x.view(-1, x.shape[-1]))[0].view(x.shape)
 
     def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
-        return self._places if self._takes_shape(tokens, width, dtype) else None
+        return self.sums.places_for(tokens, width, dtype)
 
     def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
-        return Unsummed(x_TN, self, pushed) if self.takes(x_TN) else self.all_reduce(x_TN)
+        return self.all_reduce(x_TN) if self.sums.of(x_TN) is None else Unsummed(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See NormedSum."""
+        summed = self.sums.pushed if pushed else self.sums.of(x_TN)
+        assert summed is not None, "asked only for what sum_before_norm has left to it"
         with self.calls.call("all_reduce", x_TN):
-            return self._one_shot(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps, pushed=pushed)
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether the kernel serves ``x``; depends on shape, dtype and alignment only, as on every rank."""
-        width = x.shape[-1] if x.dim() else 0
-        return (
-            width > 0
-            and self._takes_shape(x.numel() // width, width, x.dtype)
-            and x.is_contiguous()
-            and x.storage_offset() * x.element_size() % _ALIGNMENT == 0
-        )
-
-    def _takes_shape(self, rows: int, width: int, dtype: torch.dtype) -> bool:
-        row_bytes = width * dtype.itemsize
-        return (
-            dtype in _DTYPES
-            and 0 < rows * row_bytes <= self._limit
-            and row_bytes <= ROW_BYTES
-            and row_bytes % _ALIGNMENT == 0
-            and rows <= ROWS
-        )
+            return summed(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
 
 def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> GroupCollectives:
@@ -114,8 +81,8 @@ def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> Group
     made: SymmetricCollectives | None = None
     try:
         made = SymmetricCollectives(group, device)
-        probe = torch.ones(_ALIGNMENT, dtype=torch.bfloat16, device=device)
-        works = bool((made.all_reduce(probe) == made.size).all())
+        probes = [torch.ones(8, dtype=dtype, device=device) for dtype in DTYPES]  # each takes another way
+        works = all(bool((made.all_reduce(probe) == made.size).all()) for probe in probes)
         reason = None if works else "a first sum came out wrong"
     except (RuntimeError, AttributeError, ImportError) as error:
         works, reason = False, f"{type(error).__name__}: {error}"
@@ -130,7 +97,7 @@ def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     size = dist.get_world_size(group)
     if device.type != "cuda":
         return f"the ranks compute on {device.type}"
-    if size not in _LIMIT_BYTES:
+    if size not in LIMITS:
         return f"a group of {size} ranks has no measured crossover"
     if size > torch.cuda.device_count():
         return f"{size} ranks on a node that shows {torch.cuda.device_count()} GPUs: they span nodes or hide their GPUs"

@@ -1,10 +1,10 @@
-"""What a sum over the GPUs of a node costs, by message: the one-launch kernel, torch's one-shot kernel, NCCL.
+"""What a sum over the GPUs of a node costs, by message: the kernels of parallel/, torch's one-shot kernel, NCCL.
 
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.bench_all_reduce --out FOLDER
 
 Every figure is the median over replays of a graph of calls that follow each other, each with a norm's launch between
-them but for the last columns, where the norm is part of the call: the kernel that models use, and the candidates of
-sum_candidates.py, which have to give the same bits before they are timed. Rows of 4096 bfloat16.
+them but for the last columns, where the norm is part of the call. Those have to give the same bits before they are
+timed. Rows of 4096 bfloat16.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from torch import Tensor
 from models.kernels import norm_triton
 from models.kernels.autotune import median_graph_us
 from parallel.collectives import GroupCollectives
-from parallel.places import Places
+from parallel.sums import MARKED_ROWS, Sum
 from parallel.symmetric import SymmetricCollectives
-from tests.gpu.sum_candidates import flagged, flagged_bytes, two_steps
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WIDTH = 4096
 CALLS = 32
 EPS = 1e-6
-NormedSum = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]  # of x, residual, weights, eps
-_KEPT: list[Tensor] = []  # memory that other ranks write to as long as this process lives
 
 
 def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> Callable[[], None]:
@@ -47,8 +44,8 @@ def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> 
     return run
 
 
-def normed_by(way: NormedSum, norm: Tensor, y: Tensor) -> Tensor:
-    return way(y, None, norm, EPS)[0]
+def normed_by(way: Sum, norm: Tensor, y: Tensor) -> Tensor:
+    return way(y, norm_N=norm, eps=EPS)[0]
 
 
 def objection(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str | None:
@@ -57,23 +54,6 @@ def objection(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
         return "the sum"
     off = float((found[0].float() - expected[0].float()).norm() / expected[0].float().norm())
     return None if off < 1e-3 else f"the norm, by {off:.1e},"
-
-
-def flagged_places(group: dist.ProcessGroup, device: torch.device) -> Places:
-    """Symmetric memory for ``flagged``, and counts of its own."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    size = flagged_bytes(dist.get_world_size(group), ROWS[-1], WIDTH)
-    memory: Any = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    memory.zero_()
-    handle = symmetric_memory.rendezvous(memory, group)
-    _KEPT.append(memory)
-    mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
-    torch.cuda.synchronize()
-    dist.barrier()
-    addresses = tuple(one.data_ptr() for one in mapped)
-    exchanges = torch.zeros(ROWS[-1], dtype=torch.int32, device=device)
-    return Places(addresses, exchanges, dist.get_rank(group), ROWS[-1], 2 * WIDTH)
 
 
 def main() -> None:
@@ -89,11 +69,10 @@ def main() -> None:
     assert group is not None
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    own, nccl = SymmetricCollectives(group, device, limit_bytes=8 << 20), GroupCollectives(group)
+    own, nccl = SymmetricCollectives(group, device).sums, GroupCollectives(group)
     part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(part, group)
     norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
-    words = flagged_places(group, device)
     found = []
     for rows in ROWS:
         x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
@@ -103,25 +82,19 @@ def main() -> None:
             summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, y, "sum", group.group_name)
             return summed
 
-        def with_norm(y: Tensor) -> Tensor:
-            return own.all_reduce_norm(y, None, norm, EPS)[0]
-
-        candidates: dict[str, NormedSum] = {
-            "with the norm, flags in words": partial(flagged, places=words, pdl=True),
-            "with the norm, two steps": partial(two_steps, places=own._places, pdl=True),
-        }
-        expected = own.all_reduce_norm(x, x, norm, EPS)
-        for name, candidate in candidates.items():
+        normed = {"marked": own.marked, "one shot": own.one_shot, "two steps": own.two_steps}
+        if rows > MARKED_ROWS:
+            del normed["marked"]
+        expected = own.one_shot(x, residual_TN=x, norm_N=norm, eps=EPS)
+        for name, way in normed.items():
             for _ in range(50):  # both places again and again
-                if (difference := objection(candidate(x, x, norm, EPS), expected)) is not None:
-                    raise SystemExit(f"{name}, {rows} rows: {difference} differs from what models use")
+                if (difference := objection(way(x, residual_TN=x, norm_N=norm, eps=EPS), expected)) is not None:
+                    raise SystemExit(f"{name}, {rows} rows: {difference} differs from one shot's")
         ways: dict[str, tuple[Callable[[Tensor], Tensor], Tensor | None]] = {
             "norm alone": (lambda y: y, norm),
             "NCCL": (nccl.all_reduce, norm),
             "torch one-shot": (torchs, norm),
-            "one launch": (own.all_reduce, norm),
-            "with the norm": (with_norm, None),
-            **{name: (partial(normed_by, one, norm), None) for name, one in candidates.items()},
+            **{f"{name}, with the norm": (partial(normed_by, way, norm), None) for name, way in normed.items()},
         }
         row: dict[str, Any] = {"rows": rows, "kib": x.numel() * 2 / 1024}
         for name, (call, after) in ways.items():

@@ -1,7 +1,7 @@
 """What a product and the sum behind it cost on two GPUs, where the product pushes its part and where the sum does.
 
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.bench_push --out FOLDER \
-  [--rows 32 256 ...] [--finalists 6] [--compile-workers 26]
+  [--rows 1 8 ...] [--finalists 6] [--compile-workers 26]
 
 The products are o and down of half of Qwen3-8B, each followed by the sum with residual and norm: the median over
 replays of a graph of such pairs, over more weights than the L2 holds, divided by their number. For each shape the first
@@ -27,9 +27,10 @@ import torch.distributed as dist
 from models.kernels import autotune
 from models.kernels.choice_table import Blas, Choice, ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
-from models.kernels.hopper_products import PUSHING
-from parallel.places import Places, memory_bytes
-from parallel.symmetric import ROW_BYTES, ROWS, SymmetricCollectives
+from models.kernels.hopper_products import can_push
+from parallel.places import Places, marked_bytes
+from parallel.sums import MARKED_ROWS, ROW_BYTES
+from parallel.symmetric import SymmetricCollectives
 from tests.gpu.bench_kernels import compile_all, run_share, short_name
 from tests.gpu.dense_shapes import BF16, MODELS
 
@@ -44,7 +45,7 @@ def shapes(rows: list[int]) -> dict[str, LinearShape]:
 
 
 def ours(kernels: HopperKernels, shape: LinearShape) -> list[Choice]:
-    return [choice for choice in kernels.candidates(shape) if isinstance(choice, PUSHING)]
+    return [choice for choice in kernels.candidates(shape) if can_push(choice)]
 
 
 # -- compiling: by processes beside this one, into Triton's cache on disk ----------------------------------------------
@@ -64,13 +65,13 @@ def compile_pushing(index: int, share: int, tables: list[tuple[LinearShape, str]
     """Both ranks' code; what it pushes goes to memory of this process."""
     device = torch.device("cuda", 0)
     kernels = HopperKernels(device, prefill="triton")
-    exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
-    memory = torch.zeros(memory_bytes(RANKS, ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
+    exchanges = torch.zeros(MARKED_ROWS, dtype=torch.int32, device=device)
+    memory = torch.zeros(marked_bytes(RANKS, MARKED_ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
     todo: dict[Any, Callable[[], Any]] = {}
     for shape, text in tables:
         for choice in choices_of(text):
             for rank in range(RANKS):
-                places = Places((memory.data_ptr(),) * RANKS, exchanges, rank, ROWS, ROW_BYTES)
+                places = Places((memory.data_ptr(),) * RANKS, exchanges, rank, MARKED_ROWS, ROW_BYTES)
                 todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, places)
     run_share(index, share, todo)
 
@@ -152,7 +153,7 @@ def bench(made: SymmetricCollectives, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for push.json")
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 32, 128, 64, 8, 1])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 16, 8, 1])
     parser.add_argument("--finalists", type=int, default=6)
     parser.add_argument("--compile-workers", type=int, default=0)
     args = parser.parse_args()

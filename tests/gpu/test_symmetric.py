@@ -1,4 +1,4 @@
-"""One-shot all-reduce over symmetric memory on two GPUs: right, the same bits on both, in graphs, between NCCL calls.
+"""All-reduces over symmetric memory on two GPUs, by every kernel: right, the same bits on both, in graphs, between NCCL's.
 
 Run: python3 -m pytest -m multigpu tests/gpu/test_symmetric.py
 """
@@ -63,6 +63,7 @@ def _rank(rank: int, port: int) -> None:
         _check(made, rank, rows)
         _check_norm(made, rank, rows, torch.bfloat16)
     _check_norm(made, rank, 7, torch.float32)
+    _check_ways(made, rank)
     _check_graph(made, rank)
     _check_uneven_ranks(made, rank)
     leave()
@@ -77,7 +78,7 @@ def _parts(rows: int, seed: int) -> list[torch.Tensor]:
 def _check(made: SymmetricCollectives, rank: int, rows: int) -> None:
     parts = _parts(rows, seed=rows)
     x = parts[rank].cuda()
-    assert made.takes(x)
+    assert made.sums.of(x)
     summed = made.all_reduce(x)
     expected = sum(part.double() for part in parts)
     assert isinstance(expected, torch.Tensor)
@@ -87,7 +88,7 @@ def _check(made: SymmetricCollectives, rank: int, rows: int) -> None:
     dist.all_gather(copies, summed)
     assert all(torch.equal(copy, summed) for copy in copies), "ranks summed in different orders"
     large = torch.full((8 << 20,), float(rank + 1), dtype=torch.bfloat16, device="cuda")
-    assert not made.takes(large)
+    assert made.sums.of(large) is None
     assert bool((made.all_reduce(large) == 3).all())
 
 
@@ -107,6 +108,33 @@ def _check_norm(made: SymmetricCollectives, rank: int, rows: int, dtype: torch.d
         h = total.double()
         expected = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
         assert float((normed.double() - expected).norm() / expected.norm()) < 4e-3
+
+
+def _check_ways(made: SymmetricCollectives, rank: int) -> None:
+    """Every kernel gives the same bits, whichever of them this size of group uses, and in whatever order they come."""
+    delay = torch.zeros(1 << 22, device="cuda")
+    norm = torch.rand(4096, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
+    ways = {"marked": made.sums.marked, "one shot": made.sums.one_shot, "two steps": made.sums.two_steps}
+    given = {rows: [part.cuda() for part in _parts(rows, seed=rows)] for rows in (1, 6, 33, 64)}
+    found = []
+    for turn in range(240):
+        if turn % RANKS == rank:
+            for _ in range(turn % 5):
+                delay.sin_()
+        rows = list(given)[turn * 7 % len(given)]
+        name = list(ways)[turn * 5 % 7 % len(ways)]
+        x, residual = given[rows][rank], given[rows][0]
+        found.append((turn, name, rows, ways[name](x, residual_TN=residual, norm_N=norm, eps=1e-6)))
+    for turn, name, rows, (normed, kept) in found:
+        parts = given[rows]
+        total = torch.zeros(parts[0].shape, device="cuda")
+        for part in parts:
+            total += part.float()
+        expected = (total.bfloat16().float() + parts[0].float()).bfloat16()
+        assert torch.equal(kept, expected), f"turn {turn}, {name}, {rows} rows"
+        h = expected.double()
+        expected_norm = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
+        assert float((normed.double() - expected_norm).norm() / expected_norm.norm()) < 4e-3, f"turn {turn}, {name}"
 
 
 def _check_uneven_ranks(made: SymmetricCollectives, rank: int) -> None:

@@ -26,11 +26,12 @@ from models.kernels.hopper_products import shipped_choices
 from models.kernels.prefill_triton import TiledPrefill
 from models.kernels.product_candidates import wide_candidates
 from models.kernels.read_triton import BLOCK, block_maxima
+from parallel.sums import Sum, Sums
 from runtime.execute.executor import shorter_prefills
 from tests.gpu import bench_rotation
 from tests.gpu.expert_cases import share_of
 from tests.models.compiling_driver import Compiled, CompilingDriver
-from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, Rank, places, play_an_h200, products
+from tests.models.rank_without_gpu import BUCKETS, META, MOST_PREFILL, SAMPLING, FirstRank, Rank, play_an_h200, products
 
 
 def dense(driver: CompilingDriver) -> None:
@@ -103,8 +104,26 @@ def pushing(driver: CompilingDriver) -> None:
         for size in (1, 2, 8):
             driver.where = str(size)
             x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
-            into = places(size) if size > 1 else None
+            into = FirstRank(size).places_for(rows, 3072, torch.bfloat16)
             kernels._product(x, weight, None, choice, gate_up=False, places=into)
+
+
+def sums(driver: CompilingDriver) -> None:
+    """Every way to sum, between two, three and eight ranks, with and without what follows a sum in a decoder."""
+    for size in (2, 3, 8):
+        made = FirstRank(size).sums
+        for name, way in {"marked": made.marked, "pushed": made.pushed, **parts_of(made)}.items():
+            driver.where = f"{name}, {size} ranks"
+            x, norm = (torch.empty(*shape, dtype=torch.bfloat16, device=META) for shape in ((16, 4096), (4096,)))
+            way(x)
+            way(x, residual_TN=x, norm_N=norm, eps=1e-6)
+        for name, way in parts_of(made).items():
+            driver.where = f"{name}, {size} ranks, float32"
+            way(torch.empty(16, 4096, device=META))
+
+
+def parts_of(made: Sums) -> dict[str, Sum]:
+    return {"one shot": made.one_shot, "two steps": made.two_steps}
 
 
 def shipped_table(driver: CompilingDriver) -> None:
@@ -154,6 +173,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "rotation": rotation,
     "prefill": prefills,
     "push": pushing,
+    "sums": sums,
     "table": shipped_table,
     "too-much": too_much,
 }

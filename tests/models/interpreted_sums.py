@@ -1,4 +1,4 @@
-"""The sums of tests/gpu/sum_candidates.py between processes, interpreted: ``TRITON_INTERPRET=1 python -m ...``.
+"""Every kernel of parallel/ that sums, between processes, interpreted: ``TRITON_INTERPRET=1 python -m ...``.
 
 Knows: how processes that were forked share memory at the same addresses. Does not know: GPUs, whose stores may arrive
 in another order; bench_all_reduce.py compares every bit there before it times anything.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import random
-import sys
 import time
 
 import torch
@@ -17,21 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.one_shot_triton import one_shot
-from parallel.places import Places, memory_bytes
-from tests.gpu import sum_candidates
+from parallel import parts_triton, sums
 from tests.models.interpreted_kernels import REFERENCE
 
 RANKS, ROWS, WIDTH, TURNS = 3, 5, 96, 12
-ROW_BYTES = 2 * WIDTH
+ORDERS = (("marked",), ("two steps", "one shot"), ("one shot", "marked", "two steps"), ("marked", "marked"))
 MOST_OFF = 0.08  # the interpreter cuts bfloat16 off instead of rounding; another turn's row would be off by ones
 
 
 @triton.jit
-def _spin(flag_ptr, exchange):  # type: ignore[no-untyped-def]
-    seen = tl.load(flag_ptr, volatile=True)
-    while seen < exchange:
-        seen = tl.load(flag_ptr, volatile=True)
+def _spin(flag_ptrs, exchange):  # type: ignore[no-untyped-def]
+    while tl.min(tl.load(flag_ptrs, volatile=True) + tl.zeros((1,), tl.int32), 0) < exchange:
+        pass
 
 
 def given(turn: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
@@ -52,29 +48,22 @@ def expected(turn: int) -> tuple[Tensor, Tensor]:
     return REFERENCE.rms_norm(kept, norm, 1e-6), kept
 
 
-def rank(number: int, memory: list[Tensor], flagged_memory: list[Tensor]) -> None:
+def rank(number: int, memory: list[Tensor]) -> None:
     torch.set_num_threads(1)
-    rest = (torch.zeros(ROWS, dtype=torch.int32), number, ROWS, ROW_BYTES)
-    places = Places(tuple(one.data_ptr() for one in memory), *rest)
-    own = Places(tuple(one.data_ptr() for one in flagged_memory), torch.zeros_like(rest[0]), *rest[1:])
+    exchanges = torch.zeros(sums.ROWS, dtype=torch.int32)
+    made = sums.Sums([one.data_ptr() for one in memory], exchanges, number, pdl=False)
+    ways = {"marked": made.marked, "one shot": made.one_shot, "two steps": made.two_steps}
     late = random.Random(number)
     for turn in range(TURNS):
         parts, residual, norm = given(turn)
-        part = parts[number]
-        time.sleep(late.choice((0, 0, 0.02)))
-        found = [
-            sum_candidates.flagged(part, residual, norm, 1e-6, own, pdl=False),
-            sum_candidates.two_steps(part, residual, norm, 1e-6, places, pdl=False),
-        ]
-        if turn % 2:  # takes turns with the protocol whose places it shares
-            found.append(one_shot(part, places, residual_TN=residual, norm_N=norm, eps=1e-6, pdl=False))
         normed, kept = expected(turn)
-        for name, (norms, sums) in zip(("flagged", "two steps", "one shot"), found, strict=False):
-            for one, other in ((sums, kept), (norms, normed)):
-                off = float((one.float() - other.float()).abs().max())
+        for name in ORDERS[turn % len(ORDERS)]:  # they take turns with the rows' counts
+            time.sleep(late.choice((0, 0, 0.02)))
+            norms, sums_ = ways[name](parts[number], residual_TN=residual, norm_N=norm, eps=1e-6)
+            for found, wanted in ((sums_, kept), (norms, normed)):
+                off = float((found.float() - wanted.float()).abs().max())
                 assert off < MOST_OFF, f"{name}: off by {off}, rank {number}, turn {turn}"
-    assert places.exchanges[0] == TURNS + TURNS // 2
-    assert own.exchanges[0] == TURNS
+    assert exchanges[0] == sum(len(ORDERS[turn % len(ORDERS)]) for turn in range(TURNS))
 
 
 def shared(size: int) -> list[Tensor]:
@@ -83,12 +72,10 @@ def shared(size: int) -> list[Tensor]:
 
 
 def main() -> None:
-    sum_candidates._wait_until = _spin
-    sys.modules[one_shot.__module__].__dict__["_wait_until"] = _spin
-    memory = shared(memory_bytes(RANKS, ROWS, ROW_BYTES))
-    flagged_memory = shared(sum_candidates.flagged_bytes(RANKS, ROWS, WIDTH))
+    parts_triton._wait_until = _spin
+    memory = shared(sums.memory_bytes(RANKS))
     forked = multiprocessing.get_context("fork")
-    ranks = [forked.Process(target=rank, args=(number, memory, flagged_memory)) for number in range(RANKS)]
+    ranks = [forked.Process(target=rank, args=(number, memory)) for number in range(RANKS)]
     for one in ranks:
         one.start()
     for one in ranks:

@@ -24,10 +24,9 @@ from models.kernels import hopper, hopper_products
 from models.kernels.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
 from models.registry import model_class
-from parallel import symmetric
+from parallel import sums
 from parallel.collectives import Collectives, Unsummed
 from parallel.experts import ExpertSplit
-from parallel.one_shot_triton import one_shot
 from parallel.places import Places
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute import logprobs, sampler, step_ends, step_kernels
@@ -88,55 +87,38 @@ class _NoCublasLt:
 
 
 class FirstRank(Collectives):
-    """As symmetric collectives of ``size`` ranks, seen from the first; sums of more rows are NCCL's."""
+    """As symmetric collectives of ``size`` ranks, seen from the first, at addresses where nothing is."""
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
+        if size > 1:
+            exchanges = torch.empty(sums.ROWS, dtype=torch.int32, device=META)
+            self.sums = sums.Sums([(1 + rank) << 40 for rank in range(size)], exchanges, 0, pdl=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._one_shot(x)[0] if self._takes(x) else x
+        summed = self._sum_of(x)
+        return x if summed is None else summed(x)[0]
 
     def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
-        return places(self.size) if self._takes(torch.empty(tokens, width, device=META)) else None
+        return self.sums.places_for(tokens, width, dtype) if self.size > 1 else None
 
     def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
-        return Unsummed(x_TN, self, pushed) if self._takes(x_TN) else x_TN
+        return x_TN if self._sum_of(x_TN) is None else Unsummed(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return self._one_shot(x_TN, residual_TN, norm_N, eps, pushed)
+        summed = self.sums.pushed if pushed else self._sum_of(x_TN)
+        assert summed is not None
+        return summed(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
 
-    def _takes(self, x: Tensor) -> bool:
-        return self.size > 1 and len(x) <= symmetric.ROWS
-
-    def _one_shot(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None = None,
-        norm_N: Tensor | None = None,
-        eps: float = 0.0,
-        pushed: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        return one_shot(
-            x_TN, places(self.size), residual_TN=residual_TN, norm_N=norm_N, eps=eps, pushed=pushed, pdl=True
-        )
-
-
-def places(size: int) -> Places:
-    """Those of the first of ``size`` ranks, at addresses where nothing is."""
-    return Places(
-        memory=tuple((1 + rank) << 40 for rank in range(size)),
-        exchanges=torch.empty(symmetric.ROWS, dtype=torch.int32, device=META),
-        rank=0,
-        rows=symmetric.ROWS,
-        row_bytes=symmetric.ROW_BYTES,
-    )
+    def _sum_of(self, x: Tensor) -> sums.Sum | None:
+        return self.sums.of(x) if self.size > 1 else None
 
 
 class Rank:

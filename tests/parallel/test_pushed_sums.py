@@ -12,7 +12,6 @@ from parallel.collectives import Collectives, SingleRank, Unsummed
 from parallel.linear import RowParallel
 from parallel.places import Places, push_arguments
 from parallel.shard import Placement
-from parallel.symmetric import ROW_BYTES, ROWS, SymmetricCollectives
 
 PLACES = Places((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
 
@@ -89,26 +88,13 @@ def test_without_places_nothing_is_pushed() -> None:
     assert kernels.pushed == []
 
 
-def test_there_are_places_for_what_the_kernel_sums() -> None:
-    collectives = object.__new__(SymmetricCollectives)
-    collectives._limit, collectives._places = 1 << 20, PLACES
-    widths = (0, 4, 7, 8, 512, ROW_BYTES // 4, ROW_BYTES // 2, ROW_BYTES)
-    found = set()
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        for tokens in (0, 1, 100, ROWS, ROWS + 1):
-            for width in widths:
-                expected = collectives.takes(torch.empty(tokens, width, dtype=dtype))
-                assert (collectives.places_for(tokens, width, dtype) is PLACES) == expected, (dtype, tokens, width)
-                found.add(expected)
-    assert found == {True, False}
-
-
 @pytest.mark.parametrize(
     ("choice", "rows", "pushes"),
     [
         (Blas(), 3, False),
         (CublasLt("00", 1), 16, False),
         (Gemv(4, 256, 2), 3, True),
+        (Gemv(1, 256, 2), 3, False),  # a word is two columns
         (Skinny(16, 32, 128, 1, 3, 4, 128), 16, True),
         (Skinny(16, 32, 128, 1, 3, 4, 128), 17, False),
         (Wide(64, 32, 64, 1, 3, 4, 128), 16, False),
