@@ -76,7 +76,7 @@ class Sums:
         width = x.shape[-1] if x.dim() else 0
         if width == 0 or not x.is_contiguous() or x.storage_offset() * x.element_size() % _ALIGNMENT:
             return None
-        match self._way(x.numel() // width, width, x.dtype):
+        match way_of(self._limits, x.numel() // width, width, x.dtype):
             case "marked":
                 return self.marked
             case "one shot":
@@ -87,18 +87,22 @@ class Sums:
 
     def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
         """See Collectives."""
-        return self._marked if self._way(tokens, width, dtype) == "marked" else None
+        return self._marked if way_of(self._limits, tokens, width, dtype) == "marked" else None
 
-    def _way(self, rows: int, width: int, dtype: torch.dtype) -> Literal["marked", "one shot", "two steps"] | None:
-        row_bytes, limits = width * dtype.itemsize, self._limits
-        if dtype not in DTYPES or row_bytes > ROW_BYTES or row_bytes % _ALIGNMENT or not 0 < rows <= ROWS:
-            return None
-        size = rows * row_bytes
-        if size <= limits.marked and rows <= MARKED_ROWS and dtype == torch.bfloat16:
-            return "marked"
-        if size <= limits.one_shot:
-            return "one shot"
-        return "two steps" if size <= limits.two_steps else None
+
+def way_of(
+    limits: Limits, rows: int, width: int, dtype: torch.dtype
+) -> Literal["marked", "one shot", "two steps"] | None:
+    """How a message [rows, width] is summed; None: by NCCL."""
+    row_bytes = width * dtype.itemsize
+    if dtype not in DTYPES or row_bytes > ROW_BYTES or row_bytes % _ALIGNMENT or not 0 < rows <= ROWS:
+        return None
+    size = rows * row_bytes
+    if size <= limits.marked and rows <= MARKED_ROWS and dtype == torch.bfloat16:
+        return "marked"
+    if size <= limits.one_shot:
+        return "one shot"
+    return "two steps" if size <= limits.two_steps else None
 
 
 def memory_bytes(world: int) -> int:

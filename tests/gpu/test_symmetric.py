@@ -1,4 +1,4 @@
-"""All-reduces over symmetric memory on two GPUs, by every kernel: right, the same bits on both, in graphs, between NCCL's.
+"""All-reduces over symmetric memory on two GPUs, by each kernel: right, the same bits on both, in graphs, beside NCCL.
 
 Run: python3 -m pytest -m multigpu tests/gpu/test_symmetric.py
 """
