@@ -51,8 +51,8 @@ class Sum(Protocol):
 class Sums:
     """The ways of one rank. Needs Triton.
 
-    ``memory``: of every rank ``memory_bytes``, as this rank's GPU maps them; ``exchanges`` int32 [ROWS]; all of it
-    zeros at first.
+    ``memory``: the addresses of every rank's ``memory_bytes``, as this rank's GPU maps them, for as long as somebody
+    sums; ``exchanges`` int32 [ROWS]. All of it zeros at first.
     """
 
     def __init__(

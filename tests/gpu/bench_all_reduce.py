@@ -89,7 +89,8 @@ def main() -> None:
     assert group is not None
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    own, nccl = SymmetricCollectives(group, device).sums, GroupCollectives(group)
+    made, nccl = SymmetricCollectives(group, device), GroupCollectives(group)  # kept: sums go through its memory
+    own = made.sums
     part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(part, group)
     norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
