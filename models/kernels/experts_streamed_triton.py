@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.kernels.experts_triton import largest_power
+from models.kernels.expert_tiles import largest_power
 
 
 @triton.jit

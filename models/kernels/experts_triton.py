@@ -1,8 +1,8 @@
 """The experts of a layer as Triton kernels: grouped products over lists of tokens.
 
 Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: who chose what
-(route_triton.py makes choices and lists), when experts_streamed_triton.py is faster (hopper.py). Shape letters as in
-interface.py; a pair is t * C + c, a choice of a token.
+(route_triton.py makes choices and lists), which tiles are fast (expert_tiles.py), when experts_streamed_triton.py is
+faster (hopper.py). Shape letters as in interface.py; a pair is t * C + c, a choice of a token.
 
 A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a program
 finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing. Up to GROUP
@@ -17,14 +17,13 @@ dependent_launch.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.expert_tiles import Tiles, default_tiles
 from models.kernels.route_triton import pairs_by_expert
 
 
@@ -131,42 +130,6 @@ def _combine_kernel(
     tl.store(out_ptr + token.to(tl.int64) * N + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Of one grouped product: tokens a block, weight rows and columns a tile, loads in flight, warps, and how many
-    blocks of an expert pass a tile one right after the other.
-    """
-
-    block_m: int
-    block_o: int
-    block_k: int
-    stages: int
-    warps: int
-    group: int = 1
-
-
-def default_tiles(
-    tokens: int, choices: int, experts: int, outputs: int, inner: int, dtype: torch.dtype = torch.bfloat16
-) -> Tiles:
-    """For weights [experts, outputs, inner]: blocks about as long as an expert's list is on average, up to 128, if
-    every choice stays on this rank; where experts are spread over n ranks, lists are n times shorter.
-
-    In float32, which the tensor cores do not multiply, at most 64: larger tiles find neither registers nor memory.
-    """
-    block_m = _likely_block(tokens * choices / experts)
-    if dtype == torch.float32:
-        block_m = min(block_m, 64)
-        block_o, block_k = min(largest_power(outputs), 64), min(largest_power(inner), 32)
-        return Tiles(block_m, block_o, block_k, 3, 4 if block_m <= 32 else 8)
-    block_o = min(largest_power(outputs), 128)
-    block_k = min(largest_power(inner), 128 if block_m <= 32 else 64)
-    return Tiles(block_m, block_o, block_k, 4 if block_m <= 64 else 3, 4 if block_m <= 64 else 8)
-
-
-def _likely_block(mean: float) -> int:
-    return 16 if mean <= 24 else 32 if mean <= 48 else 64 if mean <= 128 else 128
-
-
 def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
     """Whether the kernels take weights of these shapes: tensor cores want multiples of 16."""
     return gate_up_G2IN.shape[2] % 16 == 0 and down_GNI.shape[2] % 16 == 0
@@ -180,6 +143,8 @@ def expert_mlp(
     local_TC: Tensor,
     pdl: bool,
     tiles: tuple[Tiles, Tiles] | None = None,
+    *,
+    all_experts: int,
 ) -> Tensor:
     """See the Kernels protocol. ``tiles`` are those of gate-up and of down."""
     tokens, choices = local_TC.shape
@@ -188,10 +153,8 @@ def expert_mlp(
     experts, hidden, inner = down_GNI.shape
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
-    up_tiles, down_tiles = tiles or (
-        default_tiles(tokens, choices, experts, 2 * inner, hidden, x_TN.dtype),
-        default_tiles(tokens, choices, experts, hidden, inner, x_TN.dtype),
-    )
+    mean = tokens * choices / all_experts  # length of a list, wherever its expert is
+    up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
@@ -256,8 +219,3 @@ def most_blocks(tokens: int, choices: int, experts: int, block_m: int) -> int:
     pairs = tokens * choices
     begun = min(experts, pairs)  # lists with anything in them: each may end in a block that is not full
     return min(experts * -(-tokens // block_m), begun + (pairs - begun) // block_m)
-
-
-def largest_power(number: int) -> int:
-    """The largest power of two that divides ``number``."""
-    return number & -number

@@ -75,13 +75,24 @@ class HopperKernels(HopperProducts):
         return route_triton.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
 
     def expert_mlp(
-        self, x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor
+        self,
+        x_TN: Tensor,
+        gate_up_G2IN: Tensor,
+        down_GNI: Tensor,
+        weights_TC: Tensor,
+        local_TC: Tensor,
+        *,
+        all_experts: int,
     ) -> Tensor:
         if not experts_triton.supports(gate_up_G2IN, down_GNI):
-            return self._reference.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC)
-        few = x_TN.shape[0] <= MOST_STREAMED
-        form = experts_streamed_triton.expert_mlp if few else experts_triton.expert_mlp
-        return form(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+            return self._reference.expert_mlp(
+                x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, all_experts=all_experts
+            )
+        if x_TN.shape[0] <= MOST_STREAMED:
+            return experts_streamed_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+        return experts_triton.expert_mlp(
+            x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts
+        )
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

@@ -142,12 +142,20 @@ class Kernels(Protocol):
         ...
 
     def expert_mlp(
-        self, x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor
+        self,
+        x_TN: Tensor,
+        gate_up_G2IN: Tensor,
+        down_GNI: Tensor,
+        weights_TC: Tensor,
+        local_TC: Tensor,
+        *,
+        all_experts: int,
     ) -> Tensor:
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
         Terms with g = -1 are left out: a token without others gets zeros, whatever its x holds. Fixed shapes: which
-        experts are asked, and by how many tokens, stays on the device.
+        experts are asked, and by how many tokens, stays on the device. ``all_experts`` is E, on whichever rank they
+        are: it tells how many of the choices an expert gets on average, and changes no result but by rounding.
         """
         ...
 

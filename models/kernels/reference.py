@@ -137,7 +137,14 @@ class ReferenceKernels(Kernels):
         return weights_TC, torch.where(real_T[:, None], local_E[experts_TC], -1)
 
     def expert_mlp(
-        self, x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor
+        self,
+        x_TN: Tensor,
+        gate_up_G2IN: Tensor,
+        down_GNI: Tensor,
+        weights_TC: Tensor,
+        local_TC: Tensor,
+        *,
+        all_experts: int,
     ) -> Tensor:
         # Every expert sees every token, and what nobody asked for is masked: the shapes do not depend on the choices.
         out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)

@@ -71,8 +71,7 @@ class SparseMLP(nn.Module):
         )
         if shared:
             return self._with_other_groups(hidden_TN, weights_TC, chosen_TC, exchange_rows), residual_TN
-        partial_TN = self.kernels.expert_mlp(hidden_TN, experts.gate_up, experts.down, weights_TC, chosen_TC)
-        return experts.combine(partial_TN), residual_TN
+        return experts.combine(self._terms(hidden_TN, weights_TC, chosen_TC)), residual_TN
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
@@ -81,5 +80,11 @@ class SparseMLP(nn.Module):
         experts, tokens = self.experts, hidden_TN.shape[0]
         hidden_YN, weights_YC, ids_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
         local_YC = torch.where(ids_YC >= 0, experts.local_E[ids_YC.clamp(min=0)], -1)
-        partial_YN = self.kernels.expert_mlp(hidden_YN, experts.gate_up, experts.down, weights_YC, local_YC)
-        return experts.combine_groups(partial_YN, tokens)
+        return experts.combine_groups(self._terms(hidden_YN, weights_YC, local_YC), tokens)
+
+    def _terms(self, hidden_TN: Tensor, weights_TC: Tensor, local_TC: Tensor) -> Tensor:
+        """What this rank's experts add to the sum."""
+        experts = self.experts
+        return self.kernels.expert_mlp(
+            hidden_TN, experts.gate_up, experts.down, weights_TC, local_TC, all_experts=experts.experts
+        )

@@ -9,9 +9,9 @@ rotate through more memory than the L2 holds.
 tries other tiles of the grouped path for the rows after ``--tiles``: first every tile of gate-up beside the default of
 down and the other way round, some milliseconds each; then the fastest of both together against the default, and the
 first of them and the default in the other order of programs, in rounds that take turns. FOLDER gets
-expert-tiles-SHAPE.json, tiles as the fields of experts_triton.Tiles.
+expert-tiles-SHAPE.json, tiles as the fields of expert_tiles.Tiles.
 
-Knows: which tiles are worth a try. Does not know: which of them an engine runs (experts_triton.py).
+Knows: which tiles are worth a try. Does not know: which of them an engine runs (expert_tiles.py).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import triton
 from torch import Tensor
 
 from models.kernels import autotune
-from models.kernels.experts_triton import Tiles, default_tiles, expert_mlp
+from models.kernels.expert_tiles import Tiles, default_tiles
+from models.kernels.experts_triton import expert_mlp
 from models.kernels.hopper import HopperKernels
 from tests.gpu.bench_kernels import DEVICE, compile_all, run_share
 from tests.gpu.bench_tune import captured, replay_for
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
 
 LAYERS = 6
-GROUP = 8  # blocks of an expert that pass a tile one right after the other, in the order that is not the default
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 FINALISTS = 2  # of each product: all their pairs are compared
 TOLERANCE = 0.02  # relative, of bfloat16 sums in another order
@@ -65,8 +65,7 @@ def products(layer: Layer) -> dict[str, tuple[int, int]]:
 
 
 def default_pair(layer: Layer, rows: int) -> Pair:
-    up, down = (default_tiles(rows, layer.choices, layer.held, *size) for size in products(layer).values())
-    return up, down
+    return default_tiles(rows * layer.choices / layer.experts, layer.hidden, layer.inner)
 
 
 def candidates(layer: Layer, rows: int, outputs: int, inner: int) -> list[Tiles]:
@@ -85,7 +84,7 @@ def candidates(layer: Layer, rows: int, outputs: int, inner: int) -> list[Tiles]
                 continue
             if (stages - 1) * k * o * 2 * programs < 48 << 10:  # too little in flight for the memory's latency
                 continue
-            found[Tiles(m, o, k, stages, warps, GROUP)] = None
+            found[Tiles(m, o, k, stages, warps)] = None
     return list(found)
 
 
@@ -102,12 +101,13 @@ def compile_share(index: int, share: int, layer: Layer, rows: list[int]) -> None
     x, scores = layer.tokens(16), torch.zeros(16, layer.choices, device=DEVICE)
     empty = torch.empty(1, dtype=layer.dtype, device=DEVICE)
     up, down = (empty.expand(layer.held, *size) for size in products(layer).values())
+    given = partial(expert_mlp, x, up, down, scores, nobody, True, all_experts=layer.experts)
     todo: dict[Any, Callable[[], Any]] = {}
     for count in rows:
         tried = every_pair(layer, count)
-        for pair in [regrouped(default_pair(layer, count), GROUP), *tried["gate-up"], *tried["down"]]:
+        for pair in [block_by_block(default_pair(layer, count)), *tried["gate-up"], *tried["down"]]:
             for name, tiles in zip(products(layer), pair, strict=True):
-                todo.setdefault((name, tiles), partial(expert_mlp, x, up, down, scores, nobody, True, pair))
+                todo.setdefault((name, tiles), partial(given, pair))
     run_share(index, share, todo)
 
 
@@ -137,7 +137,8 @@ class TileBench:
         return {"rows": self._rows, "first": first, "in_turns": finals}
 
     def _run(self, pair: Pair, number: int) -> Tensor:
-        return expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, pair)
+        given = (self._x, *self._weights[number], *self._chosen[number], True, pair)
+        return expert_mlp(*given, all_experts=self._layer.experts)
 
     def _once(self, pair: Pair) -> float | None:
         try:
@@ -147,11 +148,11 @@ class TileBench:
             return None
 
     def _in_turns(self, pairs: list[Pair]) -> list[dict[str, Any]]:
-        """The default, it in the other order of programs, ``pairs``, and the likeliest of them in the default order;
+        """The default, it in the other order of programs, ``pairs``, and the likeliest of them in the other order;
         times are medians of rounds, shares are medians of what each round says.
         """
         default = default_pair(self._layer, self._rows)
-        tried = [default, regrouped(default, GROUP), *pairs, regrouped(pairs[0], 1)]
+        tried = [default, block_by_block(default), *pairs, block_by_block(pairs[0])]
         expected = self._run(default, 0).float()
         for pair in tried:
             error = float((self._run(pair, 0).float() - expected).norm() / expected.norm())
@@ -172,8 +173,9 @@ class TileBench:
         ]
 
 
-def regrouped(pair: Pair, group: int) -> Pair:
-    return replace(pair[0], group=group), replace(pair[1], group=group)
+def block_by_block(pair: Pair) -> Pair:
+    """In the other order of programs: a block passes all tiles before the next block of its expert begins."""
+    return replace(pair[0], group=1), replace(pair[1], group=1)
 
 
 def main() -> None:
@@ -205,7 +207,7 @@ def main() -> None:
         asked = sum(len(set(local_TC[local_TC >= 0].tolist())) for _, local_TC in chosen) / LAYERS
         route_us = microseconds(lambda number: routed(number)[0])
         layer_us = microseconds(
-            lambda number: kernels.expert_mlp(x, *weights[number], *routed(number))  # noqa: B023
+            lambda number: kernels.expert_mlp(x, *weights[number], *routed(number), all_experts=layer.experts)  # noqa: B023
         )
         moved = asked * expert_bytes / 1e6
         print(

@@ -72,7 +72,8 @@ def main() -> None:
         here = [local[numbers.long()] for numbers in ids]
 
         def our_layer(number: int) -> Tensor:
-            return kernels.expert_mlp(x, *ours[number], scores[number], here[number])  # noqa: B023
+            given = (x, *ours[number], scores[number], here[number])  # noqa: B023
+            return kernels.expert_mlp(*given, all_experts=layer.experts)
 
         def their_layer(number: int) -> Tensor:
             return fused(x, ids[number], scores[number], theirs[number], args.ranks)  # noqa: B023

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
-from models.kernels.experts_triton import Tiles
+from models.kernels.expert_tiles import Tiles
 from tests.gpu import bench_experts
-from tests.gpu.bench_experts import GROUP, Pair, TileBench, candidates, default_pair, products, regrouped
+from tests.gpu.bench_experts import Pair, TileBench, block_by_block, candidates, default_pair, products
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
 
 
@@ -44,10 +44,10 @@ def test_the_fastest_pair_is_found_and_compared_in_turns(monkeypatch: pytest.Mon
     fast, refused = (tried["gate-up"][7][0], tried["down"][3][1]), tried["down"][5][1]
 
     def cost(pair: Pair) -> float:
-        """100 of the default; 30 less for the fast gate-up, 20 less for the fast down, 1 less for a group."""
+        """100 of the default; 30 less for the fast gate-up, 20 less for the fast down, 1 more block by block."""
         if pair[1] == refused:
             raise RuntimeError("out of resources")
-        saved = 30.0 * (pair[0] == fast[0]) + 20.0 * (pair[1] == fast[1]) + (pair[0].group == GROUP)
+        saved = 30.0 * (pair[0] == fast[0]) + 20.0 * (pair[1] == fast[1]) - (pair[0].group == 1)
         return 100.0 - saved
 
     def microseconds(run: Any, replays: int) -> float:
@@ -65,27 +65,31 @@ def test_the_fastest_pair_is_found_and_compared_in_turns(monkeypatch: pytest.Mon
 
     for stub in (microseconds, captured, replay_for):
         monkeypatch.setattr(bench_experts, stub.__name__, stub)
-    monkeypatch.setattr(bench_experts, "expert_mlp", lambda *_: torch.ones(2))
+    monkeypatch.setattr(bench_experts, "expert_mlp", lambda *_, **__: torch.ones(2))
     result = bench(layer).sweep()
 
     first = result["first"]
-    assert first["gate-up"][0] == (69.0, astuple(fast[0]))
+    assert first["gate-up"][0] == (70.0, astuple(fast[0]))
     assert first["down"][0] == (80.0, astuple(fast[1]))
     assert len(first["down"]) == len(tried["down"]) - 1, "what is refused is left out"
     in_turns = {tuple(Tiles(*one) for one in final["pair"]): final["of_default"] for final in result["in_turns"]}
     assert in_turns[default] == 1.0
-    assert in_turns[regrouped(default, GROUP)] == pytest.approx(0.99)
+    assert in_turns[block_by_block(default)] == pytest.approx(1.01)
     assert min(in_turns, key=lambda pair: in_turns[pair]) == fast
-    assert in_turns[fast] == pytest.approx(0.49)
-    assert regrouped(fast, 1) in in_turns
+    assert in_turns[fast] == pytest.approx(0.50)
+    assert block_by_block(fast) in in_turns
     assert launched[: len(in_turns)] == launched[len(in_turns) : 2 * len(in_turns)][::-1], "there and back"
 
 
 def test_tiles_that_compute_something_else_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = replace(share_of("30b-a3b", 2), device="cpu")
     default = default_pair(layer, 32)
+
+    def differing(*given: Any, all_experts: int) -> torch.Tensor:
+        return torch.ones(2) * (1 if given[-1] == default else 2)
+
     monkeypatch.setattr(bench_experts, "microseconds", lambda run, replays: 1.0)
-    monkeypatch.setattr(bench_experts, "expert_mlp", lambda *given: torch.ones(2) * (1 if given[-1] == default else 2))
+    monkeypatch.setattr(bench_experts, "expert_mlp", differing)
     with pytest.raises(SystemExit, match=r"differs from the default.s by 1\.000"):
         bench(layer).sweep()
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.kernels.expert_tiles import Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.gpu.expert_cases import Layer
 from tests.gpu.untyped import Stream
@@ -18,7 +19,7 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.experts_triton import Tiles, expert_mlp
+    from models.kernels.experts_triton import expert_mlp
     from models.kernels.hopper import HopperKernels
 
 REFERENCE = ReferenceKernels()
@@ -65,11 +66,13 @@ def test_expert_mlp(kernels: HopperKernels, layer: Layer, tokens: int) -> None:
     weights, chosen = layer.chosen(tokens)
     if tokens > 1:
         x[-1], chosen[-1] = math.nan, -1
-    found = kernels.expert_mlp(x, gate_up, down, weights, chosen)
-    expected = REFERENCE.expert_mlp(x.double(), gate_up.double(), down.double(), weights.double(), chosen)
+    found = kernels.expert_mlp(x, gate_up, down, weights, chosen, all_experts=layer.experts)
+    expected = REFERENCE.expert_mlp(
+        x.double(), gate_up.double(), down.double(), weights.double(), chosen, all_experts=layer.experts
+    )
     error = float((found.double() - expected).norm() / (expected.norm() + 1e-30))
     assert error < TOLERANCE[layer.dtype]
-    again = kernels.expert_mlp(x, gate_up, down, weights, chosen)
+    again = kernels.expert_mlp(x, gate_up, down, weights, chosen, all_experts=layer.experts)
     assert torch.equal(found, again), "the same bits every time"
     if tokens > 1:
         assert not found[-1].any()
@@ -80,9 +83,10 @@ def test_expert_mlp(kernels: HopperKernels, layer: Layer, tokens: int) -> None:
 def test_the_order_of_programs_does_not_change_a_bit(tokens: int, group: int) -> None:
     """Blocks of 16 tokens: 1 or 2 an expert, and about 12."""
     (gate_up, down), x = QWEN.weights(), QWEN.tokens(tokens)
-    routed, tiles = QWEN.chosen(tokens), Tiles(16, 128, 128, 4, 4)
+    routed, tiles = QWEN.chosen(tokens), Tiles(16, 128, 128, 4, 4, group=1)
     found, expected = (
-        expert_mlp(x, gate_up, down, *routed, True, (one, one)) for one in (replace(tiles, group=group), tiles)
+        expert_mlp(x, gate_up, down, *routed, True, (one, one), all_experts=QWEN.experts)
+        for one in (replace(tiles, group=group), tiles)
     )
     assert torch.equal(found, expected)
 
@@ -95,7 +99,8 @@ def test_one_graph_serves_every_routing(kernels: HopperKernels, tokens: int) -> 
     real = torch.ones(tokens, dtype=torch.bool, device="cuda")
 
     def run() -> torch.Tensor:
-        return kernels.expert_mlp(x, gate_up, down, *kernels.route_top_k(logits, 8, True, local, real))
+        routed = kernels.route_top_k(logits, 8, True, local, real)
+        return kernels.expert_mlp(x, gate_up, down, *routed, all_experts=QWEN.experts)
 
     side = Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -63,17 +63,19 @@ def likeliest_wide() -> ChoiceTable:
 
 
 def experts(driver: CompilingDriver) -> None:
-    """And of the sparse one: the streamed and the grouped path, with the load counted; another order of programs."""
+    """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's, with all tiles."""
     rank = Rank(driver, "30b-a3b", tp=2, ep=True)
     start_counting(rank.model)
     for bucket in (1, 32):
         rank.decode(bucket)
     rank.prefill(MOST_PREFILL)
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
-    driver.where = "blocks of an expert next to each other"
-    layer = dataclasses.replace(share_of("30b-a3b", 2), device="meta")
-    tiles = experts_triton.Tiles(32, 128, 128, 4, 4, group=8)
-    experts_triton.expert_mlp(layer.tokens(256), *layer.weights(), *layer.chosen(256), True, (tiles, tiles))
+    layer = dataclasses.replace(share_of("mixtral-8x7b", 2), device="meta")
+    for rows in (8, 64, 128, 256, 2048):
+        driver.where = f"Mixtral, {rows} rows"
+        experts_triton.expert_mlp(
+            layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True, all_experts=layer.experts
+        )
 
 
 def rotation(driver: CompilingDriver) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from models.kernels import experts_streamed_triton, experts_triton
-from models.kernels.experts_triton import Tiles, default_tiles, most_blocks
+from models.kernels.expert_tiles import Tiles
+from models.kernels.experts_triton import most_blocks
 from models.kernels.reference import ReferenceKernels
 from models.kernels.route_triton import pairs_by_expert, route_top_k
 
@@ -82,7 +83,9 @@ def check_mlp(
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
     found = form(x, gate_up, down, weights, chosen, False)
-    expected = ReferenceKernels().expert_mlp(x.double(), gate_up.double(), down.double(), weights.double(), chosen)
+    expected = ReferenceKernels().expert_mlp(
+        x.double(), gate_up.double(), down.double(), weights.double(), chosen, all_experts=2 * experts
+    )
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
     assert found[-1].tolist() == [0.0] * hidden
 
@@ -99,17 +102,16 @@ def main() -> None:
     for dtype in TOLERANCE:
         check_mlp(experts_streamed_triton.expert_mlp, 1, 3, 6, (64, 48), dtype)
         check_mlp(experts_streamed_triton.expert_mlp, 4, 2, 3, (48, 32), dtype)
-        check_mlp(experts_triton.expert_mlp, 5, 3, 7, (64, 48), dtype)
+        grouped = partial(experts_triton.expert_mlp, all_experts=14)
+        check_mlp(grouped, 5, 3, 7, (64, 48), dtype)
         small, large = (
-            partial(experts_triton.expert_mlp, tiles=(tiles, tiles))
-            for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
+            partial(grouped, tiles=(tiles, tiles)) for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
         )
         check_mlp(small, 40, 2, 3, (32, 16), dtype)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
-        for group in (2, 8):  # of lists of about 5 blocks: the last group cut short, one group of all
+        for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
             tiles = Tiles(16, 16, 16, 2, 4, group)
-            check_mlp(partial(experts_triton.expert_mlp, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
-    assert default_tiles(256, 8, 64, 1536, 2048).block_o == 128
+            check_mlp(partial(grouped, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
 
 
 if __name__ == "__main__":

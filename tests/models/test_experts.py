@@ -297,7 +297,7 @@ def test_expert_mlp_follows_the_formula_and_masks() -> None:
             if g >= 0:
                 gate, up = gate_up[g, :inner] @ x[t], gate_up[g, inner:] @ x[t]
                 expected[t] += weight * (down[g] @ (gate * gate.sigmoid() * up))
-    out = ReferenceKernels().expert_mlp(x, gate_up, down, weights, chosen.int())
+    out = ReferenceKernels().expert_mlp(x, gate_up, down, weights, chosen.int(), all_experts=experts)
     torch.testing.assert_close(out, expected)
     assert out[3].tolist() == out[7].tolist() == [0.0] * hidden
 
@@ -310,11 +310,26 @@ def test_ranks_terms_add_up() -> None:
     def partial(split: ExpertSplit, rank: int, size: int) -> Tensor:
         mlp = sparse_mlp(load(None, QWEN, split, rank, size))
         routed = kernels.route_top_k(kernels.linear(x, mlp.router.weight), 3, True, mlp.experts.local_E, real)
-        return kernels.expert_mlp(x, mlp.experts.gate_up, mlp.experts.down, *routed)
+        return kernels.expert_mlp(x, mlp.experts.gate_up, mlp.experts.down, *routed, all_experts=mlp.experts.experts)
 
     expected = partial(ExpertSplit(), 0, 1)
     for split in SPLITS.values():
         torch.testing.assert_close(sum(partial(split, rank, 4) for rank in range(4)), expected)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_kernels_are_told_of_the_experts_of_all_ranks(split: ExpertSplit, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def expert_mlp(_: ReferenceKernels, x_TN: Tensor, *weights_and_choice: Tensor, all_experts: int) -> Tensor:
+        told.append(all_experts)
+        return torch.zeros_like(x_TN)
+
+    monkeypatch.setattr(ReferenceKernels, "expert_mlp", expert_mlp)
+    monkeypatch.setattr(RankOf, "all_reduce", lambda _, x: x)
+    mlp, x = sparse_mlp(load(None, QWEN, split, 1, 2)), random(3, 24)
+    mlp(x, torch.zeros_like(x), torch.ones(3, dtype=torch.bool))
+    assert told == [QWEN["num_experts"]]
 
 
 def test_masked_tokens_reach_no_expert() -> None:

@@ -1,0 +1,65 @@
+"""How the grouped products of experts are cut into tiles.
+
+Knows: what was fast on an H200 for lists of a mean length, in bfloat16 (docs/measurements-kernels.md). Does not know:
+the kernel that takes them (experts_triton.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of one grouped product: tokens a block, weight rows and columns a tile, loads in flight, warps, and how many
+    blocks of an expert pass a tile one right after the other.
+    """
+
+    block_m: int
+    block_o: int
+    block_k: int
+    stages: int
+    warps: int
+    group: int = 8  # 1, block after block, was nowhere faster
+
+
+# Of gate-up and of down, by the room that a list needs.
+_BY_ROOM = {
+    16: (Tiles(16, 64, 128, 3, 4), Tiles(16, 64, 128, 3, 4)),
+    32: (Tiles(32, 64, 128, 3, 4), Tiles(32, 128, 64, 5, 4)),
+    64: (Tiles(64, 128, 128, 4, 8), Tiles(64, 128, 128, 4, 8)),
+    128: (Tiles(128, 128, 128, 3, 8), Tiles(128, 128, 128, 3, 8)),
+    256: (Tiles(128, 256, 64, 4, 8), Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
+}
+
+
+def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tiles, Tiles]:
+    """Of gate-up [G, 2 * inner, hidden] and down [G, hidden, inner], for lists of ``mean`` tokens on average: nearly
+    every list is one block, up to 128 tokens, since each block of an expert reads its weights again.
+
+    In float32, which the tensor cores do not multiply, at most 64: larger tiles find neither registers nor memory.
+    """
+    room = room_for(mean)
+    gate_up, down = _BY_ROOM[room]
+    if dtype == torch.float32:
+        gate_up = down = Tiles(min(room, 64), 64, 32, 3, 4)
+    return _dividing(gate_up, 2 * inner, hidden), _dividing(down, hidden, inner)
+
+
+def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:
+    block_o, block_k = min(tiles.block_o, largest_power(outputs)), min(tiles.block_k, largest_power(inner))
+    return replace(tiles, block_o=block_o, block_k=block_k)
+
+
+def room_for(mean: float) -> int:
+    """The power of two from 16 to 256 that holds nearly every list: a list's variance is at most its mean."""
+    needed = mean + 2.5 * math.sqrt(mean)
+    return next((room for room in _BY_ROOM if room >= needed), max(_BY_ROOM))
+
+
+def largest_power(number: int) -> int:
+    """The largest power of two that divides ``number``."""
+    return number & -number
