@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import GroupCollectives, Unsummed
-from parallel.places import Places
+from parallel.places import EMPTY, Places
 from parallel.sums import DTYPES, LIMITS, ROWS, Sums, memory_bytes
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ class SymmetricCollectives(GroupCollectives):
         super().__init__(group)
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        size = memory_bytes(self.size)
-        self._memory: Tensor = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self._memory.zero_()
+        size = memory_bytes(self.size) // 2
+        self._memory: Tensor = symmetric_memory.empty(size, dtype=torch.int16, device=device)
+        self._memory.fill_(EMPTY)
         handle = symmetric_memory.rendezvous(self._memory, group)
-        self._mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
+        self._mapped = [handle.get_buffer(rank, (size,), torch.int16) for rank in range(self.size)]
         self.sums = Sums(
             [memory.data_ptr() for memory in self._mapped],
             torch.zeros(ROWS, dtype=torch.int32, device=device),
@@ -45,7 +45,7 @@ class SymmetricCollectives(GroupCollectives):
             pdl=torch.cuda.get_device_capability(device)[0] >= 9,
         )
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody's zeros come after somebody's first part
+        dist.barrier(group)  # nobody's memory is emptied after somebody's first part
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if (summed := self.sums.of(x)) is None:
@@ -81,7 +81,7 @@ def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> Group
     made: SymmetricCollectives | None = None
     try:
         made = SymmetricCollectives(group, device)
-        probes = [torch.ones(8, dtype=dtype, device=device) for dtype in DTYPES]  # each takes another way
+        probes = [torch.ones(8, dtype=dtype, device=device) for dtype in DTYPES]
         works = all(bool((made.all_reduce(probe) == made.size).all()) for probe in probes)
         reason = None if works else "a first sum came out wrong"
     except (RuntimeError, AttributeError, ImportError) as error:

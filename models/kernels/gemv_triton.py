@@ -20,8 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.product_candidates import FIRST_WAVE
-from parallel.marked_words_triton import next_marks, push
 from parallel.places import Places, push_arguments
+from parallel.push_triton import counted, push
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns after the first chunk to prefetch, a power of two or 0
     PREFETCH_PROGRAMS: tl.constexpr,  # later programs start when there is nothing left to wait for
-    PUSH: tl.constexpr,  # the result into the other ranks' marked words, too
+    PUSH: tl.constexpr,  # the result into the other ranks' places, too
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -81,7 +81,7 @@ def _gemv_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if PUSH:
-        marks = next_marks(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
     # A thread's 8 neighbouring products are summed at once: an eighth of the registers that a tile of sums would take.
     acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // 8), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, CHUNK // 8), tl.float32)
@@ -114,7 +114,7 @@ def _gemv_kernel(
     where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
     result = result.to(out_ptr.dtype.element_ty)
     if PUSH:
-        push(result, rows, pid * BLOCK_O, (rows < M)[:, None], marks, memory, RANK, WORLD, ROWS, ROW_BYTES)
+        push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
     tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
 
 

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 SHIPPED_CHOICES = Path(__file__).parent / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
-MOST_PUSHED_ROWS = 16  # with 32, steps of two H200s were as long as without, with 128 and 256 longer
+PUSHING = (Gemv, Skinny)  # whose kernels can put results into other ranks' places where a sum follows
+MOST_PUSHED_ROWS = 32  # steps of two H200s: with 128 and 256 they were longer
 
 
 class HopperProducts(Kernels):
@@ -66,7 +67,7 @@ class HopperProducts(Kernels):
         self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
-        pushed = x_TN.shape[0] <= MOST_PUSHED_ROWS and can_push(choice)
+        pushed = isinstance(choice, PUSHING) and x_TN.shape[0] <= MOST_PUSHED_ROWS
         into = places if pushed else None
         return self._product(x_TN, weight_ON, bias_O, choice, gate_up=False, places=into), pushed
 
@@ -208,7 +209,7 @@ class HopperProducts(Kernels):
         gate_up: bool,
         places: Places | None = None,
     ) -> Tensor:
-        """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that ``can_push``: the result goes
+        """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that is PUSHING: the result goes
         there, too."""
         x_MK = x_MK.contiguous()
         match choice:
@@ -325,11 +326,6 @@ class HopperProducts(Kernels):
             prefetch=choice.prefetch,
             pdl=self.pdl,
         )
-
-
-def can_push(choice: Choice) -> bool:
-    """Whether its kernel can put results into other ranks' places where a sum follows: words of two columns each."""
-    return isinstance(choice, Gemv | Skinny) and choice.block_o % 2 == 0
 
 
 def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from parallel.marked_words_triton import next_marks, push
 from parallel.places import Places, push_arguments
+from parallel.push_triton import counted, push
 
 COUNTERS = 8192  # tiles a launch may have when it splits K
 
@@ -53,7 +53,7 @@ def _skinny_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
-    PUSH: tl.constexpr,  # the result into the other ranks' marked words, too
+    PUSH: tl.constexpr,  # the result into the other ranks' places, too
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -84,7 +84,7 @@ def _skinny_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if PUSH:
-        marks = next_marks(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -135,7 +135,7 @@ def _skinny_kernel(
         where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
         result = result.to(out_ptr.dtype.element_ty)
         if PUSH:
-            push(result, rows, tile * width, (rows < M)[:, None], marks, memory, RANK, WORLD, ROWS, ROW_BYTES)
+            push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
         tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
 
 

@@ -1,4 +1,4 @@
-"""What a sum over the GPUs of a node costs, by message: the kernels of parallel/, torch's one-shot kernel, NCCL.
+"""What a sum over the GPUs of a node costs, by message: the kernel of parallel/, torch's one-shot kernel, NCCL.
 
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.bench_all_reduce --out FOLDER
 
@@ -24,16 +24,13 @@ from torch import Tensor
 from models.kernels import norm_triton
 from models.kernels.autotune import median_graph_us
 from parallel.collectives import GroupCollectives
-from parallel.places import Places
-from parallel.sums import MARKED_ROWS, Sum
+from parallel.sums import Sum
 from parallel.symmetric import SymmetricCollectives
-from tests.gpu.line_candidates import line_bytes, lines
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WIDTH = 4096
 CALLS = 32
 EPS = 1e-6
-_KEPT: list[Tensor] = []  # memory that other ranks write to as long as this process lives
 
 
 def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> Callable[[], None]:
@@ -59,23 +56,6 @@ def objection(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
     return None if off < 1e-3 else f"the norm, by {off:.1e},"
 
 
-def line_places(group: dist.ProcessGroup, device: torch.device) -> Places:
-    """Symmetric memory for ``lines``, and counts of its own."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    size = line_bytes(dist.get_world_size(group), ROWS[-1], WIDTH)
-    memory: Any = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    memory.zero_()
-    handle = symmetric_memory.rendezvous(memory, group)
-    _KEPT.append(memory)
-    mapped = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
-    torch.cuda.synchronize()
-    dist.barrier()
-    addresses = tuple(one.data_ptr() for one in mapped)
-    exchanges = torch.zeros(ROWS[-1], dtype=torch.int32, device=device)
-    return Places(addresses, exchanges, dist.get_rank(group), ROWS[-1], 2 * WIDTH)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for all-reduce.json")
@@ -94,7 +74,6 @@ def main() -> None:
     part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(part, group)
     norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
-    in_lines = line_places(group, device)
     found = []
     for rows in ROWS:
         x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
@@ -104,20 +83,12 @@ def main() -> None:
             summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, y, "sum", group.group_name)
             return summed
 
-        normed = {
-            "marked": own.marked,
-            "one shot": own.one_shot,
-            "two steps": own.two_steps,
-            "lines": partial(lines, places=in_lines, pdl=True),
-            "lines, two steps": partial(lines, places=in_lines, two_steps=True, pdl=True),
-        }
-        if rows > MARKED_ROWS:
-            del normed["marked"]
-        expected = own.one_shot(x, residual_TN=x, norm_N=norm, eps=EPS)
+        normed = {"one step": own.one_step, "two steps": own.two_steps}
+        expected = own.one_step(x, residual_TN=x, norm_N=norm, eps=EPS)
         for name, way in normed.items():
             for _ in range(200):  # both places again and again
                 if (difference := objection(way(x, residual_TN=x, norm_N=norm, eps=EPS), expected)) is not None:
-                    raise SystemExit(f"{name}, {rows} rows: {difference} differs from one shot's")
+                    raise SystemExit(f"{name}, {rows} rows: {difference} differs from that in one step")
         ways: dict[str, tuple[Callable[[Tensor], Tensor], Tensor | None]] = {
             "norm alone": (lambda y: y, norm),
             "NCCL": (nccl.all_reduce, norm),

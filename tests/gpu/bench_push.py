@@ -27,9 +27,9 @@ import torch.distributed as dist
 from models.kernels import autotune
 from models.kernels.choice_table import Blas, Choice, ChoiceTable, LinearShape
 from models.kernels.hopper import HopperKernels
-from models.kernels.hopper_products import can_push
-from parallel.places import Places, marked_bytes
-from parallel.sums import MARKED_ROWS, ROW_BYTES
+from models.kernels.hopper_products import PUSHING
+from parallel.places import Places, memory_bytes
+from parallel.sums import ROW_BYTES, ROWS
 from parallel.symmetric import SymmetricCollectives
 from tests.gpu.bench_kernels import compile_all, run_share, short_name
 from tests.gpu.dense_shapes import BF16, MODELS
@@ -45,7 +45,7 @@ def shapes(rows: list[int]) -> dict[str, LinearShape]:
 
 
 def ours(kernels: HopperKernels, shape: LinearShape) -> list[Choice]:
-    return [choice for choice in kernels.candidates(shape) if can_push(choice)]
+    return [choice for choice in kernels.candidates(shape) if isinstance(choice, PUSHING)]
 
 
 # -- compiling: by processes beside this one, into Triton's cache on disk ----------------------------------------------
@@ -65,13 +65,13 @@ def compile_pushing(index: int, share: int, tables: list[tuple[LinearShape, str]
     """Both ranks' code; what it pushes goes to memory of this process."""
     device = torch.device("cuda", 0)
     kernels = HopperKernels(device, prefill="triton")
-    exchanges = torch.zeros(MARKED_ROWS, dtype=torch.int32, device=device)
-    memory = torch.zeros(marked_bytes(RANKS, MARKED_ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
+    exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    memory = torch.zeros(memory_bytes(RANKS, ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
     todo: dict[Any, Callable[[], Any]] = {}
     for shape, text in tables:
         for choice in choices_of(text):
             for rank in range(RANKS):
-                places = Places((memory.data_ptr(),) * RANKS, exchanges, rank, MARKED_ROWS, ROW_BYTES)
+                places = Places((memory.data_ptr(),) * RANKS, exchanges, rank, ROWS, ROW_BYTES)
                 todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, places)
     run_share(index, share, todo)
 

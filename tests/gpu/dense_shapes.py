@@ -15,7 +15,7 @@ import torch
 from models.config import ModelConfig
 from models.kernels.choice_table import LinearShape
 from parallel.shard import HeadShard, VocabShard, even_share
-from parallel.sums import LIMITS, way_of
+from parallel.sums import LIMITS, steps_of
 
 BF16 = torch.bfloat16
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
@@ -62,7 +62,7 @@ class Dense:
 
     def norms_apart(self, rows: int) -> bool:
         """Whether the norms of ``rows`` tokens belong to the sums before them, not to the products behind them."""
-        return self.ranks > 1 and way_of(LIMITS[self.ranks], rows, self.hidden, BF16) is not None
+        return self.ranks > 1 and steps_of(LIMITS[self.ranks], rows, self.hidden, BF16) is not None
 
     def products(self, rows: int) -> dict[str, LinearShape]:
         """Every product of a step of ``rows`` tokens as the models ask for it, the first layer's qkv aside."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.kernels.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
 from models.kernels.hopper import HopperKernels
-from models.kernels.hopper_products import MOST_PUSHED_ROWS, can_push
+from models.kernels.hopper_products import MOST_PUSHED_ROWS, PUSHING
 from parallel.collectives import Unsummed
 from parallel.linear import RowParallel
 from parallel.shard import Placement
@@ -29,13 +29,13 @@ EPS = 1e-6
 CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket each
     (Gemv(4, 512, 2, 1024), (1,)),
     (Gemv(2, 1024, 4), (3, 4)),
-    (Gemv(1, 1024, 4), (2,)),  # does not
+    (Gemv(1, 1024, 4), (2,)),
     (Skinny(8, 16, 256, 1, 4, 1, 256), (5, 8)),
     (Skinny(8, 32, 128, 3, 5, 2, 128), (7,)),
     (Skinny(16, 64, 128, 1, 5, 4, 1024), (9, 16)),
     (Skinny(16, 64, 128, 2, 5, 4, 128), (16,)),
-    # None of the following pushes.
     (Skinny(32, 64, 128, 1, 5, 4, 128), (17, 32)),
+    # None of the following pushes.
     (Wide(64, 32, 128, 1, 8, 4, 256), (33, 64)),
     (Blas(), (400,)),
 )
@@ -93,7 +93,7 @@ class Layer:
         part = self.product(x)
         assert isinstance(part, Unsummed)
         choice = self.kernels.choice(LinearShape(len(x), self.width, self.inner, BF16))
-        assert part.pushed == (can_push(choice) and len(x) <= MOST_PUSHED_ROWS), choice
+        assert part.pushed == (isinstance(choice, PUSHING) and len(x) <= MOST_PUSHED_ROWS), choice
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

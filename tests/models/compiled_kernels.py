@@ -26,7 +26,6 @@ from models.kernels.hopper_products import shipped_choices
 from models.kernels.prefill_triton import TiledPrefill
 from models.kernels.product_candidates import wide_candidates
 from models.kernels.read_triton import BLOCK, block_maxima
-from parallel.sums import Sum, Sums
 from runtime.execute.executor import shorter_prefills
 from tests.gpu import bench_rotation
 from tests.gpu.expert_cases import share_of
@@ -111,21 +110,15 @@ def pushing(driver: CompilingDriver) -> None:
 
 
 def sums(driver: CompilingDriver) -> None:
-    """Every way to sum, between two, three and eight ranks, with and without what follows a sum in a decoder."""
+    """Between two, three and eight ranks, with and without what follows a sum in a decoder."""
     for size in (2, 3, 8):
         made = FirstRank(size).sums
-        for name, way in {"marked": made.marked, "pushed": made.pushed, **parts_of(made)}.items():
-            driver.where = f"{name}, {size} ranks"
-            x, norm = (torch.empty(*shape, dtype=torch.bfloat16, device=META) for shape in ((16, 4096), (4096,)))
-            way(x)
-            way(x, residual_TN=x, norm_N=norm, eps=1e-6)
-        for name, way in parts_of(made).items():
-            driver.where = f"{name}, {size} ranks, float32"
-            way(torch.empty(16, 4096, device=META))
-
-
-def parts_of(made: Sums) -> dict[str, Sum]:
-    return {"one shot": made.one_shot, "two steps": made.two_steps}
+        for name, way in {"one step": made.one_step, "pushed": made.pushed, "two steps": made.two_steps}.items():
+            for dtype in (torch.bfloat16, torch.float32):
+                driver.where = f"{name}, {size} ranks"
+                x, norm = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((16, 4096), (4096,)))
+                way(x)
+                way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
 def shipped_table(driver: CompilingDriver) -> None:

@@ -94,9 +94,9 @@ def test_without_places_nothing_is_pushed() -> None:
         (Blas(), 3, False),
         (CublasLt("00", 1), 16, False),
         (Gemv(4, 256, 2), 3, True),
-        (Gemv(1, 256, 2), 3, False),  # a word is two columns
-        (Skinny(16, 32, 128, 1, 3, 4, 128), 16, True),
-        (Skinny(16, 32, 128, 1, 3, 4, 128), 17, False),
+        (Gemv(1, 256, 2), 3, True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), 32, True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), 33, False),
         (Wide(64, 32, 64, 1, 3, 4, 128), 16, False),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else type(value).__name__,
