@@ -58,7 +58,7 @@ class MetCollectives(Collectives):
 
 
 class LateSums(MetCollectives):
-    """Those that take a sum with the norm that follows it, as the kernel of parallel/one_shot_triton.py does.
+    """Those that take a sum with the norm that follows it, as the kernel of parallel/sum_triton.py does.
 
     ``late`` counts the sums that were left to a norm.
     """
