@@ -115,4 +115,4 @@ def _all_agree(yes: bool, group: dist.ProcessGroup, device: torch.device) -> boo
 
 def _log_fallback(group: dist.ProcessGroup, reason: str) -> None:
     if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
-        log.warning("all-reduces go through NCCL or gloo, slower by 4 to 17 us each on NVLink: %s", reason)
+        log.warning("all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLink: %s", reason)
