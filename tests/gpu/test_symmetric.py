@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.collectives import Unsummed
+from parallel.places import EMPTY
 from parallel.symmetric import SymmetricCollectives, fastest_collectives
 from tests.gpu.untyped import Stream, spawn
 
@@ -64,6 +65,7 @@ def _rank(rank: int, port: int) -> None:
         _check_norm(made, rank, rows, torch.bfloat16)
     _check_norm(made, rank, 7, torch.float32)
     _check_ways(made, rank)
+    _check_what_looks_empty(made)
     _check_graph(made, rank)
     _check_uneven_ranks(made, rank)
     leave()
@@ -135,6 +137,15 @@ def _check_ways(made: SymmetricCollectives, rank: int) -> None:
         h = expected.double()
         expected_norm = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
         assert float((normed.double() - expected_norm).norm() / expected_norm.norm()) < 4e-3, f"turn {turn}, {name}"
+
+
+def _check_what_looks_empty(made: SymmetricCollectives) -> None:
+    """Minus zero is what memory holds where nothing is: a rank that sent it would be waited for for ever."""
+    for dtype in (torch.bfloat16, torch.float32):
+        halves = torch.full((33 * 4096 * dtype.itemsize // 2,), EMPTY, dtype=torch.int16, device="cuda")
+        x = halves.view(dtype).view(33, 4096)
+        for way in (made.sums.one_step, made.sums.two_steps, made.sums.one_step):
+            assert float(way(x)[0].abs().max()) < 1e-39, dtype
 
 
 def _check_uneven_ranks(made: SymmetricCollectives, rank: int) -> None:

@@ -21,6 +21,7 @@ from tests.models.interpreted_kernels import REFERENCE
 
 RANKS, ROWS, WIDTH, TURNS = 3, 5, 96, 12
 ORDERS = ((1,), (2, 1), (1, 2, 2), (2, 2), (1, 1))  # steps of the sums that follow each other
+LOOKS_EMPTY = torch.tensor([EMPTY, EMPTY], dtype=torch.int16).view(torch.float32)
 MOST_OFF = 1e-5  # another turn's row would be off by ones
 
 
@@ -29,6 +30,7 @@ def given(turn: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(turn)
     rows = 1 + turn * 3 % ROWS
     made = torch.randn(RANKS + 1, rows, WIDTH, generator=generator)
+    made[: RANKS - turn % 2, :, 7] = LOOKS_EMPTY
     norm = torch.rand(WIDTH, generator=generator)
     return list(made[:RANKS]), made[RANKS] if turn % 3 else None, norm
 
