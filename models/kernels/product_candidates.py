@@ -29,11 +29,11 @@ _SKINNY_TILES_OF_MANY_ROWS = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), 
 
 
 def default_choice(shape: LinearShape) -> Choice:
-    """A fair choice without measuring: GEMV for 1 or 2 rows, the skinny kernel to 64, cuBLAS beyond, for large weights
+    """A fair choice without measuring: GEMV for 1 or 2 rows, the skinny kernel to 32, cuBLAS beyond, for large weights
     from 8 rows, and for shapes that fit neither.
     """
     rows = shape.bucket.rows
-    if rows > 64 or (rows >= 8 and shape.outputs * shape.inner >= _LARGE_WEIGHT):
+    if rows > 32 or (rows >= 8 and shape.outputs * shape.inner >= _LARGE_WEIGHT):
         return Blas()
     fitting = candidates_for(shape.bucket)
     return fitting[0] if fitting else Blas()

@@ -147,7 +147,7 @@ def test_the_default_is_a_candidate_or_cublas() -> None:
     for shape in SHAPES:
         default = product_candidates.default_choice(shape)
         assert default == Blas() or default in product_candidates.candidates_for(shape.bucket)
-        if shape.rows > 64:
+        if shape.rows > 32:
             assert default == Blas()
         if shape.rows == 1 and shape.inner % 1024 == 0:
             assert isinstance(default, Gemv)
