@@ -101,14 +101,17 @@ def read_rows(results: Sequence[Path]) -> list[Row]:
 
 
 def panels(rows: Iterable[Row], peers: Sequence[PeerResult]) -> list[Panel]:
-    """One for each model and way to share it that was measured; of points measured again the latest counts."""
+    """One for each model and way to share it that was measured; of points measured again the latest counts.
+
+    Those that peers have figures for come first, then fewer ranks, then the smaller floor.
+    """
     found: dict[tuple[str, int, int], Panel] = {}
     for row in rows:
         panel = found.setdefault((row.model, row.tp, row.dp), Panel(row.model, row.tp, row.dp))
         panel.ours[row.batch] = row
     for panel in found.values():
         panel.peers = [peer for peer in peers if peer.tp == panel.ranks and is_model(panel.model, peer.model)]
-    return list(found.values())
+    return sorted(found.values(), key=lambda p: (not p.peers, p.ranks, min(p.floor_ms.values(), default=0.0)))
 
 
 def is_model(folder: str, size: str) -> bool:

@@ -48,6 +48,16 @@ def test_peers_stand_beside_the_same_model_and_ranks(tmp_path: Path) -> None:
     assert first.floor_ms == {1: 2.0, 4: 3.5}, "ours where we have it"
 
 
+def test_panels_stand_by_peers_ranks_and_floor_whatever_the_order_of_files(tmp_path: Path) -> None:
+    peers = [PeerResult("a", "8B", tp, {1: 6.0}) for tp in (1, 2)]
+    given = [("8b", 2, 2.0), ("32b", 8, 3.0), ("8b", 8, 1.0), ("8b", 4, 1.0), ("8b", 1, 4.0)]
+    rows = [row(1, 5.0, model=model, tp=tp, roofline_floor_ms=floor) for model, tp, floor in given]
+    for files in (rows, rows[::-1]):
+        drawn = panels(read_rows([results(tmp_path, "a", *files)]), peers)
+        shown = [(panel.model, panel.tp) for panel in drawn]
+        assert shown == [("8b", 1), ("8b", 2), ("8b", 4), ("8b", 8), ("32b", 8)]
+
+
 @pytest.mark.parametrize(
     ("folder", "size", "same"),
     [
