@@ -1,8 +1,7 @@
 """Micro-benchmark of a layer's experts: route, gate-up, down, sum, for a rank's share of a model's shape.
 
 Run on one GPU:  python3 -m tests.gpu.bench_experts [--shape 30b-a3b] [--rows 1 32 256] [--ranks 2]
-Prints the time of a layer, the bytes of the experts that were asked, and both as bandwidth. Weights of several layers
-rotate through more memory than the L2 holds.
+Prints the time of a layer, the bytes of the experts that were asked, and both as bandwidth.
 
     python3 -m tests.gpu.bench_experts --rows 32 256 --tiles 32 256 --compile-workers 13 --out FOLDER
 
@@ -10,6 +9,11 @@ tries other tiles of the grouped path for the rows after ``--tiles``: first ever
 down and the other way round, some milliseconds each; then the fastest of both together against the default, and the
 first of them and the default in the other order of programs, in rounds that take turns. FOLDER gets
 expert-tiles-SHAPE.json, tiles as the fields of expert_tiles.Tiles.
+
+    python3 -m tests.gpu.bench_experts --rows 8 32 --pairs 16,128,128,4,4,1/16,128,128,4,4,1 --out FOLDER
+
+times the default and the pairs after ``--pairs`` in such rounds at each number of rows, without a sweep. A pair is the
+fields of Tiles for gate-up and, behind the slash, for down. FOLDER gets expert-pairs-SHAPE.json.
 
 Knows: which tiles are worth a try. Does not know: which of them an engine runs (expert_tiles.py).
 """
@@ -19,10 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,31 +35,18 @@ import torch
 import triton
 from torch import Tensor
 
-from models.kernels import autotune
-from models.kernels.expert_tiles import Tiles, default_tiles
+from models.kernels.expert_tiles import Tiles, default_tiles, largest_power
 from models.kernels.experts_triton import expert_mlp
 from models.kernels.hopper import HopperKernels
 from tests.gpu.bench_kernels import DEVICE, compile_all, run_share
-from tests.gpu.bench_tune import captured, replay_for
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
+from tests.gpu.expert_timing import LAYERS, agree, in_turns, microseconds
 
-LAYERS = 6
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 FINALISTS = 2  # of each product: all their pairs are compared
-TOLERANCE = 0.02  # relative, of bfloat16 sums in another order
-ROUNDS, SECONDS = 10, 0.02  # of a pair of tiles in a round
+SUCH_AS = "16,64,128,3,4,8"  # tiles in a pair that is named
 
 Pair = tuple[Tiles, Tiles]
-
-
-def microseconds(run: Callable[[int], Tensor], replays: int = 30) -> float:
-    """Of one layer: the median of graph replays over LAYERS layers."""
-    return autotune.median_graph_us(partial(every_layer, run), DEVICE, replays) / LAYERS
-
-
-def every_layer(run: Callable[[int], Tensor]) -> None:
-    for layer in range(LAYERS):
-        run(layer)
 
 
 def products(layer: Layer) -> dict[str, tuple[int, int]]:
@@ -129,12 +119,25 @@ class TileBench:
             for us, pair in ranked[name][:5]:
                 print(f"    {us:8.1f} us {pair[name == 'down']}", flush=True)
         ups, downs = ([pair[which] for _, pair in ranked[name][:FINALISTS]] for which, name in enumerate(ranked))
-        finals = self._in_turns(list(product(ups, downs)))
-        print(f"  in turns, {time.monotonic() - begun:.0f} s:", flush=True)
-        for one in finals:
-            print(f"    {one['us']:8.1f} us, {one['of_default']:.3f} of the default's: {one['pair']}", flush=True)
+        pairs, default = list(product(ups, downs)), default_pair(self._layer, self._rows)
+        finals = self.in_turns([block_by_block(default), *pairs, block_by_block(pairs[0])])
         first = {name: [(us, astuple(pair[name == "down"])) for us, pair in timed] for name, timed in ranked.items()}
-        return {"rows": self._rows, "first": first, "in_turns": finals}
+        return {"first": first, **finals}
+
+    def in_turns(self, pairs: list[Pair]) -> dict[str, Any]:
+        """The default and ``pairs``."""
+        begun, default = time.monotonic(), default_pair(self._layer, self._rows)
+        runs = {pair: partial(self._run, pair) for pair in [default, *pairs]}
+        for pair, run in runs.items():
+            agree(f"{self._rows} rows: the result of {pair} differs from the default's", run, runs[default])
+        found = in_turns(runs)
+        print(f"  in turns, {time.monotonic() - begun:.0f} s, and as shares of the default's:", flush=True)
+        for pair, one in found.items():
+            print(
+                f"    {one.us:8.1f} us, {one.ratio:.3f} ({one.least:.3f} to {one.most:.3f}): {named(pair)}", flush=True
+            )
+        finals = [{"pair": [astuple(one) for one in pair], **asdict(took)} for pair, took in found.items()]
+        return {"rows": self._rows, "in_turns": finals}
 
     def _run(self, pair: Pair, number: int) -> Tensor:
         given = (self._x, *self._weights[number], *self._chosen[number], True, pair)
@@ -147,35 +150,42 @@ class TileBench:
             print("refused", pair, str(error)[:80].replace("\n", " "), flush=True)
             return None
 
-    def _in_turns(self, pairs: list[Pair]) -> list[dict[str, Any]]:
-        """The default, it in the other order of programs, ``pairs``, and the likeliest of them in the other order;
-        times are medians of rounds, shares are medians of what each round says.
-        """
-        default = default_pair(self._layer, self._rows)
-        tried = [default, block_by_block(default), *pairs, block_by_block(pairs[0])]
-        expected = self._run(default, 0).float()
-        for pair in tried:
-            error = float((self._run(pair, 0).float() - expected).norm() / expected.norm())
-            if not error < TOLERANCE:
-                raise SystemExit(f"the result of {pair} differs from the default's by {error:.3f} of its norm")
-        graphs = {pair: captured(partial(every_layer, partial(self._run, pair))) for pair in tried}
-        times: dict[Pair, list[float]] = {pair: [] for pair in graphs}
-        for turn in range(ROUNDS):
-            for pair in list(graphs)[:: -1 if turn % 2 else 1]:  # there and back: what drifts hits all of them alike
-                times[pair].append(replay_for(graphs[pair], SECONDS) / LAYERS)
-        return [
-            {
-                "pair": [astuple(one) for one in pair],
-                "us": statistics.median(took),
-                "of_default": statistics.median(a / b for a, b in zip(took, times[default], strict=True)),
-            }
-            for pair, took in times.items()
-        ]
-
 
 def block_by_block(pair: Pair) -> Pair:
     """In the other order of programs: a block passes all tiles before the next block of its expert begins."""
     return replace(pair[0], group=1), replace(pair[1], group=1)
+
+
+def named(pair: Pair) -> str:
+    """As --pairs takes it."""
+    return "/".join(",".join(map(str, astuple(tiles))) for tiles in pair)
+
+
+def pair_of(text: str, layer: Layer) -> Pair:
+    """What ``named`` made of it. Raises ValueError for what is no pair of tiles, or not one for ``layer``."""
+    words = text.split("/")
+    if len(words) != 2:
+        raise ValueError(f"{text!r} is no pair: type tiles of gate-up, a slash, tiles of down, as {SUCH_AS}/{SUCH_AS}")
+    gate_up, down = (
+        _tiles_of(f"{name} in {text!r}", word, *size)
+        for word, (name, size) in zip(words, products(layer).items(), strict=True)
+    )
+    return gate_up, down
+
+
+def _tiles_of(where: str, text: str, outputs: int, inner: int) -> Tiles:
+    names, words = [field.name for field in fields(Tiles)], text.split(",")
+    if len(words) != len(names) or not all(word.isdecimal() for word in words):
+        raise ValueError(f"{where}: {text!r} is not {','.join(names)}: type {len(names)} whole numbers as {SUCH_AS}")
+    tiles = Tiles(*map(int, words))
+    powers = {"block_m": (8, 256), "block_o": (16, largest_power(outputs)), "block_k": (16, largest_power(inner))}
+    for name, (least, most) in {**powers, "warps": (1, 16)}.items():
+        number = getattr(tiles, name)
+        if not least <= number <= most or number != largest_power(number):
+            raise ValueError(f"{where}: {name} is {number}: type a power of two from {least} to {most}")
+    if 0 in (tiles.stages, tiles.group):
+        raise ValueError(f"{where}: {text!r}: stages and group are at least 1 each: type them as in {SUCH_AS}")
+    return tiles
 
 
 def main() -> None:
@@ -183,13 +193,19 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="30b-a3b")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tiles", nargs="+", type=int, default=[], metavar="ROWS", help="try tiles for these rows")
+    tried = parser.add_mutually_exclusive_group()
+    tried.add_argument("--tiles", nargs="+", type=int, default=[], metavar="ROWS", help="try tiles for these rows")
+    tried.add_argument("--pairs", nargs="+", default=[], metavar="PAIR", help=f"try these, as {SUCH_AS}/{SUCH_AS}")
     parser.add_argument("--compile-workers", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for what --tiles finds")
+    parser.add_argument("--out", type=Path, help="folder for what --tiles or --pairs finds")
     args = parser.parse_args()
-    if args.tiles and args.out is None:
-        parser.error("--out is needed with --tiles: where the times go")
+    if (args.tiles or args.pairs) and args.out is None:
+        parser.error("--out is needed with --tiles and with --pairs: where the times go")
     layer = share_of(args.shape, args.ranks)
+    try:
+        pairs = [pair_of(text, layer) for text in args.pairs]
+    except ValueError as error:
+        parser.error(f"--pairs: {error}")
     if args.tiles and args.compile_workers:
         compile_all(compile_share, (layer, args.tiles), args.compile_workers)
     torch.manual_seed(0)
@@ -215,10 +231,12 @@ def main() -> None:
             f"{moved:6.1f} MB, {moved / layer_us:5.2f} TB/s",
             flush=True,
         )
-        if rows in args.tiles:
-            found["rows"].append(TileBench(layer, weights, chosen).sweep())
+        if rows in args.tiles or pairs:
+            bench = TileBench(layer, weights, chosen)
+            found["rows"].append(bench.in_turns(pairs) if pairs else bench.sweep())
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"expert-tiles-{args.shape}.json").write_text(json.dumps(found, indent=1))
+            file = args.out / f"expert-{'pairs' if pairs else 'tiles'}-{args.shape}.json"
+            file.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

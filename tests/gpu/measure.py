@@ -55,6 +55,8 @@ _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
 _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
 _TILES = "-m tests.gpu.bench_experts --out {out}/results --compile-workers 13"
+# About 35 s when each was timed once, with FlashInfer's module built before; rounds add some 20 s. No build fits in.
+_FLASHINFER = "-m tests.gpu.bench_flashinfer_experts --out {out}/results"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
 _AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
@@ -97,10 +99,10 @@ PARTS = (
     Part("gpu-tests", 1, 240, f"{_PYTEST} -n 4 -m gpu {_TESTS}"),
     Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
-    Part("experts", 1, 150, f"{_TILES} --rows 1 8 --tiles 32 128 256"),
-    Part("experts-mixtral", 1, 150, f"{_TILES} --shape mixtral-8x7b --rows 1 8 --tiles 32 128 256 2048"),
-    Part("experts-flashinfer", 1, 580, "-m tests.gpu.bench_flashinfer_experts"),  # nearly all of it a build
-    Part("mixtral-flashinfer", 1, 580, "-m tests.gpu.bench_flashinfer_experts --shape mixtral-8x7b"),  # the same
+    Part("experts", 1, 160, f"{_TILES} --rows 1 8 --tiles 32 128 256"),
+    Part("experts-mixtral", 1, 160, f"{_TILES} --shape mixtral-8x7b --rows 1 8 --tiles 32 128 256 2048"),
+    Part("experts-flashinfer", 1, 150, _FLASHINFER),
+    Part("mixtral-flashinfer", 1, 150, f"{_FLASHINFER} --shape mixtral-8x7b"),
     Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),
     Part("startup-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b --batch-size 1 --num-iters 1 --num-warmups 0"),
     Part("cold-8b", 1, 120, "-m tests.gpu.cold_start --out {out}"),

@@ -1,9 +1,12 @@
-"""The choice of tiles by bench_experts.py, without a GPU: what is tried fits, and the fastest of it is found."""
+"""Tiles in bench_experts.py, without a GPU: what is tried fits, the fastest is found, named pairs are compared."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import astuple, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +15,11 @@ import torch
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
 from models.kernels.expert_tiles import Tiles
-from tests.gpu import bench_experts
-from tests.gpu.bench_experts import Pair, TileBench, block_by_block, candidates, default_pair, products
+from models.kernels.reference import ReferenceKernels
+from tests.gpu import bench_experts, expert_timing
+from tests.gpu.bench_experts import Pair, TileBench, block_by_block, candidates, default_pair, named, pair_of, products
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
+from tests.gpu.expert_timing import LAYERS
 
 
 @pytest.mark.parametrize("rows", [8, 32, 128, 256, 2048])
@@ -53,26 +58,15 @@ def test_the_fastest_pair_is_found_and_compared_in_turns(monkeypatch: pytest.Mon
     def microseconds(run: Any, replays: int) -> float:
         return cost(run.args[0])
 
-    def captured(run: Callable[[], None]) -> Callable[[], None]:
-        return run
-
-    launched: list[Pair] = []
-
-    def replay_for(graph: Any, seconds: float) -> float:
-        pair: Pair = graph.args[0].args[0]
-        launched.append(pair)
-        return cost(pair) * bench_experts.LAYERS
-
-    for stub in (microseconds, captured, replay_for):
-        monkeypatch.setattr(bench_experts, stub.__name__, stub)
-    monkeypatch.setattr(bench_experts, "expert_mlp", lambda *_, **__: torch.ones(2))
+    monkeypatch.setattr(bench_experts, "microseconds", microseconds)
+    launched = replayed(monkeypatch, cost)
     result = bench(layer).sweep()
 
     first = result["first"]
     assert first["gate-up"][0] == (70.0, astuple(fast[0]))
     assert first["down"][0] == (80.0, astuple(fast[1]))
     assert len(first["down"]) == len(tried["down"]) - 1, "what is refused is left out"
-    in_turns = {tuple(Tiles(*one) for one in final["pair"]): final["of_default"] for final in result["in_turns"]}
+    in_turns = {tuple(Tiles(*one) for one in final["pair"]): final["ratio"] for final in result["in_turns"]}
     assert in_turns[default] == 1.0
     assert in_turns[block_by_block(default)] == pytest.approx(1.01)
     assert min(in_turns, key=lambda pair: in_turns[pair]) == fast
@@ -94,7 +88,80 @@ def test_tiles_that_compute_something_else_end_it(monkeypatch: pytest.MonkeyPatc
         bench(layer).sweep()
 
 
+FORMER = "16,128,128,4,4,1/16,128,128,4,4,1"
+
+
+def test_named_pairs_are_compared_with_the_default_and_nothing_is_swept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = replace(share_of("mixtral-8x7b", 2), hidden=256, inner=128, device="cpu")
+    former = pair_of(FORMER, layer)
+    monkeypatch.setattr(bench_experts, "share_of", lambda shape, ranks: layer)
+    monkeypatch.setattr(bench_experts, "HopperKernels", lambda device: ReferenceKernels())
+    monkeypatch.setattr(bench_experts, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(bench_experts, "microseconds", lambda run, replays=30: 1.0)
+    launched = replayed(monkeypatch, lambda pair: 110.0 if pair == former else 100.0)
+    words = ["--shape", "mixtral-8x7b", "--rows", "8", "32", "--pairs", FORMER, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_experts", *words])
+    bench_experts.main()
+
+    found = json.loads((tmp_path / "expert-pairs-mixtral-8x7b.json").read_text())["rows"]
+    assert [one["rows"] for one in found] == [8, 32]
+    assert [[final["us"] for final in one["in_turns"]] for one in found] == [[100.0, 110.0]] * 2
+    assert found[0]["in_turns"][1]["pair"] == [[16, 128, 128, 4, 4, 1]] * 2
+    assert set(launched) == {former, default_pair(layer, 8)}
+    assert f"110.0 us, 1.100 (1.100 to 1.100): {FORMER}" in capsys.readouterr().out
+
+
+def test_a_pair_reads_as_it_is_written() -> None:
+    layer = share_of("mixtral-8x7b", 2)
+    assert pair_of(FORMER, layer) == (Tiles(16, 128, 128, 4, 4, 1), Tiles(16, 128, 128, 4, 4, 1))
+    assert named(pair_of(FORMER, layer)) == FORMER
+    pair = default_pair(layer, 256)
+    assert pair_of(named(pair), layer) == pair
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("16,64,128,3,4,8", "no pair: type tiles of gate-up, a slash, tiles of down, as 16,64,128,3,4,8/"),
+        ("1,2/3/4", "'1,2/3/4' is no pair"),
+        ("16,64,128,3,4/16,64,128,3,4,8", r"gate-up in .*'16,64,128,3,4' is not block_m,block_o,.*: type 6 whole"),
+        ("16,64,128,3,4,8/16,64,128,3,-4,8", "down in .*'16,64,128,3,-4,8' is not .*warps,group: type 6 whole numbers"),
+        ("16,64,128,3,4,8/16,64,96,3,4,8", "down in .*block_k is 96: type a power of two from 16 to 2048"),
+        ("16,8192,128,3,4,8/16,64,128,3,4,8", "gate-up in .*block_o is 8192: type a power of two from 16 to 4096"),
+        ("16,64,128,0,4,8/16,64,128,3,4,8", "gate-up in .*stages and group are at least 1"),
+    ],
+)
+def test_what_is_no_pair_is_refused_with_what_to_type(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = share_of("mixtral-8x7b", 2)
+    with pytest.raises(ValueError, match=says):
+        pair_of(text, layer)
+    words = ["--shape", "mixtral-8x7b", "--pairs", FORMER, text, "--out", "never"]
+    monkeypatch.setattr(sys, "argv", ["bench_experts", *words])
+    with pytest.raises(SystemExit):
+        bench_experts.main()
+    assert "error: --pairs: " in capsys.readouterr().err
+
+
 def bench(layer: Layer) -> TileBench:
     empty = torch.empty(0)
-    layers = bench_experts.LAYERS
-    return TileBench(layer, [(empty, empty)] * layers, [layer.chosen(32) for _ in range(layers)])
+    return TileBench(layer, [(empty, empty)] * LAYERS, [layer.chosen(32) for _ in range(LAYERS)])
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Pair], float]) -> list[Pair]:
+    """A layer takes what ``cost`` says of its pair; what was replayed, in its order."""
+    launched: list[Pair] = []
+
+    def replay_for(graph: Any, seconds: float) -> float:
+        pair: Pair = graph.args[0].args[0]
+        launched.append(pair)
+        return cost(pair) * LAYERS
+
+    monkeypatch.setattr(expert_timing, "captured", lambda run: run)
+    monkeypatch.setattr(expert_timing, "replay_for", replay_for)
+    monkeypatch.setattr(bench_experts, "expert_mlp", lambda *_, **__: torch.ones(2))
+    return launched
