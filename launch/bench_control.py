@@ -222,14 +222,20 @@ def _percentiles(times: list[float]) -> dict[str, float]:
 
 
 COLUMNS = ("agree", "round", "call", "max")
-DEFAULT_WAYS = tuple(way for way in WAYS if way != "nccl")  # NCCL needs a GPU a rank
+
+
+def ways_here(world: int) -> tuple[str, ...]:
+    """All ways that ``world`` ranks of this machine have: NCCL's needs a GPU for each."""
+    import torch
+
+    return tuple(way for way in WAYS if way != "nccl" or world <= torch.cuda.device_count())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_control", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--turns", type=int, default=5000)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=())
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -242,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(ranks: Sequence[int], turns: int, ways: Sequence[str], output: Path | None) -> int:
-    """Measure every way with every number of ranks; the table on stdout, JSON in ``output``. ``ways`` () is all but
-    NCCL. Returns the exit code. Raises ValueError for an unknown way.
+    """Measure every way with every number of ranks; the table on stdout, JSON in ``output``. ``ways`` () is all that
+    there are, NCCL's where each rank has a GPU. Returns the exit code. Raises ValueError for an unknown way.
     """
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
@@ -252,7 +258,7 @@ def compare(ranks: Sequence[int], turns: int, ways: Sequence[str], output: Path 
     heads = " ".join(f"{name + ' p50':>9} {'p99':>9}" for name in COLUMNS)
     print(f"{'way':31} ranks  {heads}  us")
     for world in ranks:
-        for way in ways or DEFAULT_WAYS:
+        for way in ways or ways_here(world):
             measured = measure(way, world, turns)
             rows.append({"way": way, "ranks": world, **measured})
             cells = [f"{measured[n][p]:>9.1f}" if n in measured else " " * 9 for n in COLUMNS for p in ("p50", "p99")]

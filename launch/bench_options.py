@@ -137,7 +137,14 @@ def _anatomy_options(add: _Adder) -> None:
 def _control_options(add: _Adder) -> None:
     add.value("--ranks", "processes that agree; several with commas", "ranks", _counts, "2,4,8")
     add.value("--turns", "agreements of each measurement", "turns", _at_least_one)
-    add.value("--way", "how they agree; may be given again", "name", str, "all but nccl", action="append")
+    add.value(
+        "--way",
+        "how they agree; may be given again",
+        "name",
+        str,
+        "all; nccl where each rank has a GPU",
+        action="append",
+    )
     add.value("--output", "figures as JSON", "file", Path, "not written")
 
 

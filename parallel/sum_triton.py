@@ -42,6 +42,7 @@ from parallel.places import Places
 from parallel.push_triton import empty_like, is_empty, row_of_part, sendable
 
 MOST_WARPS = 16
+MOST_WARPS_OF_MANY = 8  # between more than four ranks, whose parts a thread holds: with 16 it has half the registers
 
 
 @triton.jit
@@ -157,6 +158,7 @@ def summed(
     normed = norm_N is not None
     residual_out_TN = torch.empty_like(x_TN) if normed else out_TN
     block = triton.next_power_of_2(width)
+    most_warps = MOST_WARPS if len(places.memory) <= 4 else MOST_WARPS_OF_MANY
     _sum_kernel[(tokens,)](
         x_TN,
         x_TN if residual_TN is None else residual_TN,
@@ -172,7 +174,7 @@ def summed(
         PUSHED=pushed,
         TWO_STEPS=two_steps,
         PDL=pdl,
-        num_warps=max(1, min(MOST_WARPS, block // 512)),
+        num_warps=max(1, min(most_warps, block // 512)),
         launch_pdl=pdl,
     )
     return out_TN, residual_out_TN

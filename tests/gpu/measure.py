@@ -162,7 +162,10 @@ PARTS = (
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
     Part("all-reduce-4", 4, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
-    Part("control-4", 4, 60, f"{_BENCH} control --ranks 2,4 {_AGAINST_NCCL} --output {{out}}/results/control-4.json"),
+    Part("symmetric-4", 4, 120, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("symmetric-8", 8, 150, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("control-4", 4, 120, f"{_BENCH} control --ranks 2,4 --output {{out}}/results/control-4.json"),  # every way
+    Part("control-8", 8, 200, f"{_BENCH} control --output {{out}}/results/control-8.json"),
     *(
         Part(f"latency-{model}-tp{gpus}", gpus, 240, f"{_BENCH} latency --model qwen3-{model} {_FEW} {_BOTH}", True)
         for gpus in (4, 8)

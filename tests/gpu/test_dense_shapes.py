@@ -17,10 +17,10 @@ from models.kernels.hopper_products import HopperProducts
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
-from parallel.collectives import Collectives, SingleRank, Unsummed
+from parallel.collectives import Collectives, SingleRank
 from parallel.places import Places
-from parallel.sums import Sums
 from tests.gpu.dense_shapes import BF16, FOLDERS, MODELS, SHAPES, Dense
+from tests.models.rank_without_gpu import FirstRank
 
 ROWS = (1, 8, 32, 64, 128, 256)
 PAGE = 16
@@ -55,29 +55,20 @@ class Asked(HopperProducts, ReferenceKernels):
         return x_MK.new_empty(len(x_MK), len(weight_OK) // (2 if gate_up else 1))
 
 
-class OneOf(Collectives):
-    """A rank whose others are not there: which sums a kernel takes is asked of the real ones, nothing is summed."""
+class OneOf(FirstRank):
+    """Any of the ranks; nothing is summed."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._sums = Sums([0] * size, torch.zeros(0), rank, pdl=False)
+        super().__init__(size)
+        self.rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
-
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
-        return self._sums.places_for(tokens, width, dtype)
-
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
-        return x_TN if self._sums.of(x_TN) is None else Unsummed(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
         return x_TN, x_TN
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
 
 
 def built(name: str, rank: int) -> tuple[Decoder, Asked]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
+from launch import bench_control
 from launch.bench_options import BenchCommand, BenchOptions
 from launch.bench_session import SHAPES, model_folder, open_session
 from launch.generate import UsageError
@@ -166,3 +168,21 @@ def test_control_refuses_an_unknown_way() -> None:
     assert isinstance(command, BenchCommand)
     with pytest.raises(UsageError, match="'telepathy' is no way to agree"):
         bench.run(command, {}, no_engine)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, []), (2, [2]), (4, [2, 4])])
+def test_control_measures_every_way_that_there_is_in_one_run(
+    gpus: int, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def measured(way: str, world: int, turns: int) -> dict[str, dict[str, float]]:
+        ran.append((way, world))
+        return {}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(bench_control, "measure", measured)
+    assert bench_control.compare((2, 4), turns=1, ways=(), output=None) == 0
+    assert [world for way, world in ran if way == "nccl"] == ranks
+    for world in (2, 4):
+        assert {way for way, with_ in ran if with_ == world} >= set(bench_control.WAYS) - {"nccl"}

@@ -49,22 +49,12 @@ def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
-def known_spills(one: dict[str, Any]) -> int:
-    """Words that a kernel may keep in memory because no way to write it without was found (docs/log.md).
-
-    A sum between eight ranks has parts of seven in flight at once; of rows with more than 4096 numbers (those of 32B)
-    a thread holds sixteen of each. What it spills stays in the L1, beside 10 to 20 us of waiting for the others.
-    """
-    wide = one["kernel"] == "_sum_kernel" and one["constants"]["WORLD"] > 4 and one["constants"]["BLOCK"] > 4096
-    return 48 if wide else 0
-
-
 def complaints(found: list[dict[str, Any]]) -> list[str]:
     """Whatever keeps a kernel from running, or from running well and safely, one line each."""
     told = []
     for one in found:
         name = f"{one['kernel']} ({one['where']}; {one['constants']}; {one['warps']} warps)"
-        if one["spills"] > known_spills(one):
+        if one["spills"]:
             told.append(f"{name} spills {one['spills']} words a thread")
         if one["shared"] > MOST_SHARED:
             told.append(f"{name} asks for {one['shared']} bytes of shared memory")
