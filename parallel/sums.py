@@ -26,8 +26,8 @@ class Limits:
     two_steps: int
 
 
-# Where one way passes the next on H200s, rows of 8 KiB (docs/measurements-gpu.md, "Sums between GPUs"). Groups of 3 and
-# of 5 to 7 were not measured: they are given what the next larger one has.
+# Where one way passes the next on H200s, rows of 8 KiB (docs/measurements-gpu.md, "Sums between GPUs"); between 8 ranks
+# by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger one has.
 LIMITS = {
     2: Limits(4 << 20, 0),
     **dict.fromkeys((3, 4), Limits(128 << 10, 4 << 20)),
