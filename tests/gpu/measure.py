@@ -133,6 +133,7 @@ PARTS = (
     Part("attention-in-layer", 1, 110, "-m tests.gpu.bench_attention --out {out}/results --compile-workers 13"),
     Part("power", 1, 120, "-m tests.gpu.bench_power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.gpu.bench_rotation --out {out}/results"),
+    Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),

@@ -6,7 +6,7 @@ Run: python3 -m pytest -m multigpu tests/gpu/test_pushed_sums_gpu.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,12 +20,13 @@ from parallel.collectives import Unsummed
 from parallel.linear import RowParallel
 from parallel.shard import Placement
 from parallel.symmetric import SymmetricCollectives
-from tests.gpu.test_symmetric import RANKS, free_port, joined, leave
+from tests.gpu.test_symmetric import OWN_GPUS, RANKS, free_port, joined, late_by_turns, leave
 from tests.gpu.untyped import Stream, spawn
 
 BF16 = torch.bfloat16
 INNER, WIDTH = 2048, 4096
 EPS = 1e-6
+TURNS = 120
 CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket each
     (Gemv(4, 512, 2, 1024), (1,)),
     (Gemv(2, 1024, 4), (3, 4)),
@@ -121,16 +122,6 @@ class Layer:
             assert all(torch.equal(copy, normed) for copy in copies), f"{choice}, {rows} rows: the ranks differ"
 
 
-def late_by_turns(rank: int) -> Iterator[int]:
-    """Turns in which one rank's GPU, and not the other's, has something else to do first."""
-    delay = torch.zeros(1 << 22)
-    for turn in range(120):
-        if turn % RANKS == rank:
-            for _ in range(turn % 5):
-                delay.sin_()
-        yield turn
-
-
 def check_behind_each_other(layer: Layer) -> None:
     """Products and sums of other rows each time, without anything between them, and some exchanges of other kinds."""
     made, found = layer.made, []
@@ -141,7 +132,7 @@ def check_behind_each_other(layer: Layer) -> None:
     counts = (1, 16, 3, 32, 64, 8, 400, 7, 12, 5, 2, 33)
     given = [layer.inputs(rows, seed=number) for number, rows in enumerate(counts)]
     ones = torch.ones(300, 256, dtype=BF16)
-    for turn in late_by_turns(made.rank):
+    for turn in late_by_turns(made, TURNS, OWN_GPUS.late):
         number = turn * 5 % len(counts)
         found.append((number, layer.run(*given[number])))
         if turn % 7 == 3:
@@ -182,7 +173,7 @@ def check_graph(layer: Layer) -> None:
             x.copy_(layer.inputs(len(x), seed=100 * seed + number)[0])
 
     found = []
-    for turn in late_by_turns(made.rank):
+    for turn in late_by_turns(made, TURNS, OWN_GPUS.late):
         if turn % 10 == 0:
             fill(turn)
         graph.replay()

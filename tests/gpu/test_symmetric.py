@@ -1,24 +1,52 @@
-"""All-reduces over symmetric memory, in one step and in two: right, the same bits, in graphs, beside NCCL. On two GPUs,
-and on all that the machine has.
+"""All-reduces over symmetric memory, in one step and in two: right, the same bits, in graphs, beside NCCL. Between two
+GPUs and all that the machine has; and between more ranks than that, which share its GPUs and have no NCCL.
+
+Knows: what a sum has to give, however its ranks are spread over GPUs. Does not know: products that push
+(test_pushed_sums_gpu.py), what a sum costs (bench_all_reduce.py).
 
 Run: python3 -m pytest -m multigpu tests/gpu/test_symmetric.py
+     python3 -m pytest -m gpu tests/gpu/test_symmetric.py         # ranks that share GPUs; one GPU is enough
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.collectives import Unsummed
 from parallel.places import EMPTY
 from parallel.symmetric import SymmetricCollectives, fastest_collectives
-from tests.gpu.untyped import Stream, spawn
+from tests.gpu.untyped import Stream, sleep, spawn
 
 RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is checked: ``rows`` of a sum, turns of two checks, calls in a graph's chain, replays of that.
+
+    ``late``: cycles of the device; a rank is late by up to four times as many.
+    """
+
+    rows: tuple[int, ...]
+    ways: int
+    uneven: int
+    chain: int
+    replays: int
+    late: int
+
+
+OWN_GPUS = Extent(rows=(1, 3, 8, 64, 256, 5), ways=240, uneven=200, chain=64, replays=20, late=24_000)
+# Processes on one GPU (without MPS) take turns of about 2 ms, and a rank that waits spins to the end of its own: a sum
+# takes a turn of every rank there, or two. So there are few sums, and who is late is late by more than a turn.
+SHARED_GPUS = Extent(rows=(1, 5, 64, 256), ways=40, uneven=40, chain=16, replays=8, late=5_000_000)
 
 
 @pytest.mark.multigpu
@@ -26,6 +54,13 @@ RANKS = 2
 @pytest.mark.parametrize("ranks", sorted({RANKS, min(8, max(RANKS, torch.cuda.device_count()))}))
 def test_ranks_sum_the_same(ranks: int) -> None:
     spawn(_rank, args=(free_port(), ranks), nprocs=ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [3, 5, 8])
+def test_ranks_that_share_gpus_sum_the_same(ranks: int) -> None:
+    spawn(_sharing_rank, args=(free_port(), ranks), nprocs=ranks)
 
 
 def free_port() -> int:
@@ -37,20 +72,32 @@ def free_port() -> int:
 
 def joined(rank: int, port: int, ranks: int = RANKS) -> SymmetricCollectives:
     """This process as one of ``ranks``, with a GPU of its own."""
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cuda", rank)
+    made = fastest_collectives(_group(rank, port, ranks, device, nccl=True), device)
+    assert isinstance(made, SymmetricCollectives)
+    return made
+
+
+def _group(rank: int, port: int, ranks: int, device: torch.device, *, nccl: bool) -> dist.ProcessGroup:
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     torch.cuda.set_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=ranks,
-        device_id=device,
+        device_id=device if nccl else None,
     )
     assert dist.group.WORLD is not None
-    made = fastest_collectives(dist.group.WORLD, device)
-    assert isinstance(made, SymmetricCollectives)
-    return made
+    return dist.group.WORLD
+
+
+def late_by_turns(made: SymmetricCollectives, turns: int, cycles: int) -> Iterator[int]:
+    """Turns in which one rank's GPU, and not the others', has something else to do first: up to 4 x ``cycles``."""
+    for turn in range(turns):
+        if turn % made.size == made.rank:
+            sleep((1 + turn // made.size) % 5 * cycles)
+        yield turn
 
 
 def leave() -> None:
@@ -62,43 +109,68 @@ def leave() -> None:
 
 def _rank(rank: int, port: int, ranks: int) -> None:
     made = joined(rank, port, ranks)
-    for rows in (1, 3, 8, 64, 256, 5, *((512,) if ranks <= 4 else ())):  # what NCCL sums is not looked at
-        _check(made, rank, rows)
-        _check_norm(made, rank, rows, torch.bfloat16)
-    _check_norm(made, rank, 7, torch.float32)
-    _check_ways(made, rank)
-    _check_what_looks_empty(made)
-    _check_graph(made, rank)
-    _check_uneven_ranks(made, rank)
+    _check_beside_nccl(made)
+    _check_all(made, OWN_GPUS)
     leave()
 
 
-def _parts(made: SymmetricCollectives, rows: int, seed: int) -> list[torch.Tensor]:
-    """Every rank's part, known to all: [rows, 4096] bf16."""
+def _sharing_rank(rank: int, port: int, ranks: int) -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    group = _group(rank, port, ranks, device, nccl=False)  # which refuses two ranks on a GPU
+    made = SymmetricCollectives(group, device)  # and not by fastest_collectives, which wants a GPU for each
+    _check_all(made, SHARED_GPUS)
+    leave()
+
+
+def _check_all(made: SymmetricCollectives, extent: Extent) -> None:
+    for rows in (*extent.rows, *((512,) if made.size <= 4 else ())):  # what NCCL sums is not looked at
+        _check(made, rows)
+        _check_norm(made, rows, torch.bfloat16)
+    _check_norm(made, 7, torch.float32)
+    _check_ways(made, extent)
+    _check_what_looks_empty(made)
+    _check_graph(made, extent)
+    _check_uneven_ranks(made, extent)
+
+
+def _parts(made: SymmetricCollectives, rows: int, seed: int) -> list[Tensor]:
+    """Every rank's part, known to all: [rows, 4096] bf16, on the GPU."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, 4096, generator=generator).bfloat16() for _ in range(made.size)]
+    return [*torch.randn(made.size, rows, 4096, generator=generator).bfloat16().cuda()]
 
 
-def _check(made: SymmetricCollectives, rank: int, rows: int) -> None:
+def _in_rank_order(parts: list[Tensor]) -> Tensor:
+    """What every rank has to have, to the bit: added in float32, first rank first, rounded once."""
+    total = torch.zeros(parts[0].shape, device=parts[0].device)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+def _check(made: SymmetricCollectives, rows: int) -> None:
     parts = _parts(made, rows, seed=rows)
-    x = parts[rank].cuda()
-    assert made.sums.of(x)
-    summed = made.all_reduce(x)
-    expected = sum(part.double() for part in parts)
-    assert isinstance(expected, torch.Tensor)
-    error = (summed.cpu().double() - expected).norm() / expected.norm()
-    assert error < 4e-3
-    copies = [torch.empty_like(summed) for _ in range(made.size)]
-    dist.all_gather(copies, summed)
-    assert all(torch.equal(copy, summed) for copy in copies), "ranks summed in different orders"
-    large = torch.full((8 << 20,), float(rank + 1), dtype=torch.bfloat16, device="cuda")
-    assert made.sums.of(large) is None
-    assert bool((made.all_reduce(large) == sum(range(1, made.size + 1))).all())
+    assert made.sums.of(parts[made.rank])
+    summed = made.all_reduce(parts[made.rank])
+    assert torch.equal(summed, _in_rank_order(parts)), f"{rows} rows"
+    mine = summed.cpu().view(torch.uint8)  # over gloo, and to the bit of a zero's sign
+    copies = [torch.empty_like(mine) for _ in range(made.size)]
+    dist.all_gather(copies, mine)
+    assert all(torch.equal(copy, mine) for copy in copies), "ranks summed in different orders"
 
 
-def _check_norm(made: SymmetricCollectives, rank: int, rows: int, dtype: torch.dtype) -> None:
+def _check_beside_nccl(made: SymmetricCollectives) -> None:
+    """Messages that are too large for us, between some that are not."""
+    for rows in (1, 64, 256):
+        _check(made, rows)
+        large = torch.full((8 << 20,), float(made.rank + 1), dtype=torch.bfloat16, device="cuda")
+        assert made.sums.of(large) is None
+        assert bool((made.all_reduce(large) == sum(range(1, made.size + 1))).all())
+
+
+def _check_norm(made: SymmetricCollectives, rows: int, dtype: torch.dtype) -> None:
     """Sum, residual and norm at once give what one after the other gives, rounding included."""
-    x = _parts(made, rows, seed=rows)[rank].to(dtype).cuda()
+    x = _parts(made, rows, seed=rows)[made.rank].to(dtype)
     generator = torch.Generator().manual_seed(1)
     residual = torch.randn(rows, 4096, generator=generator).to(dtype).cuda()
     norm = torch.rand(4096, generator=generator).to(dtype).cuda()
@@ -114,27 +186,19 @@ def _check_norm(made: SymmetricCollectives, rank: int, rows: int, dtype: torch.d
         assert float((normed.double() - expected).norm() / expected.norm()) < 4e-3
 
 
-def _check_ways(made: SymmetricCollectives, rank: int) -> None:
+def _check_ways(made: SymmetricCollectives, extent: Extent) -> None:
     """One step and two give the same bits, whichever this size of group uses, and in whatever order they come."""
-    delay = torch.zeros(1 << 22, device="cuda")
     norm = torch.rand(4096, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
     ways = {"one step": made.sums.one_step, "two steps": made.sums.two_steps}
-    given = {rows: [part.cuda() for part in _parts(made, rows, seed=rows)] for rows in (1, 6, 33, 300)}
+    given = {rows: _parts(made, rows, seed=rows) for rows in (1, 6, 33, 300)}
     found = []
-    for turn in range(240):
-        if turn % made.size == rank:
-            for _ in range(turn % 5):
-                delay.sin_()
+    for turn in late_by_turns(made, extent.ways, extent.late):
         rows = list(given)[turn * 7 % len(given)]
         name = list(ways)[turn * 5 % 7 % 2]
-        x, residual = given[rows][rank], given[rows][0]
+        x, residual = given[rows][made.rank], given[rows][0]
         found.append((turn, name, rows, ways[name](x, residual_TN=residual, norm_N=norm, eps=1e-6)))
     for turn, name, rows, (normed, kept) in found:
-        parts = given[rows]
-        total = torch.zeros(parts[0].shape, device="cuda")
-        for part in parts:
-            total += part.float()
-        expected = (total.bfloat16().float() + parts[0].float()).bfloat16()
+        expected = (_in_rank_order(given[rows]).float() + given[rows][0].float()).bfloat16()
         assert torch.equal(kept, expected), f"turn {turn}, {name}, {rows} rows"
         h = expected.double()
         expected_norm = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
@@ -150,26 +214,23 @@ def _check_what_looks_empty(made: SymmetricCollectives) -> None:
             assert float(way(x)[0].abs().max()) < 1e-39, dtype
 
 
-def _check_uneven_ranks(made: SymmetricCollectives, rank: int) -> None:
+def _check_uneven_ranks(made: SymmetricCollectives, extent: Extent) -> None:
     """Calls right behind each other, of other numbers of rows each time, with one rank late by turns."""
-    delay = torch.zeros(1 << 22, device="cuda")
-    for turn in range(200):
-        if turn % made.size == rank:
-            for _ in range(turn % 5):
-                delay.sin_()
+    for turn in late_by_turns(made, extent.uneven, extent.late):
         rows = 1 + turn * 37 % 512
-        x = torch.full((rows, 256), float(turn % 16 + rank), dtype=torch.bfloat16, device="cuda")
+        x = torch.full((rows, 256), float(turn % 16 + made.rank), dtype=torch.bfloat16, device="cuda")
         twice = made.all_reduce(made.all_reduce(x))
         once = made.size * (turn % 16) + sum(range(made.size))
-        assert bool((twice == made.size * once).all()), f"turn {turn}"
+        assert torch.equal(twice, torch.full_like(twice, made.size * once)), f"turn {turn}"  # rounded once, as that is
 
 
-def _check_graph(made: SymmetricCollectives, rank: int) -> None:
+def _check_graph(made: SymmetricCollectives, extent: Extent) -> None:
     """A chain of sums: a rank that ran ahead and overwrote its part too early would change the other's result."""
     x = torch.zeros(8, 4096, dtype=torch.float32, device="cuda")
-    factors = [1 + turn % (128 // made.size) for turn in range(64)]  # sums up to 128: bfloat16 holds them exactly
+    most = 128 // made.size  # bfloat16 holds sums up to 128 exactly
+    factors = [1 + turn % most for turn in range(extent.chain)]
 
-    def chain() -> torch.Tensor:
+    def chain() -> Tensor:
         total = torch.zeros_like(x)
         for factor in factors:
             total += made.all_reduce((x * factor).bfloat16()).float()
@@ -183,11 +244,11 @@ def _check_graph(made: SymmetricCollectives, rank: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as the engine does, beside NCCL's own threads
         out = chain()
-    for seed in range(20):
+    for seed in late_by_turns(made, extent.replays, extent.late):
         values = [part.sign().float() for part in _parts(made, 8, seed)]  # -1, 0 or 1: every sum is exact
-        x.copy_(values[rank])
+        x.copy_(values[made.rank])
         graph.replay()
         expected = sum(value.double() for value in values) * sum(factors)
-        assert isinstance(expected, torch.Tensor)
-        assert torch.equal(out.cpu().double(), expected), f"replay {seed}"
+        assert isinstance(expected, Tensor)
+        assert torch.equal(out.double(), expected), f"replay {seed}"
     graph.reset()

@@ -110,8 +110,8 @@ def pushing(driver: CompilingDriver) -> None:
 
 
 def sums(driver: CompilingDriver) -> None:
-    """Between two, three and eight ranks, with and without what follows a sum in a decoder."""
-    for size in (2, 3, 8):
+    """Between two, three, five and eight ranks, with and without what follows a sum in a decoder."""
+    for size in (2, 3, 5, 8):
         made = FirstRank(size).sums
         for name, way in {"one step": made.one_step, "pushed": made.pushed, "two steps": made.two_steps}.items():
             for dtype in (torch.bfloat16, torch.float32):

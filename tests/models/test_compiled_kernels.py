@@ -107,7 +107,7 @@ def test_sums_send_and_empty_as_wide_as_they_can(tmp_path: Path) -> None:
     """A thread has sixteen bytes or more of each part, which it stores that wide."""
     found = compiled(tmp_path, "--part", "sums")
     assert complaints(found) == []
-    assert len(found) == 3 * 3 * 2 * 2
+    assert len(found) == 4 * 3 * 2 * 2
     for one in found:
         way, ranks = re.findall(r"(.*), (\d+) ranks", one["where"])[0]
         others, results = int(ranks) - 1, 2 if one["constants"]["NORM"] else 1
