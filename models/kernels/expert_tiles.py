@@ -34,6 +34,9 @@ _BY_ROOM = {
     128: (Tiles(128, 128, 128, 3, 8), Tiles(128, 128, 128, 3, 8)),
     256: (Tiles(128, 256, 64, 4, 8), Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
 }
+_LONG = Tiles(128, 256, 64, 4, 8)
+_INNER_OF_HALVES = 4096  # 14336 was faster in halves, 768 was slower
+MULTIPROCESSORS = 132  # of an H200
 
 
 def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tiles, Tiles]:
@@ -47,6 +50,31 @@ def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = tor
     if dtype == torch.float32:
         gate_up = down = Tiles(min(room, 64), 64, 32, 3, 4)
     return _dividing(gate_up, 2 * inner, hidden), _dividing(down, hidden, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class LongListTiles:
+    """Of both products over lists of many tokens (experts_tma_triton.py); down cuts its inner dimension into ``split``
+    parts, which the sum of a token's experts adds up.
+    """
+
+    gate_up: Tiles
+    down: Tiles
+    split: int = 1
+
+
+def long_list_tiles(mean: float, experts: int, hidden: int, inner: int) -> LongListTiles | None:
+    """For lists of ``mean`` tokens on average of so many experts; None where they are too short for these tiles.
+
+    Each multiprocessor takes a tile of down in turns. With one to four turns, the last of which few of them have, parts
+    of half the length lose less, unless they are so short that it takes longer to write and read them.
+    """
+    if room_for(mean) < max(_BY_ROOM):
+        return None
+    gate_up, down = _dividing(_LONG, 2 * inner, hidden), _dividing(_LONG, hidden, inner)
+    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / MULTIPROCESSORS
+    halves = inner >= _INNER_OF_HALVES and inner % (2 * down.block_k) == 0 and 1 < turns < 4
+    return LongListTiles(gate_up, down, 2 if halves else 1)
 
 
 def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:

@@ -41,7 +41,7 @@ def _expert_of(counts_ptr, program, tiles, G, BLOCK_G: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def _block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+def block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
     """Of a program of an expert: GROUP blocks at a time, all their tiles, on each tile one block after the other."""
     first = number // (GROUP * tiles) * GROUP
     together = tl.minimum((count + BLOCK_M - 1) // BLOCK_M - first, GROUP)
@@ -79,7 +79,7 @@ def _grouped_kernel(
         gdc_launch_dependents()
     expert, number, count = _expert_of(counts_ptr, tl.program_id(0), tiles, G, BLOCK_G, BLOCK_M)
     if expert < G:
-        block, tile = _block_and_tile(number, count, tiles, BLOCK_M, GROUP)
+        block, tile = block_and_tile(number, count, tiles, BLOCK_M, GROUP)
         places = block * BLOCK_M + tl.arange(0, BLOCK_M)
         asked = places < count
         pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + places, mask=asked, other=0)
@@ -109,11 +109,12 @@ def _grouped_kernel(
 
 @triton.jit
 def _combine_kernel(
-    pairs_ptr,  # [T * C, N], written where chosen
+    pairs_ptr,  # [SPLIT, T * C, N], written where chosen
     chosen_ptr,
     out_ptr,
     N,
     CHOICES: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -125,8 +126,10 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOICES):
         pair = token * CHOICES + choice
-        here = tl.load(chosen_ptr + pair) >= 0
-        acc += tl.load(pairs_ptr + pair.to(tl.int64) * N + cols, mask=here & (cols < N), other=0.0).to(tl.float32)
+        mask = (tl.load(chosen_ptr + pair) >= 0) & (cols < N)
+        for part in tl.static_range(SPLIT):
+            row = pair.to(tl.int64) + part * tl.num_programs(0).to(tl.int64) * CHOICES
+            acc += tl.load(pairs_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * N + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -159,14 +162,21 @@ def expert_mlp(
     _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
     _grouped(hidden_PI, down_GNI, weights_TC, terms_PN, *lists, down_tiles)
-    out_TN = torch.empty_like(x_TN)
+    return combined(terms_PN[None], local_TC, pdl)
+
+
+def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
+    """[T, N]: each token's sum of the S parts of the terms that belong to its choices on this rank."""
+    (tokens, choices), (split, _, hidden) = local_TC.shape, terms_SPN.shape
+    out_TN = terms_SPN.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        terms_PN,
+        terms_SPN,
         local_TC,
         out_TN,
         hidden,
         CHOICES=choices,
+        SPLIT=split,
         BLOCK=block,
         PDL=pdl,
         num_warps=max(1, block // 256),
@@ -188,7 +198,7 @@ def _grouped(
 ) -> None:
     experts, weight_rows, inner = weight_GOK.shape
     capacity = order_GT.shape[1]
-    _grouped_kernel[(weight_rows // tiles.block_o * most_blocks(capacity, choices, experts, tiles.block_m),)](
+    _grouped_kernel[(most_programs(capacity, choices, experts, weight_rows, tiles),)](
         in_RK,
         weight_GOK,
         order_GT if scale is None else scale,
@@ -212,6 +222,11 @@ def _grouped(
         num_warps=tiles.warps,
         launch_pdl=pdl,
     )
+
+
+def most_programs(tokens: int, choices: int, experts: int, weight_rows: int, tiles: Tiles) -> int:
+    """One for every tile of every block that there can be."""
+    return weight_rows // tiles.block_o * most_blocks(tokens, choices, experts, tiles.block_m)
 
 
 def most_blocks(tokens: int, choices: int, experts: int, block_m: int) -> int:

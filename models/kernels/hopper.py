@@ -19,6 +19,7 @@ from models.kernels import (
     attention_tma_triton,
     attention_triton,
     experts_streamed_triton,
+    experts_tma_triton,
     experts_triton,
     rope_prefill_triton,
     rope_triton,
@@ -26,6 +27,7 @@ from models.kernels import (
 )
 from models.kernels.attention_query_triton import padded_dim, power_of_two_above
 from models.kernels.choice_table import ChoiceTable
+from models.kernels.expert_tiles import long_list_tiles
 from models.kernels.hopper_products import HopperProducts
 from models.kernels.interface import PrefillWanted
 from models.kernels.prefill import Prefill
@@ -90,6 +92,12 @@ class HopperKernels(HopperProducts):
             )
         if x_TN.shape[0] <= MOST_STREAMED:
             return experts_streamed_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+        if self.pdl and experts_tma_triton.supports(gate_up_G2IN, down_GNI):  # TMA and dependent launches came together
+            tiles = long_list_tiles(local_TC.numel() / all_experts, *down_GNI.shape)
+            if tiles is not None:
+                return experts_tma_triton.expert_mlp(
+                    x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles
+                )
         return experts_triton.expert_mlp(
             x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts
         )

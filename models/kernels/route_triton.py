@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_CHUNK = 2048  # pairs at most that a program puts into a list, once it has counted those before them
+
 
 @triton.jit
 def _route_kernel(
@@ -76,21 +78,21 @@ def _order_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    expert = tl.program_id(0)
+    expert, chunk = tl.program_id(0), tl.program_id(1)
     pairs = tokens * CHOICES
+    ids = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    found = 0
-    first = 0
-    while first < pairs:
-        here = first + tl.arange(0, BLOCK)
-        mine = tl.load(chosen_ptr + here, mask=here < pairs, other=-1) == expert
-        place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(order_ptr + expert.to(tl.int64) * tokens + place, here, mask=mine)
-        found += tl.sum(mine.to(tl.int32), 0)
-        first += BLOCK
-    tl.store(counts_ptr + expert, found)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for earlier in range(chunk):
+        before += (tl.load(chosen_ptr + earlier * BLOCK + ids) == expert).to(tl.int32)
+    here = chunk * BLOCK + ids
+    mine = (tl.load(chosen_ptr + here, mask=here < pairs, other=-1) == expert).to(tl.int32)
+    found = tl.sum(before, 0)
+    tl.store(order_ptr + expert.to(tl.int64) * tokens + found + tl.cumsum(mine, 0) - 1, here, mask=mine != 0)
+    if chunk == tl.num_programs(1) - 1:
+        tl.store(counts_ptr + expert, found + tl.sum(mine, 0))
 
 
 def route_top_k(
@@ -137,8 +139,8 @@ def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, 
     tokens, pairs = local_TC.shape[0], local_TC.numel()
     order_GT = torch.empty(experts, tokens, dtype=torch.int32, device=local_TC.device)
     counts_G = torch.empty(experts, dtype=torch.int32, device=local_TC.device)
-    block = max(32, min(1024, triton.next_power_of_2(pairs)))
-    _order_kernel[(experts,)](
+    block = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
+    _order_kernel[(experts, triton.cdiv(pairs, block))](
         local_TC,
         order_GT,
         counts_G,

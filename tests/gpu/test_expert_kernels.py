@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.kernels.expert_tiles import Tiles
+from models.kernels.expert_tiles import LongListTiles, Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.gpu.expert_cases import Layer
 from tests.gpu.untyped import Stream
@@ -19,6 +19,7 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
+    from models.kernels import experts_tma_triton
     from models.kernels.experts_triton import expert_mlp
     from models.kernels.hopper import HopperKernels
 
@@ -91,7 +92,21 @@ def test_the_order_of_programs_does_not_change_a_bit(tokens: int, group: int) ->
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 256])
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("layer", [QWEN, LAYERS[1]], ids=["2048x768-128", "4096x1792-8"])
+@pytest.mark.parametrize("tokens", [5, 900])
+def test_long_lists_in_parts(layer: Layer, tokens: int, split: int) -> None:
+    """And what is not long: lists of no token, of one, of less than a block."""
+    (gate_up, down), x = layer.weights(), layer.tokens(tokens)
+    weights, chosen = layer.chosen(tokens)
+    tiles = LongListTiles(Tiles(128, 256, 64, 4, 8), Tiles(128, 256, 64, 4, 8), split)
+    found = experts_tma_triton.expert_mlp(x, gate_up, down, weights, chosen, True, tiles)
+    expected = expert_mlp(x, gate_up, down, weights, chosen, True, all_experts=layer.experts)
+    assert float((found - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(found, experts_tma_triton.expert_mlp(x, gate_up, down, weights, chosen, True, tiles))
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 256, 4096])
 def test_one_graph_serves_every_routing(kernels: HopperKernels, tokens: int) -> None:
     """From no expert at all to everybody's same expert."""
     (gate_up, down), x = QWEN.weights(), QWEN.tokens(tokens)

@@ -19,8 +19,9 @@ import torch
 
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels import experts_triton, rope_prefill_triton
+from models.kernels import experts_tma_triton, experts_triton, rope_prefill_triton
 from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.expert_tiles import long_list_tiles
 from models.kernels.hopper import HopperKernels
 from models.kernels.hopper_products import shipped_choices
 from models.kernels.prefill_triton import TiledPrefill
@@ -70,11 +71,13 @@ def experts(driver: CompilingDriver) -> None:
     rank.prefill(MOST_PREFILL)
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
     layer = dataclasses.replace(share_of("mixtral-8x7b", 2), device="meta")
-    for rows in (8, 64, 128, 256, 2048):
+    for rows in (8, 64, 128, 256, 2048, 8192):
         driver.where = f"Mixtral, {rows} rows"
-        experts_triton.expert_mlp(
-            layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True, all_experts=layer.experts
-        )
+        given = (layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True)
+        experts_triton.expert_mlp(*given, all_experts=layer.experts)
+        mean = rows * layer.choices / layer.experts
+        if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
+            experts_tma_triton.expert_mlp(*given, tiles)
 
 
 def rotation(driver: CompilingDriver) -> None:

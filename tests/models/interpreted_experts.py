@@ -13,11 +13,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from models.kernels import experts_streamed_triton, experts_triton
-from models.kernels.expert_tiles import Tiles
+from models.kernels import experts_streamed_triton, experts_tma_triton, experts_triton
+from models.kernels.expert_tiles import LongListTiles, Tiles
 from models.kernels.experts_triton import most_blocks
-from models.kernels.reference import ReferenceKernels
 from models.kernels.route_triton import pairs_by_expert, route_top_k
+from tests.models.interpreted_kernels import REFERENCE
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # the interpreter's dot does not know bfloat16
 
@@ -36,7 +36,7 @@ def check_route(experts: int, choices: int, renormalise: bool, count: bool) -> N
     real = torch.arange(tokens) != 2
     mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
     weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, False)
-    expected = ReferenceKernels().route_top_k(logits, choices, renormalise, local, real, theirs)
+    expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs)
     check(weights, expected[0], 1e-6, ("weights", experts, choices))
     assert torch.equal(chosen, expected[1]), (experts, choices)
     assert mine is None or theirs is None or torch.equal(mine, theirs)
@@ -83,7 +83,7 @@ def check_mlp(
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
     found = form(x, gate_up, down, weights, chosen, False)
-    expected = ReferenceKernels().expert_mlp(
+    expected = REFERENCE.expert_mlp(
         x.double(), gate_up.double(), down.double(), weights.double(), chosen, all_experts=2 * experts
     )
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
@@ -97,7 +97,7 @@ def main() -> None:
     ):
         check_route(experts, choices, renormalise, count)
     check_broken_token()
-    for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (600, 2, 3)]:
+    for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (5000, 2, 3)]:
         check_lists(*shape)
     for dtype in TOLERANCE:
         check_mlp(experts_streamed_triton.expert_mlp, 1, 3, 6, (64, 48), dtype)
@@ -112,6 +112,11 @@ def main() -> None:
         for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
             tiles = Tiles(16, 16, 16, 2, 4, group)
             check_mlp(partial(grouped, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
+    for group, split in ((1, 1), (2, 3), (8, 1)):
+        up, down = Tiles(16, 16, 16, 2, 4, group), Tiles(32, 16, 16, 2, 4, group)
+        form = partial(experts_tma_triton.expert_mlp, tiles=LongListTiles(up, down, split))
+        check_mlp(form, 60, 2, 3, (32, 48), torch.float16)
+        check_mlp(form, 7, 3, 5, (48, 48), torch.float16)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ STEADY = {
     *("weight_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
     *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr"),
 }
-EXPERT_FILES = ("experts_streamed_triton", "experts_triton", "route_triton")
+EXPERT_FILES = ("experts_streamed_triton", "experts_tma_triton", "experts_triton", "route_triton")
 
 
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from math import comb
 import pytest
 import torch
 
-from models.kernels.expert_tiles import Tiles, default_tiles, room_for
+from models.kernels.expert_tiles import Tiles, default_tiles, long_list_tiles, room_for
 
 QWEN, MIXTRAL = (128, 8), (8, 2)  # experts of a layer, chosen by a token
 SIZES = {QWEN: (2048, 768), MIXTRAL: (4096, 14336)}  # hidden and intermediate
@@ -65,3 +65,36 @@ def test_tiles_divide_the_weights_and_fit(hidden: int, inner: int, dtype: torch.
             assert tiles.block_m <= (64 if dtype == torch.float32 else 128)
             loads = tiles.stages * tiles.block_k * (tiles.block_m + tiles.block_o)
             assert loads * dtype.itemsize < SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "split"),
+    [
+        (QWEN, 1024, None),
+        (QWEN, 2048, 1),
+        (QWEN, 8192, 1),
+        (MIXTRAL, 256, None),
+        (MIXTRAL, 512, 1),
+        (MIXTRAL, 1024, 2),
+        (MIXTRAL, 2048, 2),
+        (MIXTRAL, 3000, 2),
+        (MIXTRAL, 8192, 1),
+    ],
+)
+def test_long_lists_that_were_measured_are_cut_as_was_found(
+    model: tuple[int, int], rows: int, split: int | None
+) -> None:
+    experts, choices = model
+    tiles = long_list_tiles(rows * choices / experts, experts // 2, *SIZES[model])
+    assert (tiles and tiles.split) == split
+    assert tiles is None or {tiles.gate_up, tiles.down} == {Tiles(128, 256, 64, 4, 8)}
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(2048, 768), (2048, 96), (4096, 1792), (5120, 4160), (48, 16)])
+def test_tiles_of_long_lists_divide_the_weights(hidden: int, inner: int) -> None:
+    for mean in (105, 300, 2000):
+        for experts in (1, 4, 64):
+            tiles = long_list_tiles(mean, experts, hidden, inner)
+            assert tiles is not None
+            assert 2 * inner % tiles.gate_up.block_o == hidden % tiles.gate_up.block_k == 0
+            assert hidden % tiles.down.block_o == inner % (tiles.split * tiles.down.block_k) == 0
