@@ -15,6 +15,11 @@ expert-tiles-SHAPE.json, tiles as the fields of expert_tiles.Tiles.
 times the default and the pairs after ``--pairs`` in such rounds at each number of rows, without a sweep. A pair is the
 fields of Tiles for gate-up and, behind the slash, for down. FOLDER gets expert-pairs-SHAPE.json.
 
+    python3 -m tests.gpu.bench_experts --shape mixtral-8x7b --rows 512 2048 8192 --long-lists --out FOLDER
+
+times the kernel for long lists, with down whole and in halves, against the default of the one for short lists in such
+rounds, wherever an engine would take it. FOLDER gets expert-long-lists-SHAPE.json.
+
 Knows: which tiles are worth a try. Does not know: which of them an engine runs (expert_tiles.py).
 """
 
@@ -25,7 +30,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,23 +40,18 @@ import torch
 import triton
 from torch import Tensor
 
-from models.kernels.expert_tiles import Tiles, default_tiles, largest_power
+from models.kernels import experts_tma_triton
+from models.kernels.expert_tiles import LongListTiles, Tiles, default_tiles, long_list_tiles
 from models.kernels.experts_triton import expert_mlp
 from models.kernels.hopper import HopperKernels
+from models.kernels.route_triton import pairs_by_expert
 from tests.gpu.bench_kernels import DEVICE, compile_all, run_share
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
-from tests.gpu.expert_timing import LAYERS, agree, in_turns, microseconds
+from tests.gpu.expert_pairs import SUCH_AS, Pair, named, pair_of, products
+from tests.gpu.expert_timing import LAYERS, Run, agree, in_turns, microseconds
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 FINALISTS = 2  # of each product: all their pairs are compared
-SUCH_AS = "16,64,128,3,4,8"  # tiles in a pair that is named
-
-Pair = tuple[Tiles, Tiles]
-
-
-def products(layer: Layer) -> dict[str, tuple[int, int]]:
-    """(outputs, inner) of each."""
-    return {"gate-up": (2 * layer.inner, layer.hidden), "down": (layer.hidden, layer.inner)}
 
 
 def default_pair(layer: Layer, rows: int) -> Pair:
@@ -139,6 +139,28 @@ class TileBench:
         finals = [{"pair": [astuple(one) for one in pair], **asdict(took)} for pair, took in found.items()]
         return {"rows": self._rows, "in_turns": finals}
 
+    def long_lists(self) -> dict[str, Any]:
+        """The default, and what an engine takes instead, with down whole and in halves."""
+        layer, default = self._layer, default_pair(self._layer, self._rows)
+        mean = self._rows * layer.choices / layer.experts
+        tiles = long_list_tiles(mean, layer.held, layer.hidden, layer.inner)
+        if tiles is None:
+            return {"rows": self._rows, "in_turns": {}}
+        runs: dict[str, Run] = {"short lists": partial(self._run, default)}
+        for split in (1, 2):
+            runs[f"{split} of down"] = partial(self._run_long, replace(tiles, split=split))
+            agree(f"{self._rows} rows: long lists, {split} of down", runs[f"{split} of down"], runs["short lists"])
+        found = in_turns(runs)
+        for name, one in found.items():
+            chosen = ", chosen" if name == f"{tiles.split} of down" else ""
+            print(
+                f"    {one.us:8.1f} us, {one.ratio:.3f} ({one.least:.3f} to {one.most:.3f}): {name}{chosen}", flush=True
+            )
+        return {"rows": self._rows, "in_turns": {name: asdict(one) for name, one in found.items()}}
+
+    def _run_long(self, tiles: LongListTiles, number: int) -> Tensor:
+        return experts_tma_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, tiles)
+
     def _run(self, pair: Pair, number: int) -> Tensor:
         given = (self._x, *self._weights[number], *self._chosen[number], True, pair)
         return expert_mlp(*given, all_experts=self._layer.experts)
@@ -156,38 +178,6 @@ def block_by_block(pair: Pair) -> Pair:
     return replace(pair[0], group=1), replace(pair[1], group=1)
 
 
-def named(pair: Pair) -> str:
-    """As --pairs takes it."""
-    return "/".join(",".join(map(str, astuple(tiles))) for tiles in pair)
-
-
-def pair_of(text: str, layer: Layer) -> Pair:
-    """What ``named`` made of it. Raises ValueError for what is no pair of tiles, or not one for ``layer``."""
-    words = text.split("/")
-    if len(words) != 2:
-        raise ValueError(f"{text!r} is no pair: type tiles of gate-up, a slash, tiles of down, as {SUCH_AS}/{SUCH_AS}")
-    gate_up, down = (
-        _tiles_of(f"{name} in {text!r}", word, *size)
-        for word, (name, size) in zip(words, products(layer).items(), strict=True)
-    )
-    return gate_up, down
-
-
-def _tiles_of(where: str, text: str, outputs: int, inner: int) -> Tiles:
-    names, words = [field.name for field in fields(Tiles)], text.split(",")
-    if len(words) != len(names) or not all(word.isdecimal() for word in words):
-        raise ValueError(f"{where}: {text!r} is not {','.join(names)}: type {len(names)} whole numbers as {SUCH_AS}")
-    tiles = Tiles(*map(int, words))
-    powers = {"block_m": (8, 256), "block_o": (16, largest_power(outputs)), "block_k": (16, largest_power(inner))}
-    for name, (least, most) in {**powers, "warps": (1, 16)}.items():
-        number = getattr(tiles, name)
-        if not least <= number <= most or number != largest_power(number):
-            raise ValueError(f"{where}: {name} is {number}: type a power of two from {least} to {most}")
-    if 0 in (tiles.stages, tiles.group):
-        raise ValueError(f"{where}: {text!r}: stages and group are at least 1 each: type them as in {SUCH_AS}")
-    return tiles
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="30b-a3b")
@@ -196,11 +186,12 @@ def main() -> None:
     tried = parser.add_mutually_exclusive_group()
     tried.add_argument("--tiles", nargs="+", type=int, default=[], metavar="ROWS", help="try tiles for these rows")
     tried.add_argument("--pairs", nargs="+", default=[], metavar="PAIR", help=f"try these, as {SUCH_AS}/{SUCH_AS}")
+    tried.add_argument("--long-lists", action="store_true", help="time the kernel for long lists against the other one")
     parser.add_argument("--compile-workers", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for what --tiles or --pairs finds")
     args = parser.parse_args()
-    if (args.tiles or args.pairs) and args.out is None:
-        parser.error("--out is needed with --tiles and with --pairs: where the times go")
+    if (args.tiles or args.pairs or args.long_lists) and args.out is None:
+        parser.error("--out is needed with --tiles, --pairs and --long-lists: where the times go")
     layer = share_of(args.shape, args.ranks)
     try:
         pairs = [pair_of(text, layer) for text in args.pairs]
@@ -222,21 +213,28 @@ def main() -> None:
         chosen = [routed(number) for number in range(LAYERS)]
         asked = sum(len(set(local_TC[local_TC >= 0].tolist())) for _, local_TC in chosen) / LAYERS
         route_us = microseconds(lambda number: routed(number)[0])
+        lists_us = microseconds(lambda number: pairs_by_expert(chosen[number][1], layer.held, True)[0])  # noqa: B023
         layer_us = microseconds(
             lambda number: kernels.expert_mlp(x, *weights[number], *routed(number), all_experts=layer.experts)  # noqa: B023
         )
         moved = asked * expert_bytes / 1e6
         print(
-            f"rows {rows:5d}: route {route_us:6.1f} us, layer {layer_us:8.1f} us, {asked:5.1f} experts, "
-            f"{moved:6.1f} MB, {moved / layer_us:5.2f} TB/s",
+            f"rows {rows:5d}: route {route_us:6.1f} us, lists {lists_us:5.1f} us, layer {layer_us:8.1f} us, "
+            f"{asked:5.1f} experts, {moved:6.1f} MB, {moved / layer_us:5.2f} TB/s",
             flush=True,
         )
-        if rows in args.tiles or pairs:
-            bench = TileBench(layer, weights, chosen)
-            found["rows"].append(bench.in_turns(pairs) if pairs else bench.sweep())
-            args.out.mkdir(parents=True, exist_ok=True)
-            file = args.out / f"expert-{'pairs' if pairs else 'tiles'}-{args.shape}.json"
-            file.write_text(json.dumps(found, indent=1))
+        bench = TileBench(layer, weights, chosen)
+        if args.long_lists:
+            kind, result = "long-lists", bench.long_lists()
+        elif pairs:
+            kind, result = "pairs", bench.in_turns(pairs)
+        elif rows in args.tiles:
+            kind, result = "tiles", bench.sweep()
+        else:
+            continue
+        found["rows"].append(result)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"expert-{kind}-{args.shape}.json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

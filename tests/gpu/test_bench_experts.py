@@ -14,11 +14,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
-from models.kernels.expert_tiles import Tiles
+from models.kernels import experts_tma_triton
+from models.kernels.expert_tiles import LongListTiles, Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.gpu import bench_experts, expert_timing
-from tests.gpu.bench_experts import Pair, TileBench, block_by_block, candidates, default_pair, named, pair_of, products
+from tests.gpu.bench_experts import TileBench, block_by_block, candidates, default_pair
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
+from tests.gpu.expert_pairs import Pair, named, pair_of, products
 from tests.gpu.expert_timing import LAYERS
 
 
@@ -88,30 +90,50 @@ def test_tiles_that_compute_something_else_end_it(monkeypatch: pytest.MonkeyPatc
         bench(layer).sweep()
 
 
+LONG = Tiles(128, 256, 64, 4, 8)
 FORMER = "16,128,128,4,4,1/16,128,128,4,4,1"
 
 
-def test_named_pairs_are_compared_with_the_default_and_nothing_is_swept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Layer:
+    """The command before a small layer of Mixtral's kind, where nothing is launched; the layer."""
     layer = replace(share_of("mixtral-8x7b", 2), hidden=256, inner=128, device="cpu")
-    former = pair_of(FORMER, layer)
     monkeypatch.setattr(bench_experts, "share_of", lambda shape, ranks: layer)
     monkeypatch.setattr(bench_experts, "HopperKernels", lambda device: ReferenceKernels())
     monkeypatch.setattr(bench_experts, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(bench_experts, "microseconds", lambda run, replays=30: 1.0)
-    launched = replayed(monkeypatch, lambda pair: 110.0 if pair == former else 100.0)
-    words = ["--shape", "mixtral-8x7b", "--rows", "8", "32", "--pairs", FORMER, "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["bench_experts", *words])
+    monkeypatch.setattr(sys, "argv", ["bench_experts", "--shape", "mixtral-8x7b", "--out", str(out), *words])
     bench_experts.main()
+    return layer
 
+
+def test_named_pairs_are_compared_with_the_default_and_nothing_is_swept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = (Tiles(16, 128, 128, 4, 4, 1),) * 2
+    launched = replayed(monkeypatch, lambda pair: 110.0 if pair == former else 100.0)
+    layer = run_main(monkeypatch, tmp_path, "--rows", "8", "32", "--pairs", FORMER)
     found = json.loads((tmp_path / "expert-pairs-mixtral-8x7b.json").read_text())["rows"]
     assert [one["rows"] for one in found] == [8, 32]
     assert [[final["us"] for final in one["in_turns"]] for one in found] == [[100.0, 110.0]] * 2
     assert found[0]["in_turns"][1]["pair"] == [[16, 128, 128, 4, 4, 1]] * 2
     assert set(launched) == {former, default_pair(layer, 8)}
     assert f"110.0 us, 1.100 (1.100 to 1.100): {FORMER}" in capsys.readouterr().out
+
+
+def test_long_lists_are_timed_whole_and_in_halves_where_lists_are_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = replayed(monkeypatch, lambda tiles: 90.0 if tiles == LongListTiles(LONG, LONG, 2) else 100.0)
+    monkeypatch.setattr(experts_tma_triton, "expert_mlp", lambda *_: torch.ones(2))
+    layer = run_main(monkeypatch, tmp_path, "--rows", "64", "2048", "--long-lists")
+    found = json.loads((tmp_path / "expert-long-lists-mixtral-8x7b.json").read_text())["rows"]
+    assert {one["rows"]: {name: final["us"] for name, final in one["in_turns"].items()} for one in found} == {
+        64: {},
+        2048: {"short lists": 100.0, "1 of down": 100.0, "2 of down": 90.0},
+    }
+    assert set(launched) == {default_pair(layer, 2048), *(LongListTiles(LONG, LONG, split) for split in (1, 2))}
+    assert "90.0 us, 0.900 (0.900 to 0.900): 2 of down\n" in capsys.readouterr().out
 
 
 def test_a_pair_reads_as_it_is_written() -> None:
@@ -152,14 +174,14 @@ def bench(layer: Layer) -> TileBench:
     return TileBench(layer, [(empty, empty)] * LAYERS, [layer.chosen(32) for _ in range(LAYERS)])
 
 
-def replayed(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Pair], float]) -> list[Pair]:
-    """A layer takes what ``cost`` says of its pair; what was replayed, in its order."""
-    launched: list[Pair] = []
+def replayed(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Any], float]) -> list[Any]:
+    """A layer takes what ``cost`` says of its tiles; what was replayed, in its order."""
+    launched: list[Any] = []
 
     def replay_for(graph: Any, seconds: float) -> float:
-        pair: Pair = graph.args[0].args[0]
-        launched.append(pair)
-        return cost(pair) * LAYERS
+        tiles = graph.args[0].args[0]
+        launched.append(tiles)
+        return cost(tiles) * LAYERS
 
     monkeypatch.setattr(expert_timing, "captured", lambda run: run)
     monkeypatch.setattr(expert_timing, "replay_for", replay_for)
