@@ -168,6 +168,7 @@ def expert_mlp(
     box = [2, tiles.gate_up.block_o // 2, tiles.gate_up.block_k]
     gate_up = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
     _grouped(ordered_PN, gate_up, None, hidden_PI, *lists, tiles.gate_up)
+    del ordered_PN  # terms take its memory: the step needs no more than with short lists
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
     box = [tiles.down.block_o, tiles.down.block_k]
     down = TensorDescriptor(down_GNI, [experts * hidden, inner], [inner, 1], box)
