@@ -31,6 +31,7 @@ LAYERS = [
     Layer(4096, 1792, 8, 8, 2, torch.bfloat16),
     Layer(512, 96, 12, 6, 5, torch.float16),
     Layer(256, 64, 16, 16, 4, torch.float32),
+    Layer(48, 16, 8, 4, 2, torch.bfloat16),  # the narrowest tiles
     Layer(40, 24, 6, 3, 2, torch.bfloat16),  # what the kernels do not take
 ]
 
