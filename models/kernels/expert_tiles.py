@@ -1,7 +1,8 @@
-"""How the grouped products of experts are cut into tiles.
+"""How the grouped products of experts are cut into tiles, and for how few tokens there are none.
 
 Knows: what was fast on an H200 for lists of a mean length, in bfloat16 (docs/measurements-kernels.md). Does not know:
-the kernel that takes them (experts_triton.py).
+the kernels that take them (experts_triton.py, experts_tma_triton.py), or the one without lists
+(experts_streamed_triton.py).
 """
 
 from __future__ import annotations
@@ -34,9 +35,18 @@ _BY_ROOM = {
     128: (Tiles(128, 128, 128, 3, 8), Tiles(128, 128, 128, 3, 8)),
     256: (Tiles(128, 256, 64, 4, 8), Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
 }
+_MOST_WITHOUT_LISTS = 8  # tokens; more were not tried
 _LONG = Tiles(128, 256, 64, 4, 8)
 _INNER_OF_HALVES = 4096  # 14336 was faster in halves, 768 was slower
 MULTIPROCESSORS = 132  # of an H200
+
+
+def without_lists(tokens: int, choices: int, experts: int) -> bool:
+    """Whether every pair of token and choice had better read its expert's weights for itself: where a quarter of what
+    is read, or less, another pair reads as well. Of all ``experts`` so many are asked as if choices were even.
+    """
+    asked = experts * (1 - (1 - choices / experts) ** tokens)
+    return tokens <= _MOST_WITHOUT_LISTS and tokens * choices <= 1.25 * asked
 
 
 def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tiles, Tiles]:

@@ -1,6 +1,6 @@
-"""The experts of a layer for a token or two, as Triton kernels that read weights without making lists first.
+"""The experts of a layer for a few tokens, as Triton kernels that read weights without making lists first.
 
-Knows: as experts_triton.py. Does not know: for how many tokens it is the faster way (hopper.py).
+Knows: as experts_triton.py. Does not know: for how many tokens it is the faster way (expert_tiles.py).
 
 With a handful of pairs every pair reads its expert's weights for itself: no lists, two launches. The second adds up a
 token's experts in the order of its choices, as experts_triton.py does: no atomics, the same bits every run.
@@ -17,6 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.expert_tiles import largest_power
+
+_PROGRAMS = 512  # of a pair, or of all tokens: with fewer, smaller ones were faster on an H200
 
 
 @triton.jit
@@ -96,7 +98,8 @@ def expert_mlp(
     if tokens == 0:
         return torch.empty_like(x_TN)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    block_i, block_n = min(largest_power(inner), 4), min(largest_power(hidden), 8)
+    block_i = min(largest_power(inner), 4 if inner // 4 >= _PROGRAMS else 2)
+    block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= _PROGRAMS else 4)
     _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
         x_TN,
         gate_up_G2IN,
@@ -106,7 +109,7 @@ def expert_mlp(
         K=hidden,
         CHOICES=choices,
         BLOCK_I=block_i,
-        CHUNK=min(largest_power(hidden), 512),
+        CHUNK=min(largest_power(hidden), 1024),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -27,14 +27,13 @@ from models.kernels import (
 )
 from models.kernels.attention_query_triton import padded_dim, power_of_two_above
 from models.kernels.choice_table import ChoiceTable
-from models.kernels.expert_tiles import long_list_tiles
+from models.kernels.expert_tiles import long_list_tiles, without_lists
 from models.kernels.hopper_products import HopperProducts
 from models.kernels.interface import PrefillWanted
 from models.kernels.prefill import Prefill
 from models.kernels.reference import ReferenceKernels
 from models.kernels.rope_triton import Rotation
 
-MOST_STREAMED = 4  # tokens whose choices of experts are not sorted into lists
 _ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
 _MANY_PAIRS = 1024  # of row and kv head: from here on steps of an H200 drew all the watts that it may have
 _SHARED_BYTES = 200 << 10  # of the 227 KiB that one program may have
@@ -90,10 +89,11 @@ class HopperKernels(HopperProducts):
             return self._reference.expert_mlp(
                 x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, all_experts=all_experts
             )
-        if x_TN.shape[0] <= MOST_STREAMED:
+        tokens, choices = local_TC.shape
+        if without_lists(tokens, choices, all_experts):
             return experts_streamed_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
         if self.pdl and experts_tma_triton.supports(gate_up_G2IN, down_GNI):  # TMA and dependent launches came together
-            tiles = long_list_tiles(local_TC.numel() / all_experts, *down_GNI.shape)
+            tiles = long_list_tiles(tokens * choices / all_experts, *down_GNI.shape)
             if tiles is not None:
                 return experts_tma_triton.expert_mlp(
                     x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles

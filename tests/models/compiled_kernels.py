@@ -19,7 +19,7 @@ import torch
 
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels import experts_tma_triton, experts_triton, rope_prefill_triton
+from models.kernels import experts_streamed_triton, experts_tma_triton, experts_triton, rope_prefill_triton
 from models.kernels.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.expert_tiles import long_list_tiles
 from models.kernels.hopper import HopperKernels
@@ -66,14 +66,17 @@ def experts(driver: CompilingDriver) -> None:
     """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's, with all tiles."""
     rank = Rank(driver, "30b-a3b", tp=2, ep=True)
     start_counting(rank.model)
-    for bucket in (1, 32):
+    for bucket in (1, 8, 32):
         rank.decode(bucket)
     rank.prefill(MOST_PREFILL)
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
     layer = dataclasses.replace(share_of("mixtral-8x7b", 2), device="meta")
-    for rows in (8, 64, 128, 256, 2048, 8192):
+    for rows in (1, 8, 64, 128, 256, 2048, 8192):
         driver.where = f"Mixtral, {rows} rows"
         given = (layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True)
+        if rows == 1:
+            experts_streamed_triton.expert_mlp(*given)
+            continue
         experts_triton.expert_mlp(*given, all_experts=layer.experts)
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
