@@ -1,8 +1,9 @@
 """The experts of a layer as Triton kernels: grouped products over lists of tokens.
 
 Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: who chose what
-(route_triton.py makes choices and lists), which tiles are fast, and when experts_streamed_triton.py or
-experts_tma_triton.py are faster (expert_tiles.py). Shape letters as in interface.py; a pair is t * C + c, a choice of a token.
+(route_triton.py makes choices and lists), which tiles are fast, and for which lists experts_streamed_triton.py or
+experts_tma_triton.py is faster (expert_tiles.py). Shape letters as in interface.py; a pair is t * C + c, a choice of a
+token.
 
 A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a program
 finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing. Up to GROUP

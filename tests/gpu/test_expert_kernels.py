@@ -61,7 +61,7 @@ def test_route_top_k(kernels: HopperKernels, tokens: int, renormalise: bool) -> 
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 32, 100, 256, 3000])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 32, 100, 256, 3000])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.hidden}x{layer.inner}-{layer.experts}")
 def test_expert_mlp(kernels: HopperKernels, layer: Layer, tokens: int) -> None:
     (gate_up, down), x = layer.weights(), layer.tokens(tokens)
