@@ -23,6 +23,7 @@ from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
 from parallel.collectives import Collectives
+from parallel.exchange import TokenExchange
 from parallel.experts import ExpertSplit
 from parallel.shard import Shard
 from parallel.topology import Sharing
@@ -46,7 +47,7 @@ class PlannedCollectives(Collectives):
 
 
 @dataclass(slots=True)
-class PlannedExchange:
+class PlannedExchange(TokenExchange):
     """A group's place among those that share experts."""
 
     index: int

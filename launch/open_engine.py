@@ -26,12 +26,14 @@ from launch.last_words import abort_groups, write_flight_recorder
 from launch.process_group import address_between_nodes, local_device, rank_groups
 from launch.rendezvous import Rendezvous
 from models.weights import Progress
+from parallel.call_log import CallLog
 from parallel.collectives import GroupCollectives, SingleRank
 from parallel.control.agreement import Limits
 from parallel.control.opening import open_control
 from parallel.control.plane import ControlPlane
 from parallel.exchange import GroupExchange
 from parallel.symmetric import fastest_collectives
+from parallel.symmetric_exchange import fastest_exchange
 from parallel.topology import Sharing
 from runtime.config import EngineConfig
 from runtime.engine import Engine
@@ -166,7 +168,7 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
     # One log of both: the ranks of a tensor-parallel group make all their calls in one order. Where each rank is alone
     # in such a group, it can be compared with those it exchanges with.
     log_of = collectives.calls if isinstance(collectives, GroupCollectives) else None
-    exchange = None if groups.data is None else GroupExchange(groups.data, log_of)
+    exchange = None if groups.data is None else _exchange(groups.data, config, device, log_of)
     calls = log_of or (exchange or everybody).calls
     if watchdog is not None:
         watchdog.evidence.calls = calls.snapshot
@@ -178,3 +180,12 @@ def _collectives(group: dist.ProcessGroup, config: EngineConfig, device: torch.d
     if device.type == "cpu" or not config.symmetric_all_reduce:
         return GroupCollectives(group)
     return fastest_collectives(group, device)
+
+
+def _exchange(
+    group: dist.ProcessGroup, config: EngineConfig, device: torch.device, calls: CallLog | None
+) -> GroupExchange:
+    """With the other tensor-parallel groups; the ranks of ``group`` call this together."""
+    if device.type == "cpu" or not config.symmetric_all_reduce:
+        return GroupExchange(group, calls)
+    return fastest_exchange(group, device, calls)

@@ -147,7 +147,8 @@ _ENGINE: dict[str, _Option] = {
         _words,
     ),
     "symmetric_all_reduce": _Option(
-        "small sums between the GPUs of a node in one kernel over shared memory; off: all through NCCL", "switch"
+        "small sums and exchanges between a node's GPUs in one kernel each over shared memory; off: all through NCCL",
+        "switch",
     ),
     "kernel_cache": _Option("folder for choices of kernels that were measured at start-up", "folder", str),
     "bundles": _Option("folder where each rank of a job that fails leaves what it knew", "folder", str),

@@ -47,18 +47,21 @@ class CallLog:
     def __init__(self, group: int = 0) -> None:
         self.group = group
         self.made = 0
-        self._runs: deque[tuple[int, str, torch.Size, torch.dtype]] = deque(maxlen=self.RUNS)
+        self._runs: deque[tuple[int, str, tuple[int, ...], torch.dtype]] = deque(maxlen=self.RUNS)
 
-    def note(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+    def note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         runs = self._runs
         if not runs or runs[-1][2] != shape or runs[-1][1] != name or runs[-1][3] is not dtype:
             runs.append((self.made, name, shape, dtype))
         self.made += 1
 
     @contextmanager
-    def call(self, name: str, x: Tensor) -> Iterator[None]:
-        """Around a collective of ``x``: logs it, and raises CollectiveError where it fails."""
-        self.note(name, x.shape, x.dtype)
+    def call(self, name: str, x: Tensor, rows: int | None = None) -> Iterator[None]:
+        """Around a collective of ``x``: logs it, and raises CollectiveError where it fails.
+
+        ``rows``: to how many it is filled up, where that is what all ranks have alike.
+        """
+        self.note(name, x.shape if rows is None else (rows, *x.shape[1:]), x.dtype)
         try:
             yield
         except RuntimeError as error:

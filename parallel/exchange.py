@@ -1,8 +1,10 @@
 """Tokens of several groups brought together for their experts, and the sums brought back. Fixed shapes, graph-safe.
 
-Knows: gather and scatter-sum of rows between ranks that have the same place in their groups.
-Does not know: experts, routing, or how groups agree on the number of rows (runtime/data_parallel.py).
-Shape letters: X rows that each group brings, R groups.
+Knows: gather and scatter-sum of rows between ranks that have the same place in their groups, and what travels with a
+row. Does not know: which experts a rank holds, routing, how groups agree on the number of rows
+(runtime/data_parallel.py), exchanges that take one launch (symmetric_exchange.py).
+Shape letters: X rows that each group brings, R groups, Y = R * X, T rows that this group has, N hidden size, C choices
+of experts, E experts.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.call_log import CallLog
@@ -34,8 +37,21 @@ class TokenExchange(Protocol):
         """This group's rows of the sum over groups: [R * X, N] -> [X, N]."""
         ...
 
+    def gather_choices(
+        self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int, numbers_E: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``gather`` of tokens with the weights, float32, and the ids, int32, of their choices: [Y, N], [Y, C], [Y, C].
 
-class GroupExchange:
+        A group's T tokens are filled up to ``rows`` (X) with tokens of no choice, which is an id of -1. Other ids come
+        as ``numbers_E[id]``, int32. A minus zero of ``hidden`` may come as zero.
+        """
+        missing = (0, 0, 0, rows - hidden_TN.shape[0])
+        parts = (F.pad(hidden_TN, missing), F.pad(weights_TC, missing), F.pad(ids_TC, missing, value=-1))
+        hidden_YN, weights_YC, ids_YC = gather_together(parts, self)
+        return hidden_YN, weights_YC, torch.where(ids_YC >= 0, numbers_E[ids_YC.clamp(min=0)], -1)
+
+
+class GroupExchange(TokenExchange):
     """Over a torch.distributed process group that has one rank of each group, in order (Sharing.data_group).
 
     ``calls``: where its calls are logged; by default in a log of its own.

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.collectives import Unsummed
-from parallel.exchange import TokenExchange, gather_together
+from parallel.exchange import TokenExchange
 from parallel.shard import Placement, ScatteredShard, Shard, ShardedModule, divisors, even_share, whole
 
 
@@ -97,13 +96,14 @@ class ExpertWeights(ShardedModule):
         local = torch.tensor([number.get(expert, -1) for expert in range(experts)], dtype=torch.int32)
         self.register_buffer("local_E", local, persistent=False)
 
-    def gather(self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int) -> list[Tensor]:
-        """All groups' tokens and choices, each group's padded to ``rows`` with tokens of no choice. One gather."""
+    def gather(self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All groups' tokens and choices, each group's padded to ``rows`` with tokens of no choice. One gather.
+
+        ``ids_TC`` are numbers among all experts, -1 for none; the last result has this rank's own numbers, or -1.
+        """
         if self.exchange is None:
             raise RuntimeError("there is nobody to gather from")
-        missing = (0, 0, 0, rows - hidden_TN.shape[0])
-        parts = (F.pad(hidden_TN, missing), F.pad(weights_TC, missing), F.pad(ids_TC, missing, value=-1))
-        return gather_together(parts, self.exchange)
+        return self.exchange.gather_choices(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
     def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | Unsummed:
         """This group's ``tokens`` of the sum of all ranks' terms. One scatter-sum, and one all-reduce in the group."""

@@ -1,4 +1,4 @@
-"""Where ranks put their parts of a sum in each other's memory.
+"""Where ranks put their parts of a sum, or rows for each other, in each other's memory.
 
 Knows: the layout of that memory, and what it holds where nothing is. Does not know: how it came to be mapped
 (symmetric.py), who writes parts and when (sum_triton.py says why that is safe).
@@ -19,7 +19,7 @@ class Places:
     """Memory of all ranks of a group, as this rank's GPU maps it, and this rank's count of exchanges.
 
     ``memory``: an address for each rank, a multiple of 16, of parts [2, ranks, rows, row_bytes], all of it EMPTY at
-    first, again and again. ``exchanges`` int32 [rows], zeros at first, counts what this rank has summed of each row.
+    first, again and again. ``exchanges`` int32 [rows], zeros at first, counts the exchanges of each row on this rank.
     A part has at most ``rows`` rows of ``row_bytes``, a multiple of 16.
     """
 

@@ -14,6 +14,9 @@ all-reduce). So nothing depends on the order in which stores arrive, and no stor
 raised, which is a trip over the link there and back. Parts of all ranks are read in one go: one after the other would
 be a trip to the L2 for each.
 
+With SCATTER a part has rows for every rank, and each rank keeps the sum of its own: a program sends every other rank
+another row instead of the same one, and waits for as many. All that is said here holds for it as for one step.
+
 The launch before the sum may have PUSHED already: a product that stores each tile of its result into the others'
 memory, too (push_triton.py), while other tiles are still computed. This launch then writes no part.
 
@@ -47,7 +50,7 @@ MOST_WARPS_OF_MANY = 8  # between more than four ranks, whose parts a thread hol
 
 @triton.jit
 def _sum_kernel(
-    x_ptr,  # [rows, N], this rank's part
+    x_ptr,  # [rows, N], this rank's part; SCATTER: [WORLD * rows, N], a part for every rank, rank 0's first
     residual_ptr,
     weight_ptr,
     out_ptr,
@@ -65,9 +68,11 @@ def _sum_kernel(
     NORM: tl.constexpr,
     PUSHED: tl.constexpr,  # and not TWO_STEPS
     TWO_STEPS: tl.constexpr,
+    SCATTER: tl.constexpr,  # in one step, and not PUSHED
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
+    rows = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     where = row.to(tl.int64) * N + cols
@@ -77,7 +82,14 @@ def _sum_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = sendable(tl.load(x_ptr + where, mask=mask, other=0.0))
+    parts = tl.tuple(())
+    if SCATTER:
+        for rank in tl.static_range(WORLD):  # all are read before one is stored, or each would be a trip to the L2
+            theirs = (rank * rows + row).to(tl.int64) * N + cols
+            parts += (sendable(tl.load(x_ptr + theirs, mask=mask, other=0.0)),)
+        x = parts[RANK]
+    else:
+        x = sendable(tl.load(x_ptr + where, mask=mask, other=0.0))
     before = tl.load(exchanges_ptr + row, cache_modifier=".cg")
     owner = row % WORLD
     if not PUSHED:
@@ -87,7 +99,10 @@ def _sum_kernel(
                 asked = mask
                 if TWO_STEPS:
                     asked = mask & (owner == rank)
-                tl.store(theirs + cols, x, mask=asked)
+                sent = x
+                if SCATTER:
+                    sent = parts[rank]
+                tl.store(theirs + cols, sent, mask=asked)
     if ADD:
         residual = tl.load(residual_ptr + where, mask=mask, other=0.0).to(tl.float32)
     result = x
@@ -143,6 +158,7 @@ def summed(
     eps: float = 0.0,
     pushed: bool = False,
     two_steps: bool = False,
+    scatter: bool = False,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(sum over ranks, the same) of ``x`` [T, N], or with ``norm_N`` (rms_norm(residual') * norm, residual'), where
@@ -150,15 +166,17 @@ def summed(
 
     T is at most ``places.rows``, a row of x at most ``places.row_bytes``; x is of a 16-bit type or float32. All ranks
     launch the same sequence of calls, one after the other. ``pushed``: the launch before this one has put x into the
-    places of the other ranks. ``two_steps``, and not ``pushed``, changes no bit but a zero's sign. ``residual_TN``
-    needs ``norm_N``.
+    places of the other ranks. ``two_steps``, and not ``pushed``, changes no bit but a zero's sign. ``scatter``, and
+    neither of these: x is [ranks * T, N], and each rank has the sum of its own T rows. ``residual_TN`` needs
+    ``norm_N``.
     """
-    tokens, width = x_TN.shape
-    out_TN = torch.empty_like(x_TN)
+    ranks = len(places.memory)
+    tokens, width = x_TN.shape[0] // (ranks if scatter else 1), x_TN.shape[1]
+    out_TN = x_TN.new_empty(tokens, width)
     normed = norm_N is not None
-    residual_out_TN = torch.empty_like(x_TN) if normed else out_TN
+    residual_out_TN = torch.empty_like(out_TN) if normed else out_TN
     block = triton.next_power_of_2(width)
-    most_warps = MOST_WARPS if len(places.memory) <= 4 else MOST_WARPS_OF_MANY
+    most_warps = MOST_WARPS if ranks <= 4 else MOST_WARPS_OF_MANY
     _sum_kernel[(tokens,)](
         x_TN,
         x_TN if residual_TN is None else residual_TN,
@@ -173,6 +191,7 @@ def summed(
         NORM=normed,
         PUSHED=pushed,
         TWO_STEPS=two_steps,
+        SCATTER=scatter,
         PDL=pdl,
         num_warps=max(1, min(most_warps, block // 512)),
         launch_pdl=pdl,

@@ -1,25 +1,23 @@
 """All-reduce of small messages in one kernel, through memory that every GPU of a node maps; NCCL for the rest.
 
-Knows: torch's symmetric memory, and how ranks agree that it works. Does not know: which sums go through it (sums.py).
-Needs: all ranks of the group on one node, each with a GPU of its own that reaches the others' memory.
-
-NVLink multicast is not used, and must stay off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0, which the
-launcher sets): a process that fails while using it can leave the GPUs of a shared host unusable for others.
+Knows: how a group's collectives are made over such memory. Does not know: where that works (symmetric_memory.py), which
+sums go through it (sums.py).
 """
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import GroupCollectives, Unsummed
-from parallel.places import EMPTY, Places
-from parallel.sums import DTYPES, LIMITS, ROWS, Sums, memory_bytes
+from parallel.places import Places
+from parallel.sums import DTYPES, ROWS, Sums, memory_bytes
+from parallel.symmetric_memory import EmptyMemory, has_dependent_launches, made_where_all_can
 
-log = logging.getLogger(__name__)
+_LOST = "all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLink"
 
 
 class SymmetricCollectives(GroupCollectives):
@@ -31,21 +29,9 @@ class SymmetricCollectives(GroupCollectives):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        size = memory_bytes(self.size) // 2
-        self._memory: Tensor = symmetric_memory.empty(size, dtype=torch.int16, device=device)
-        self._memory.fill_(EMPTY)
-        handle = symmetric_memory.rendezvous(self._memory, group)
-        self._mapped = [handle.get_buffer(rank, (size,), torch.int16) for rank in range(self.size)]
-        self.sums = Sums(
-            [memory.data_ptr() for memory in self._mapped],
-            torch.zeros(ROWS, dtype=torch.int32, device=device),
-            self.rank,
-            pdl=torch.cuda.get_device_capability(device)[0] >= 9,
-        )
-        torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody's memory is emptied after somebody's first part
+        self._memory = EmptyMemory(group, device, memory_bytes(self.size))
+        exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        self.sums = Sums(self._memory.addresses, exchanges, self.rank, pdl=has_dependent_launches(device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if (summed := self.sums.of(x)) is None:
@@ -74,45 +60,11 @@ def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> Group
 
     Called by every rank of ``group`` together, before any graph is captured. The fallback is logged once, with why.
     """
-    reason = _why_not(group, device)
-    if not _all_agree(reason is None, group, device):
-        _log_fallback(group, reason or "another rank cannot use symmetric memory")
-        return GroupCollectives(group)
-    made: SymmetricCollectives | None = None
-    try:
-        made = SymmetricCollectives(group, device)
-        probes = [torch.ones(8, dtype=dtype, device=device) for dtype in DTYPES]
-        works = all(bool((made.all_reduce(probe) == made.size).all()) for probe in probes)
-        reason = None if works else "a first sum came out wrong"
-    except (RuntimeError, AttributeError, ImportError) as error:
-        works, reason = False, f"{type(error).__name__}: {error}"
-    if _all_agree(works, group, device) and made is not None:
-        return made
-    _log_fallback(group, reason or "it failed on another rank")
-    return GroupCollectives(group)
+    make = partial(SymmetricCollectives, group, device)
+    made = made_where_all_can(group, device, make, partial(_sums_right, device=device), _LOST)
+    return GroupCollectives(group) if made is None else made
 
 
-def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What rules symmetric memory out on this rank, None if nothing does."""
-    size = dist.get_world_size(group)
-    if device.type != "cuda":
-        return f"the ranks compute on {device.type}"
-    if size not in LIMITS:
-        return f"a group of {size} ranks has no measured crossover"
-    if size > torch.cuda.device_count():
-        return f"{size} ranks on a node that shows {torch.cuda.device_count()} GPUs: they span nodes or hide their GPUs"
-    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    if not all(torch.cuda.can_device_access_peer(device.index or 0, index) for index in others):
-        return "a GPU cannot reach another one's memory"
-    return None
-
-
-def _all_agree(yes: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    verdict = torch.tensor([int(yes)], dtype=torch.int32, device=device)
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
-    return bool(verdict.item())
-
-
-def _log_fallback(group: dist.ProcessGroup, reason: str) -> None:
-    if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
-        log.warning("all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLink: %s", reason)
+def _sums_right(made: SymmetricCollectives, device: torch.device) -> bool:
+    probes = [torch.ones(8, dtype=dtype, device=device) for dtype in DTYPES]
+    return all(bool((made.all_reduce(probe) == made.size).all()) for probe in probes)

@@ -82,7 +82,8 @@ class EngineConfig:
     max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
-    symmetric_all_reduce: small sums between GPUs go through memory that they share, instead of NCCL, where that works.
+    symmetric_all_reduce: small sums and exchanges between GPUs go through memory that they share, not NCCL, where that
+    works.
     kernel_cache: folder for the choices of kernels that were measured at start-up.
     bundles: folder where each rank of a job that fails leaves what it knew.
     timeline: file for a trace of every rank's steps. nvtx: name the phases of each step for a profiler.

@@ -78,8 +78,7 @@ class SparseMLP(nn.Module):
     ) -> Tensor | Unsummed:
         """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
         experts, tokens = self.experts, hidden_TN.shape[0]
-        hidden_YN, weights_YC, ids_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
-        local_YC = torch.where(ids_YC >= 0, experts.local_E[ids_YC.clamp(min=0)], -1)
+        hidden_YN, weights_YC, local_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
         return experts.combine_groups(self._terms(hidden_YN, weights_YC, local_YC), tokens)
 
     def _terms(self, hidden_TN: Tensor, weights_TC: Tensor, local_TC: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel.control.plane import SingleRankControl
+from parallel.exchange import TokenExchange
 from parallel.experts import ExpertSplit
 from runtime.agreed_events import encode_events
 from runtime.assignment import Assignment
@@ -48,7 +49,7 @@ class Meeting:
         self._barrier.abort()
 
 
-class MetExchange:
+class MetExchange(TokenExchange):
     """A TokenExchange between threads; ``rows`` are those of every gather so far."""
 
     def __init__(self, meeting: Meeting, index: int) -> None:

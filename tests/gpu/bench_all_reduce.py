@@ -56,17 +56,37 @@ def objection(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
     return None if off < 1e-3 else f"the norm, by {off:.1e},"
 
 
+def ranks_of_torchrun() -> tuple[dist.ProcessGroup, torch.device]:
+    """All ranks that torchrun started, and this one's GPU."""
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD, device
+
+
+def show(row: dict[str, Any]) -> None:
+    """On rank 0, as one line."""
+    if dist.get_rank() == 0:
+        print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+def leave(found: list[dict[str, Any]], file: Path) -> None:
+    """Rank 0 writes what was found. Nothing runs after this."""
+    if dist.get_rank() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1))
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # destroying a group whose calls were captured may not return
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for all-reduce.json")
     out: Path = parser.parse_args().out
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
+    group, device = ranks_of_torchrun()
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     made, nccl = SymmetricCollectives(group, device), GroupCollectives(group)  # kept: sums go through its memory
@@ -100,14 +120,8 @@ def main() -> None:
             dist.barrier()
             row[name] = median_graph_us(chain(call, x, after), device) / CALLS
         found.append(row)
-        if rank == 0:
-            print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "all-reduce.json").write_text(json.dumps(found, indent=1))
-    torch.cuda.synchronize()
-    dist.barrier()
-    os._exit(0)  # destroying a group whose calls were captured may not return
+        show(row)
+    leave(found, out / "all-reduce.json")
 
 
 if __name__ == "__main__":

@@ -136,8 +136,11 @@ PARTS = (
     Part("power", 1, 120, "-m tests.gpu.bench_power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.gpu.bench_rotation --out {out}/results"),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
+    Part("exchange-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_exchange_gpu.py"),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
+    Part("exchange", 2, 120, "-m tests.gpu.bench_exchange --out {out}/results", True),
+    Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_sums_gpu.py"),
     Part("push", 2, 150, "-m tests.gpu.bench_push --out {out}/results --compile-workers 26", True),
@@ -165,8 +168,11 @@ PARTS = (
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
     Part("all-reduce-4", 4, 90, "-m tests.gpu.bench_all_reduce --out {out}/results", True),
+    Part("exchange-4", 4, 120, "-m tests.gpu.bench_exchange --out {out}/results", True),
+    Part("exchange-tests-4", 4, 150, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric-4", 4, 120, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("symmetric-8", 8, 150, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("exchange-8", 8, 150, "-m tests.gpu.bench_exchange --out {out}/results", True),
     Part("control-4", 4, 120, f"{_BENCH} control --ranks 2,4 --output {{out}}/results/control-4.json"),  # every way
     Part("control-8", 8, 200, f"{_BENCH} control --output {{out}}/results/control-8.json"),
     *(

@@ -132,7 +132,7 @@ def check_behind_each_other(layer: Layer) -> None:
     counts = (1, 16, 3, 32, 64, 8, 400, 7, 12, 5, 2, 33)
     given = [layer.inputs(rows, seed=number) for number, rows in enumerate(counts)]
     ones = torch.ones(300, 256, dtype=BF16)
-    for turn in late_by_turns(made, TURNS, OWN_GPUS.late):
+    for turn in late_by_turns(made.rank, RANKS, TURNS, OWN_GPUS.late):
         number = turn * 5 % len(counts)
         found.append((number, layer.run(*given[number])))
         if turn % 7 == 3:
@@ -173,7 +173,7 @@ def check_graph(layer: Layer) -> None:
             x.copy_(layer.inputs(len(x), seed=100 * seed + number)[0])
 
     found = []
-    for turn in late_by_turns(made, TURNS, OWN_GPUS.late):
+    for turn in late_by_turns(made.rank, RANKS, TURNS, OWN_GPUS.late):
         if turn % 10 == 0:
             fill(turn)
         graph.replay()

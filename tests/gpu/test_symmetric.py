@@ -73,12 +73,13 @@ def free_port() -> int:
 def joined(rank: int, port: int, ranks: int = RANKS) -> SymmetricCollectives:
     """This process as one of ``ranks``, with a GPU of its own."""
     device = torch.device("cuda", rank)
-    made = fastest_collectives(_group(rank, port, ranks, device, nccl=True), device)
+    made = fastest_collectives(group_of(rank, port, ranks, device, nccl=True), device)
     assert isinstance(made, SymmetricCollectives)
     return made
 
 
-def _group(rank: int, port: int, ranks: int, device: torch.device, *, nccl: bool) -> dist.ProcessGroup:
+def group_of(rank: int, port: int, ranks: int, device: torch.device, *, nccl: bool) -> dist.ProcessGroup:
+    """All ranks, this process as one of them. Without NCCL, which refuses two ranks on a GPU, they may share GPUs."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -92,11 +93,18 @@ def _group(rank: int, port: int, ranks: int, device: torch.device, *, nccl: bool
     return dist.group.WORLD
 
 
-def late_by_turns(made: SymmetricCollectives, turns: int, cycles: int) -> Iterator[int]:
+def sharing(rank: int, port: int, ranks: int) -> tuple[dist.ProcessGroup, torch.device]:
+    """All ranks, over as many GPUs as there are, and this process's GPU."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    return group_of(rank, port, ranks, device, nccl=False), device
+
+
+def late_by_turns(rank: int, ranks: int, turns: int, cycles: int) -> Iterator[int]:
     """Turns in which one rank's GPU, and not the others', has something else to do first: up to 4 x ``cycles``."""
     for turn in range(turns):
-        if turn % made.size == made.rank:
-            sleep((1 + turn // made.size) % 5 * cycles)
+        if turn % ranks == rank:
+            sleep((1 + turn // ranks) % 5 * cycles)
         yield turn
 
 
@@ -115,10 +123,7 @@ def _rank(rank: int, port: int, ranks: int) -> None:
 
 
 def _sharing_rank(rank: int, port: int, ranks: int) -> None:
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    group = _group(rank, port, ranks, device, nccl=False)  # which refuses two ranks on a GPU
-    made = SymmetricCollectives(group, device)  # and not by fastest_collectives, which wants a GPU for each
+    made = SymmetricCollectives(*sharing(rank, port, ranks))  # not by fastest_collectives, which wants a GPU for each
     _check_all(made, SHARED_GPUS)
     leave()
 
@@ -192,7 +197,7 @@ def _check_ways(made: SymmetricCollectives, extent: Extent) -> None:
     ways = {"one step": made.sums.one_step, "two steps": made.sums.two_steps}
     given = {rows: _parts(made, rows, seed=rows) for rows in (1, 6, 33, 300)}
     found = []
-    for turn in late_by_turns(made, extent.ways, extent.late):
+    for turn in late_by_turns(made.rank, made.size, extent.ways, extent.late):
         rows = list(given)[turn * 7 % len(given)]
         name = list(ways)[turn * 5 % 7 % 2]
         x, residual = given[rows][made.rank], given[rows][0]
@@ -216,7 +221,7 @@ def _check_what_looks_empty(made: SymmetricCollectives) -> None:
 
 def _check_uneven_ranks(made: SymmetricCollectives, extent: Extent) -> None:
     """Calls right behind each other, of other numbers of rows each time, with one rank late by turns."""
-    for turn in late_by_turns(made, extent.uneven, extent.late):
+    for turn in late_by_turns(made.rank, made.size, extent.uneven, extent.late):
         rows = 1 + turn * 37 % 512
         x = torch.full((rows, 256), float(turn % 16 + made.rank), dtype=torch.bfloat16, device="cuda")
         twice = made.all_reduce(made.all_reduce(x))
@@ -244,7 +249,7 @@ def _check_graph(made: SymmetricCollectives, extent: Extent) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as the engine does, beside NCCL's own threads
         out = chain()
-    for seed in late_by_turns(made, extent.replays, extent.late):
+    for seed in late_by_turns(made.rank, made.size, extent.replays, extent.late):
         values = [part.sign().float() for part in _parts(made, 8, seed)]  # -1, 0 or 1: every sum is exact
         x.copy_(values[made.rank])
         graph.replay()

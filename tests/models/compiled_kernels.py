@@ -27,6 +27,10 @@ from models.kernels.hopper_products import shipped_choices
 from models.kernels.prefill_triton import TiledPrefill
 from models.kernels.product_candidates import wide_candidates
 from models.kernels.read_triton import BLOCK, block_maxima
+from parallel.exchange_triton import gathered
+from parallel.places import Places
+from parallel.sum_triton import summed
+from parallel.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.executor import shorter_prefills
 from tests.gpu import bench_rotation
 from tests.gpu.expert_cases import share_of
@@ -127,6 +131,21 @@ def sums(driver: CompilingDriver) -> None:
                 way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
+def exchanges(driver: CompilingDriver) -> None:
+    """There and back, between two, three, five and eight groups: any number of tokens runs the same code."""
+    for size in (2, 3, 5, 8):
+        exchanges = torch.empty(ROWS, dtype=torch.int32, device=META)
+        places = Places(tuple((1 + rank) << 40 for rank in range(size)), exchanges, 0, ROWS, ROW_BYTES)
+        for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
+            driver.where = f"{size} groups"
+            for tokens in (1, 13, 16):
+                hidden = torch.empty(tokens, width, dtype=dtype, device=META)
+                weights = torch.empty(tokens, choices, device=META)
+                ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((tokens, choices), (128,)))
+                gathered(hidden, weights, ids, 16, numbers, places, pdl=True)
+            summed(torch.empty(size * 16, width, dtype=dtype, device=META), places, scatter=True, pdl=True)
+
+
 def shipped_table(driver: CompilingDriver) -> None:
     products(driver, shipped_choices(META))
 
@@ -175,6 +194,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "prefill": prefills,
     "push": pushing,
     "sums": sums,
+    "exchanges": exchanges,
     "table": shipped_table,
     "too-much": too_much,
 }

@@ -11,17 +11,18 @@ import mmap
 import multiprocessing
 import random
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from parallel import sums
 from parallel.places import EMPTY
+from tests.models.exchange_cases import LOOKS_EMPTY
 from tests.models.interpreted_kernels import REFERENCE
 
 RANKS, ROWS, WIDTH, TURNS = 3, 5, 96, 12
 ORDERS = ((1,), (2, 1), (1, 2, 2), (2, 2), (1, 1))  # steps of the sums that follow each other
-LOOKS_EMPTY = torch.tensor([EMPTY, EMPTY], dtype=torch.int16).view(torch.float32)
 MOST_OFF = 1e-5  # another turn's row would be off by ones
 
 
@@ -67,8 +68,9 @@ def shared(size: int) -> list[Tensor]:
     return [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.int16).fill_(EMPTY) for _ in range(RANKS)]
 
 
-def main() -> None:
-    memory = shared(sums.memory_bytes(RANKS))
+def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
+    """``rank`` of every number at once, over ``size`` bytes a rank. Raises where one fails or does not come back."""
+    memory = shared(size)
     forked = multiprocessing.get_context("fork")
     ranks = [forked.Process(target=rank, args=(number, memory)) for number in range(RANKS)]
     for one in ranks:
@@ -80,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_processes(rank, sums.memory_bytes(RANKS))

@@ -116,6 +116,24 @@ def test_sums_send_and_empty_as_wide_as_they_can(tmp_path: Path) -> None:
         assert one["stores"] == {"v4.b32": a_row * (moved + results), "b32": 1}, one  # and the count of exchanges
 
 
+def test_exchanges_move_rows_as_wide_as_they_can(tmp_path: Path) -> None:
+    """Hidden states in sixteen bytes; a weight and an id of each choice are one number a thread."""
+    found = compiled(tmp_path, "--part", "exchanges")
+    assert complaints(found) == []
+    assert len(found) == 4 * 3 * 2
+    for one in found:
+        others = int(one["where"].split()[0]) - 1
+        if one["kernel"] == "_sum_kernel":
+            a_row = {"bf16": 2, "fp32": 4}[one["element"]] * (2 if one["constants"]["N"] == 6144 and others > 3 else 1)
+            assert one["stores"] == {"v4.b32": a_row * (2 * others + 1), "b32": 1}, one  # and the count of exchanges
+            continue
+        at_once = 1 << (others - 1).bit_length()  # of the others' rows, with room for as many as make a power of two
+        a_row = one["constants"]["BLOCK_H"] // (4 * 32 * one["warps"])
+        rows = {"hidden": others + 1 + 2 * at_once, "choices": 2 * (others + 1 + 2), "count": 1}
+        assert one["stores"] == {"v4.b32": a_row * rows["hidden"], "b32": rows["choices"] + rows["count"]}, one
+        assert one["shared"] <= 64, "nothing changes threads"
+
+
 def test_prefill_attention_of_every_dtype_fits(tmp_path: Path) -> None:
     found = compiled(tmp_path, "--part", "prefill")
     assert complaints(found) == []

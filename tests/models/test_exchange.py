@@ -15,12 +15,12 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from parallel.collectives import SingleRank
-from parallel.exchange import gather_together
+from parallel.exchange import TokenExchange, gather_together
 from parallel.experts import ExpertSplit
 from tests.models.exchange_worker import CONFIG, answers
 
 
-class Twice:
+class Twice(TokenExchange):
     """An exchange with another group that brings the same."""
 
     index, groups = 1, 2

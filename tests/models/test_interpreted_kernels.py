@@ -12,7 +12,10 @@ import pytest
 
 @pytest.mark.parametrize(
     "module",
-    ["interpreted_experts", "interpreted_kernels", "interpreted_prefill", "interpreted_push", "interpreted_sums"],
+    [
+        *("interpreted_exchange", "interpreted_experts", "interpreted_kernels"),
+        *("interpreted_prefill", "interpreted_push", "interpreted_sums"),
+    ],
 )
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")

@@ -1,17 +1,24 @@
-"""Where symmetric memory cannot work, every rank gets the ordinary collectives and one of them says why."""
+"""Where symmetric memory cannot work, all ranks get the ordinary collectives or exchange, and one of them says why."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from parallel.call_log import CallLog
 from parallel.collectives import GroupCollectives
-from parallel.symmetric import _log_fallback, _why_not, fastest_collectives
+from parallel.exchange import GroupExchange
+from parallel.symmetric import fastest_collectives
+from parallel.symmetric_exchange import ROW_BYTES, ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
+from parallel.symmetric_memory import _log_fallback, _on_one_node, _why_not
 
 CPU = torch.device("cpu")
 
@@ -31,12 +38,95 @@ def test_without_gpus_the_ordinary_collectives_are_chosen(group: dist.ProcessGro
     assert _why_not(group, CPU) == "the ranks compute on cpu"
 
 
+def test_ranks_of_several_nodes_are_told_apart(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _on_one_node(group, CPU)
+    ranks: list[Tensor] = []
+
+    def least(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
+        ranks.append(numbers)
+        found: list[int] = torch.stack(ranks).amin(0).tolist()
+        return found
+
+    monkeypatch.setattr("parallel.symmetric_memory._least", least)
+    found = []
+    for name in ("node0", "node0", "node1", "node0"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        found.append(_on_one_node(group, CPU))
+    assert found == [True, True, False, False]
+
+
+def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) -> None:
+    calls = CallLog(3)
+    chosen = fastest_exchange(group, CPU, calls)
+    assert type(chosen) is GroupExchange
+    assert chosen.calls is calls
+    ids = torch.tensor([[2, -1]], dtype=torch.int32)
+    hidden, weights, numbers = chosen.gather_choices(
+        torch.ones(1, 4), torch.ones(1, 2), ids, 2, ids.new_tensor([5, 6, 7])
+    )
+    assert hidden.tolist() == [[1.0] * 4, [0.0] * 4]
+    assert weights.tolist() == [[1.0] * 2, [0.0] * 2]
+    assert numbers.tolist() == [[7, -1], [-1, -1]]
+    assert numbers.dtype is torch.int32
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "choices", "dtype", "fits"),
+    [
+        (1, 2048, 8, torch.bfloat16, True),
+        (ROWS, 2048, 8, torch.float16, True),
+        (ROWS + 1, 2048, 8, torch.bfloat16, False),
+        (0, 2048, 8, torch.bfloat16, False),
+        (1, ROW_BYTES // 2, 0, torch.bfloat16, True),
+        (1, ROW_BYTES // 2, 1, torch.bfloat16, False),
+        (1, ROW_BYTES // 2 + 8, 0, torch.bfloat16, False),
+        (1, ROW_BYTES // 4, 0, torch.float32, True),
+        (1, 12, 8, torch.bfloat16, False),  # not whole vectors
+        (1, 2048, 8, torch.float64, False),
+        (1, 0, 0, torch.float32, False),
+    ],
+)
+def test_which_exchanges_take_one_launch(rows: int, width: int, choices: int, dtype: torch.dtype, fits: bool) -> None:
+    assert takes_one_launch(rows, width, choices, dtype) == fits
+
+
+def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a group has of the agreed number of rows: here no launch is made, where there is one it is counted."""
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    launches: list[str] = []
+
+    def gathered(hidden: Tensor, weights: Tensor, ids: Tensor, rows: int, numbers: Tensor, **_: object) -> object:
+        launches.append(f"gather {rows}")
+        return hidden, weights, ids
+
+    def summed(x: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        launches.append(f"sum {x.shape[0]}")
+        return x, x
+
+    monkeypatch.setattr("parallel.exchange_triton.gathered", gathered)
+    monkeypatch.setattr("parallel.sum_triton.summed", summed)
+    monkeypatch.setattr("parallel.symmetric_exchange.EmptyMemory", lambda *_: SimpleNamespace(addresses=(16,)))
+    monkeypatch.setattr("parallel.symmetric_exchange.has_dependent_launches", lambda device: False)
+    logs = []
+    for tokens in (1, 5):
+        made = SymmetricExchange(group, CPU)
+        ids = torch.zeros(tokens, 2, dtype=torch.int32)
+        for rows in (8, 8, ROWS + 8):
+            made.gather_choices(torch.zeros(tokens, 8), torch.zeros(tokens, 2), ids, rows, ids[0])
+            made.scatter_sum(torch.zeros(rows, 8))
+        logs.append(made.calls.snapshot())
+    assert logs[0] == logs[1]
+    assert [run.call for run in logs[0].runs][:2] == ["gather [8, 8] float32", "scatter_sum [8, 8] float32"]
+    assert logs[0].made == 6
+    assert launches == ["gather 8", "sum 8"] * 4
+
+
 def test_the_reason_is_logged_for_a_group_of_several(
     group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        _log_fallback(group, "no peers")
+        _log_fallback(group, "sums go elsewhere", "no peers")
         assert not caplog.records, "a rank alone has nothing to lose"
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-        _log_fallback(group, "no peers")
-    assert [record.getMessage().endswith(": no peers") for record in caplog.records] == [True]
+        _log_fallback(group, "sums go elsewhere", "no peers")
+    assert [record.getMessage() for record in caplog.records] == ["sums go elsewhere: no peers"]

@@ -1,0 +1,176 @@
+"""Exchanges over symmetric memory: the bits of a gather over gloo and of a sum in the groups' order, behind each other
+with ranks late by turns, in graphs, beside NCCL. Between GPUs of their own, and between ranks that share GPUs.
+
+Knows: in which orders exchanges come. Does not know: what each has to give (tests/models/exchange_cases.py), a sparse
+model's answers over them (test_experts_gpu.py), what one costs (bench_exchange.py).
+
+Run: python3 -m pytest -m multigpu tests/gpu/test_exchange_gpu.py
+     python3 -m pytest -m gpu tests/gpu/test_exchange_gpu.py      # ranks that share GPUs; one GPU is enough
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.exchange import GroupExchange
+from parallel.places import EMPTY
+from parallel.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
+from tests.gpu.test_symmetric import (
+    OWN_GPUS,
+    RANKS,
+    SHARED_GPUS,
+    Extent,
+    free_port,
+    group_of,
+    late_by_turns,
+    leave,
+    sharing,
+)
+from tests.gpu.untyped import Stream, spawn
+from tests.models.exchange_cases import Layer, layer, same_bits, sendable
+
+BF16 = torch.bfloat16
+WIDTH = 2048
+SHAPES = (  # rows, width, choices, dtype: one variant of the kernels each
+    *((rows, WIDTH, 8, BF16) for rows in (1, 5, 64, ROWS)),
+    (7, 6144, 2, BF16),
+    (33, 96, 3, torch.float16),
+    (16, WIDTH, 3, torch.float32),
+)
+IN_A_STEP = (8, 8, 64, 1, 16, 8)  # rows of its layers
+WAYS = ("gather", "sum")
+
+
+@pytest.mark.multigpu
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", sorted({RANKS, min(8, max(RANKS, torch.cuda.device_count()))}))
+def test_groups_exchange_the_same(ranks: int) -> None:
+    spawn(_rank, args=(free_port(), ranks), nprocs=ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_groups_that_share_gpus_exchange_the_same(ranks: int) -> None:
+    spawn(_sharing_rank, args=(free_port(), ranks), nprocs=ranks)
+
+
+def _rank(rank: int, port: int, ranks: int) -> None:
+    device = torch.device("cuda", rank)
+    made = fastest_exchange(group_of(rank, port, ranks, device, nccl=True), device)
+    assert isinstance(made, SymmetricExchange)
+    _check_beside_nccl(made, device)
+    _check_all(made, OWN_GPUS, device)
+    leave()
+
+
+def _sharing_rank(rank: int, port: int, ranks: int) -> None:
+    group, device = sharing(rank, port, ranks)
+    _check_all(SymmetricExchange(group, device), SHARED_GPUS, device)  # fastest_exchange wants a GPU for each
+    leave()
+
+
+def _check_all(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
+    for seed, (rows, width, choices, dtype) in enumerate(SHAPES):
+        assert takes_one_launch(rows, width, choices, dtype)
+        _check(made, layer(seed, made.groups, rows, width, choices, dtype), device)
+    _check_behind_each_other(made, extent, device)
+    _check_graph(made, extent, device)
+    torch.cuda.synchronize()
+    assert bool((made._memory._own == EMPTY).all()), "something was left where the next exchange waits"
+
+
+def _check(made: SymmetricExchange, given: Layer, device: torch.device) -> None:
+    """Three times, so that both places are used; then against a gather of CPU tensors over gloo."""
+    here = given.on(device)
+    for _ in range(3):
+        found = made.gather_choices(*here.brought(made.index))
+        assert same_bits(found, here.gathered()), f"{given.rows} rows of {found[0].shape[1]}"
+        total = made.scatter_sum(here.terms[made.index])
+        assert same_bits((total,), (here.summed(made.index),)), f"the sum of {given.rows} rows"
+    hidden, *choices = GroupExchange(made.group).gather_choices(*given.brought(made.index))
+    here_again = tuple(part.cpu() for part in found)
+    assert same_bits(here_again, (sendable(hidden), *choices)), f"not what gloo brings: {given.rows} rows"
+
+
+def _check_beside_nccl(made: SymmetricExchange, device: torch.device) -> None:
+    """More rows than go through shared memory, between fewer."""
+    for seed, rows in enumerate((4, ROWS + 1, 4)):
+        given = layer(seed, made.groups, rows, 256, 8, BF16).on(device)
+        assert takes_one_launch(rows, 256, 8, BF16) == (rows <= ROWS)
+        found, wanted = made.gather_choices(*given.brought(made.index)), given.gathered()
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), f"{rows} rows"
+        total, expected = made.scatter_sum(given.terms[made.index]).float(), given.summed(made.index).float()
+        assert float((total - expected).norm() / expected.norm()) < 1e-2, f"the sum of {rows} rows"
+
+
+def _run(made: GroupExchange, way: str, given: Layer) -> tuple[Tensor, ...]:
+    if way == "gather":
+        return made.gather_choices(*given.brought(made.index))
+    return (made.scatter_sum(given.terms[made.index]),)
+
+
+def _wanted(made: GroupExchange, way: str, given: Layer) -> tuple[Tensor, ...]:
+    return given.gathered() if way == "gather" else (given.summed(made.index),)
+
+
+def _check_behind_each_other(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
+    """Of other rows each time and in any order, while no host waits for its device."""
+    given = [layer(seed, made.groups, *shape).on(device) for seed, shape in enumerate(SHAPES)]
+    steps = [*product(given, WAYS)]
+    found = []
+    for turn in late_by_turns(made.index, made.groups, extent.ways, extent.late):
+        one, way = steps[turn * 5 % len(steps)]
+        found.append((turn, way, one, _run(made, way, one)))
+    for turn, way, one, results in found:
+        assert same_bits(results, _wanted(made, way, one)), f"turn {turn}: the {way} of {one.rows} rows"
+
+
+def _check_graph(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
+    """Layers of a step, replayed with other values while ranks are late by turns, exchanges outside between replays."""
+    values = [
+        [layer(10 * number + at, made.groups, rows, WIDTH, 8, BF16, full=True) for at, rows in enumerate(IN_A_STEP)]
+        for number in range(3)
+    ]
+    given = [[one.on(device) for one in layers] for layers in values]
+    static = [[part.clone() for part in _brought(made, one)] for one in given[0]]
+
+    def step() -> list[tuple[Tensor, ...]]:
+        out: list[tuple[Tensor, ...]] = []
+        for rows, (hidden, weights, ids, numbers, terms) in zip(IN_A_STEP, static, strict=True):
+            out.append(made.gather_choices(hidden, weights, ids, rows, numbers))
+            out.append((made.scatter_sum(terms),))
+        return out
+
+    side = Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = step()
+    found = []
+    for turn in late_by_turns(made.index, made.groups, extent.replays, extent.late):
+        layers = given[turn % len(given)]
+        for kept, one in zip(static, layers, strict=True):
+            for part, brought in zip(kept, _brought(made, one), strict=True):
+                part.copy_(brought)
+        graph.replay()
+        found.append([tuple(part.clone() for part in one) for one in out])
+        made.scatter_sum(layers[turn % len(layers)].terms[made.index])
+    for turn, results in enumerate(found):
+        layers = given[turn % len(given)]
+        for (one, way), result in zip(product(layers, WAYS), results, strict=True):
+            assert same_bits(result, _wanted(made, way, one)), f"replay {turn}: the {way} of {one.rows} rows"
+    graph.reset()
+
+
+def _brought(made: SymmetricExchange, given: Layer) -> tuple[Tensor, ...]:
+    hidden, weights, ids, _, numbers = given.brought(made.index)
+    return hidden, weights, ids, numbers, given.terms[made.index]
