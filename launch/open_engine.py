@@ -177,15 +177,16 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
 
 def _collectives(group: dist.ProcessGroup, config: EngineConfig, device: torch.device) -> GroupCollectives:
     """Of a tensor-parallel group; its ranks call this together."""
-    if device.type == "cpu" or not config.symmetric_all_reduce:
-        return GroupCollectives(group)
-    return fastest_collectives(group, device)
+    return fastest_collectives(group, device) if _shares_memory(config, device) else GroupCollectives(group)
 
 
 def _exchange(
     group: dist.ProcessGroup, config: EngineConfig, device: torch.device, calls: CallLog | None
 ) -> GroupExchange:
     """With the other tensor-parallel groups; the ranks of ``group`` call this together."""
-    if device.type == "cpu" or not config.symmetric_all_reduce:
-        return GroupExchange(group, calls)
-    return fastest_exchange(group, device, calls)
+    return fastest_exchange(group, device, calls) if _shares_memory(config, device) else GroupExchange(group, calls)
+
+
+def _shares_memory(config: EngineConfig, device: torch.device) -> bool:
+    """Whether ranks try to."""
+    return config.symmetric_all_reduce and device.type != "cpu"

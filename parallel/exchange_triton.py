@@ -9,8 +9,8 @@ the int32 ids of its choices, so one kernel serves every type of hidden state. I
 which are empty until it is there, and what makes that safe is said in sum_triton.py: a program sends its row to every
 other rank, waits for theirs and empties where they were, as a sum in one step does. SCATTER does so, too, by other
 rows. So gathers and scatter-sums can follow each other in one memory in any order, with different numbers of rows, in
-graphs and outside, as long as all of its ranks launch the same sequence. Each must be able to run: launches of one rank
-that wait are in the order of its stream, and the sums inside a group wait in memory of their own.
+graphs and outside, as long as all of its ranks launch the same sequence and no launch waits for one that is behind it
+in its stream. The sums inside a group wait in memory of their own.
 
 No word that travels is 0x80008000, which reads as empty: zero goes in its place. Only hidden states have it, as two
 minus zeros side by side or as minus 4.6e-41: a weight is no negative number, NaN has other bits, an id is -1 or more.

@@ -1,7 +1,7 @@
 """Where ranks put their parts of a sum, or rows for each other, in each other's memory.
 
 Knows: the layout of that memory, and what it holds where nothing is. Does not know: how it came to be mapped
-(symmetric.py), who writes parts and when (sum_triton.py says why that is safe).
+(symmetric_memory.py), who writes parts and when (sum_triton.py says why that is safe).
 """
 
 from __future__ import annotations

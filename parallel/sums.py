@@ -1,7 +1,7 @@
 """Which sums over the ranks of a node take a launch of our own, in how many steps, and the memory for them.
 
 Knows: up to which size each way is the fastest. Does not know: how ranks came to map each other's memory
-(symmetric.py), how the kernel sums (sum_triton.py).
+(symmetric_memory.py), how the kernel sums (sum_triton.py).
 """
 
 from __future__ import annotations

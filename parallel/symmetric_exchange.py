@@ -19,9 +19,9 @@ from parallel.symmetric_memory import EmptyMemory, has_dependent_launches, made_
 
 ROWS = 512
 ROW_BYTES = 16 << 10
-# Of what one rank sends another in an exchange that takes one launch. All that there is memory for: where NCCL becomes
-# faster has not been measured (tests/gpu/bench_exchange.py does).
-MOST_BYTES = ROWS * ROW_BYTES
+# Of what a rank sends all others in an exchange that takes one launch: the most that was measured, between two groups,
+# where NCCL was slower throughout (docs/measurements-gpu.md).
+MOST_BYTES = 512 * 4160
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those it is tried with
 _VECTOR = 16  # bytes of the widest loads and stores
 _LOST = "exchanges between groups go through NCCL or gloo, in several launches each"
@@ -52,7 +52,7 @@ class SymmetricExchange(GroupExchange):
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int, numbers_E: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         width, choices = hidden_TN.shape[1], ids_TC.shape[1]
-        if not takes_one_launch(rows, width, choices, hidden_TN.dtype):
+        if not takes_one_launch(self.groups, rows, width, choices, hidden_TN.dtype):
             return super().gather_choices(hidden_TN, weights_TC, ids_TC, rows, numbers_E)
         with self.calls.call("gather", hidden_TN, rows):
             parts = (hidden_TN.contiguous(), weights_TC.contiguous(), ids_TC.contiguous())
@@ -60,19 +60,19 @@ class SymmetricExchange(GroupExchange):
 
     def scatter_sum(self, x_YN: Tensor) -> Tensor:
         rows, width = x_YN.shape[0] // self.groups, x_YN.shape[1]
-        if not takes_one_launch(rows, width, 0, x_YN.dtype):
+        if not takes_one_launch(self.groups, rows, width, 0, x_YN.dtype):
             return super().scatter_sum(x_YN)
         with self.calls.call("scatter_sum", x_YN):
             return self._summed(x_YN.contiguous())[0]
 
 
-def takes_one_launch(rows: int, width: int, choices: int, dtype: torch.dtype) -> bool:
+def takes_one_launch(groups: int, rows: int, width: int, choices: int, dtype: torch.dtype) -> bool:
     """Whether an exchange of so many rows a group does, each with a weight and an id of so many choices."""
     hidden_bytes = width * dtype.itemsize
     row_bytes = hidden_bytes + 8 * choices
     if dtype not in DTYPES or hidden_bytes % _VECTOR or not 0 < row_bytes <= ROW_BYTES or not 0 < rows <= ROWS:
         return False
-    return rows * row_bytes <= MOST_BYTES
+    return (groups - 1) * rows * row_bytes <= MOST_BYTES
 
 
 def fastest_exchange(group: dist.ProcessGroup, device: torch.device, calls: CallLog | None = None) -> GroupExchange:

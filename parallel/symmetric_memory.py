@@ -35,8 +35,8 @@ Made = TypeVar("Made")
 class EmptyMemory:
     """As many bytes on every rank of ``group``, EMPTY, mapped by all of them for as long as this lives.
 
-    Made by every rank together (a rendezvous), who are ``ready`` together, too, before the first part is sent. Raises
-    RuntimeError where symmetric memory does not work.
+    Made by every rank together (a rendezvous), and on none of them before all of it is EMPTY. Raises RuntimeError where
+    symmetric memory does not work.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""How the grouped products of experts are cut into tiles, and for how few tokens there are none.
+"""How the grouped products of experts are cut into tiles, and for how few tokens there are no lists to group.
 
 Knows: what was fast on an H200 for lists of a mean length, in bfloat16 (docs/measurements-kernels.md). Does not know:
 the kernels that take them (experts_triton.py, experts_tma_triton.py), or the one without lists
@@ -27,23 +27,24 @@ class Tiles:
     group: int = 8  # 1, block after block, was nowhere faster
 
 
+_LONG = Tiles(128, 256, 64, 4, 8)
+
 # Of gate-up and of down, by the room that a list needs.
 _BY_ROOM = {
     16: (Tiles(16, 64, 128, 3, 4), Tiles(16, 64, 128, 3, 4)),
     32: (Tiles(32, 64, 128, 3, 4), Tiles(32, 128, 64, 5, 4)),
     64: (Tiles(64, 128, 128, 4, 8), Tiles(64, 128, 128, 4, 8)),
     128: (Tiles(128, 128, 128, 3, 8), Tiles(128, 128, 128, 3, 8)),
-    256: (Tiles(128, 256, 64, 4, 8), Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
+    256: (_LONG, Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
 }
-_MOST_WITHOUT_LISTS = 4  # tokens; 8 of 30B-A3B were slower, though fewer than a quarter of their reads come twice
-_LONG = Tiles(128, 256, 64, 4, 8)
+_MOST_WITHOUT_LISTS = 4  # tokens; 8 of 30B-A3B were slower, though their pairs ask nearly as many experts
+_MULTIPROCESSORS = 132  # of an H200
 _INNER_OF_HALVES = 4096  # 14336 was faster in halves, 768 was slower
-MULTIPROCESSORS = 132  # of an H200
 
 
 def without_lists(tokens: int, choices: int, experts: int) -> bool:
-    """Whether every pair of token and choice had better read its expert's weights for itself: where a quarter of what
-    is read, or less, another pair reads as well. Of all ``experts`` so many are asked as if choices were even.
+    """Whether every pair of token and choice had better read its expert's weights for itself: where there are at most a
+    quarter more pairs than experts that they ask, which of all ``experts`` are as many as if choices were even.
     """
     asked = experts * (1 - (1 - choices / experts) ** tokens)
     return tokens <= _MOST_WITHOUT_LISTS and tokens * choices <= 1.25 * asked
@@ -65,26 +66,30 @@ def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = tor
 @dataclass(frozen=True, slots=True)
 class LongListTiles:
     """Of both products over lists of many tokens (experts_tma_triton.py); down cuts its inner dimension into ``split``
-    parts, which the sum of a token's experts adds up.
+    parts, which the sum of a token's experts adds up. ``programs``: one for each multiprocessor.
     """
 
     gate_up: Tiles
     down: Tiles
     split: int = 1
+    programs: int = _MULTIPROCESSORS
 
 
-def long_list_tiles(mean: float, experts: int, hidden: int, inner: int) -> LongListTiles | None:
+def long_list_tiles(
+    mean: float, experts: int, hidden: int, inner: int, multiprocessors: int = _MULTIPROCESSORS
+) -> LongListTiles | None:
     """For lists of ``mean`` tokens on average of so many experts; None where they are too short for these tiles.
 
-    Each multiprocessor takes a tile of down in turns. With one to four turns, the last of which few of them have, parts
-    of half the length lose less, unless they are so short that it takes longer to write and read them.
+    Each multiprocessor, takes a tile of down in turns. With one to four turns, the last of
+    which few of them have, parts of half the length lose less, unless they are so short that it takes longer to write
+    and read them.
     """
     if room_for(mean) < max(_BY_ROOM):
         return None
     gate_up, down = _dividing(_LONG, 2 * inner, hidden), _dividing(_LONG, hidden, inner)
-    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / MULTIPROCESSORS
+    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / multiprocessors
     halves = inner >= _INNER_OF_HALVES and inner % (2 * down.block_k) == 0 and 1 < turns < 4
-    return LongListTiles(gate_up, down, 2 if halves else 1)
+    return LongListTiles(gate_up, down, 2 if halves else 1, multiprocessors)
 
 
 def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:

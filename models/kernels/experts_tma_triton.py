@@ -1,4 +1,4 @@
-"""The experts of a layer for long lists of tokens, tiles brought by the tensor memory accelerator (TMA): from sm_90 on.
+"""The experts of a layer for long lists of tokens, tiles brought by the tensor memory accelerator (TMA): Hopper.
 
 Knows: the arithmetic of experts_triton.py, over its lists. Does not know: for which lists it is the faster way
 (expert_tiles.py, hopper.py).
@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from models.kernels.expert_tiles import MULTIPROCESSORS, LongListTiles, Tiles
+from models.kernels.expert_tiles import LongListTiles, Tiles
 from models.kernels.experts_triton import block_and_tile, combined, most_programs
 from models.kernels.route_triton import pairs_by_expert
 
@@ -167,12 +167,12 @@ def expert_mlp(
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     box = [2, tiles.gate_up.block_o // 2, tiles.gate_up.block_k]
     gate_up = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
-    _grouped(ordered_PN, gate_up, None, hidden_PI, *lists, tiles.gate_up)
-    del ordered_PN  # terms take its memory: the step needs no more than with short lists
+    _grouped(ordered_PN, gate_up, None, hidden_PI, *lists, tiles.gate_up, tiles.programs)
+    del ordered_PN  # with down whole, terms take its memory: such a step needs no more than with short lists
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
     box = [tiles.down.block_o, tiles.down.block_k]
     down = TensorDescriptor(down_GNI, [experts * hidden, inner], [inner, 1], box)
-    _grouped(hidden_PI, down, weights_TC, terms_SPN, *lists, tiles.down, tiles.split)
+    _grouped(hidden_PI, down, weights_TC, terms_SPN, *lists, tiles.down, tiles.programs, tiles.split)
     return combined(terms_SPN, local_TC, pdl)
 
 
@@ -186,13 +186,14 @@ def _grouped(
     choices: int,
     pdl: bool,
     tiles: Tiles,
+    most: int,
     split: int = 1,
 ) -> None:
     (experts, capacity), (pairs, inner), outputs = order_GT.shape, in_PK.shape, out.shape[-1]
     weight_rows = outputs if scale is not None else 2 * outputs
     rows = TensorDescriptor(in_PK, list(in_PK.shape), [inner, 1], [tiles.block_m, tiles.block_k])
     programs = split * most_programs(capacity, choices, experts, weight_rows, tiles)
-    _grouped_tma_kernel[(min(MULTIPROCESSORS, programs),)](
+    _grouped_tma_kernel[(min(most, programs),)](
         rows,
         weight,
         order_GT if scale is None else scale,

@@ -57,6 +57,8 @@ class HopperKernels(HopperProducts):
         if reason is not None:
             raise RuntimeError(f"HopperKernels cannot run on {device}: {reason}")
         super().__init__(device, choices)
+        self._hopper = torch.cuda.get_device_capability(device)[0] == 9  # others have less shared memory, or other TMA
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._reference = ReferenceKernels()
         self._prefill = Prefill(device, prefill, pdl=self.pdl)
         self._attention_partial = torch.empty_like(self._partial)
@@ -92,8 +94,9 @@ class HopperKernels(HopperProducts):
         tokens, choices = local_TC.shape
         if without_lists(tokens, choices, all_experts):
             return experts_streamed_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
-        if self.pdl and experts_tma_triton.supports(gate_up_G2IN, down_GNI):  # TMA and dependent launches came together
-            tiles = long_list_tiles(tokens * choices / all_experts, *down_GNI.shape)
+        if self._hopper and experts_tma_triton.supports(gate_up_G2IN, down_GNI):
+            mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
+            tiles = long_list_tiles(mean, experts, hidden, inner, self._multiprocessors)
             if tiles is not None:
                 return experts_tma_triton.expert_mlp(
                     x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles

@@ -1,8 +1,8 @@
 """Top-k routing, and the tokens of each expert in order, in one Triton launch each.
 
 Knows: softmax, choice and renormalisation of one token; lists of (token, choice) pairs, expert by expert.
-Does not know: what an expert computes (experts_triton.py, experts_streamed_triton.py). Shape letters as in
-interface.py; a pair is t * C + c, one choice of one token.
+Does not know: what an expert computes (experts_triton.py, experts_streamed_triton.py, experts_tma_triton.py). Shape
+letters as in interface.py; a pair is t * C + c, one choice of one token.
 
 Shapes are fixed: every expert has room for all tokens, and a count says how many there are. Lists are in the order of
 pairs, so the same choices make the same lists in every run and on every rank. ``pdl``: see dependent_launch.py.
@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_CHUNK = 2048  # pairs at most that a program puts into a list, once it has counted those before them
+_CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program puts into a list, once it has counted those before them
+_CHUNKS = 32  # of so many pairs; of more, chunks are longer, since each program counts what is before its own
 
 
 @triton.jit
@@ -139,7 +140,8 @@ def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, 
     tokens, pairs = local_TC.shape[0], local_TC.numel()
     order_GT = torch.empty(experts, tokens, dtype=torch.int32, device=local_TC.device)
     counts_G = torch.empty(experts, dtype=torch.int32, device=local_TC.device)
-    block = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
+    longer = min(_MOST_CHUNK, triton.next_power_of_2(triton.cdiv(pairs, _CHUNKS)))
+    block = max(32, min(max(_CHUNK, longer), triton.next_power_of_2(pairs)))
     _order_kernel[(experts, triton.cdiv(pairs, block))](
         local_TC,
         order_GT,
@@ -148,7 +150,7 @@ def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, 
         CHOICES=local_TC.shape[1],
         BLOCK=block,
         PDL=pdl,
-        num_warps=max(1, block // 256),
+        num_warps=max(1, min(16, block // 256)),
         launch_pdl=pdl,
     )
     return order_GT, counts_G

@@ -1,7 +1,8 @@
 """Micro-benchmark of a layer's experts: route, gate-up, down, sum, for a rank's share of a model's shape.
 
 Run on one GPU:  python3 -m tests.gpu.bench_experts [--shape 30b-a3b] [--rows 1 32 256] [--ranks 2]
-Prints the time of a layer, the bytes of the experts that were asked, and both as bandwidth.
+Prints the times of routing, of making lists and of a layer, and with the bytes of the experts that were asked the
+bandwidth.
 
     python3 -m tests.gpu.bench_experts --rows 32 256 --tiles 32 256 --compile-workers 13 --out FOLDER
 
@@ -188,7 +189,7 @@ def main() -> None:
     tried.add_argument("--pairs", nargs="+", default=[], metavar="PAIR", help=f"try these, as {SUCH_AS}/{SUCH_AS}")
     tried.add_argument("--long-lists", action="store_true", help="time the kernel for long lists against the other one")
     parser.add_argument("--compile-workers", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for what --tiles or --pairs finds")
+    parser.add_argument("--out", type=Path, help="folder for what --tiles, --pairs or --long-lists finds")
     args = parser.parse_args()
     if (args.tiles or args.pairs or args.long_lists) and args.out is None:
         parser.error("--out is needed with --tiles, --pairs and --long-lists: where the times go")

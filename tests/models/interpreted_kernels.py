@@ -59,7 +59,7 @@ class InterpretedKernels(HopperKernels):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.pdl = False
+        self.pdl = self._hopper = False
         self.choices = ChoiceTable()
         self._resolved = {}
         self._reference = ReferenceKernels()

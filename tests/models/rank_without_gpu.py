@@ -37,7 +37,7 @@ from runtime.execute.sampling_rows import TOP_LOGPROBS, SamplingFeatures
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step import StepWork
-from tests.models.compiling_driver import CAPABILITY, CompilingDriver
+from tests.models.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
 SHAPES = Path(__file__).parents[2] / "models/shapes"
@@ -61,6 +61,7 @@ def play_an_h200() -> None:
     cuda: Any = torch.cuda
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     modules: tuple[Any, ...] = (hopper, hopper_products, sampler, logprobs)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt

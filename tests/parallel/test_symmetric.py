@@ -16,9 +16,10 @@ from torch import Tensor
 from parallel.call_log import CallLog
 from parallel.collectives import GroupCollectives
 from parallel.exchange import GroupExchange
+from parallel.sums import LIMITS
 from parallel.symmetric import fastest_collectives
 from parallel.symmetric_exchange import ROW_BYTES, ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
-from parallel.symmetric_memory import _log_fallback, _on_one_node, _why_not
+from parallel.symmetric_memory import MOST_RANKS, _log_fallback, _on_one_node, _why_not, made_where_all_can
 
 CPU = torch.device("cpu")
 
@@ -71,23 +72,29 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "choices", "dtype", "fits"),
+    ("groups", "rows", "width", "choices", "dtype", "fits"),
     [
-        (1, 2048, 8, torch.bfloat16, True),
-        (ROWS, 2048, 8, torch.float16, True),
-        (ROWS + 1, 2048, 8, torch.bfloat16, False),
-        (0, 2048, 8, torch.bfloat16, False),
-        (1, ROW_BYTES // 2, 0, torch.bfloat16, True),
-        (1, ROW_BYTES // 2, 1, torch.bfloat16, False),
-        (1, ROW_BYTES // 2 + 8, 0, torch.bfloat16, False),
-        (1, ROW_BYTES // 4, 0, torch.float32, True),
-        (1, 12, 8, torch.bfloat16, False),  # not whole vectors
-        (1, 2048, 8, torch.float64, False),
-        (1, 0, 0, torch.float32, False),
+        (2, 1, 2048, 8, torch.bfloat16, True),
+        (2, ROWS, 2048, 8, torch.float16, True),
+        (2, ROWS, 2048, 9, torch.float16, False),  # more bytes than were measured
+        (2, ROWS + 1, 64, 8, torch.bfloat16, False),
+        (2, 0, 2048, 8, torch.bfloat16, False),
+        (4, 170, 2048, 8, torch.bfloat16, True),
+        (4, 171, 2048, 8, torch.bfloat16, False),
+        (8, 64, 2048, 8, torch.bfloat16, True),
+        (2, 1, ROW_BYTES // 2, 0, torch.bfloat16, True),
+        (2, 1, ROW_BYTES // 2, 1, torch.bfloat16, False),
+        (2, 1, ROW_BYTES // 2 + 8, 0, torch.bfloat16, False),
+        (2, 1, ROW_BYTES // 4, 0, torch.float32, True),
+        (2, 1, 12, 8, torch.bfloat16, False),  # not whole vectors
+        (2, 1, 2048, 8, torch.float64, False),
+        (2, 1, 0, 0, torch.float32, False),
     ],
 )
-def test_which_exchanges_take_one_launch(rows: int, width: int, choices: int, dtype: torch.dtype, fits: bool) -> None:
-    assert takes_one_launch(rows, width, choices, dtype) == fits
+def test_which_exchanges_take_one_launch(
+    groups: int, rows: int, width: int, choices: int, dtype: torch.dtype, fits: bool
+) -> None:
+    assert takes_one_launch(groups, rows, width, choices, dtype) == fits
 
 
 def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +137,46 @@ def test_the_reason_is_logged_for_a_group_of_several(
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
         _log_fallback(group, "sums go elsewhere", "no peers")
     assert [record.getMessage() for record in caplog.records] == ["sums go elsewhere: no peers"]
+
+
+@pytest.mark.parametrize(
+    ("what_make_does", "works", "others_agree", "says"),
+    [
+        (None, True, True, None),
+        (None, False, True, "sums go elsewhere: the first ones came out wrong"),
+        (RuntimeError("no handle"), True, True, "sums go elsewhere: RuntimeError: no handle"),
+        (None, True, False, "sums go elsewhere: it failed on another rank"),
+    ],
+)
+def test_what_fails_on_one_rank_is_used_on_none(
+    what_make_does: Exception | None,
+    works: bool,
+    others_agree: bool,
+    says: str | None,
+    group: dist.ProcessGroup,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make() -> str:
+        if what_make_does is not None:
+            raise what_make_does
+        return "made"
+
+    asked: list[bool] = []
+
+    def all_agree(yes: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+        asked.append(yes)
+        return yes and (others_agree or len(asked) == 1)  # another rank fails where it makes its own
+
+    monkeypatch.setattr("parallel.symmetric_memory._why_not", lambda group, device: None)
+    monkeypatch.setattr("parallel.symmetric_memory._all_agree", all_agree)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with caplog.at_level(logging.WARNING):
+        made = made_where_all_can(group, CPU, make, lambda made: works, "sums go elsewhere")
+    assert made == ("made" if says is None else None)
+    assert [record.getMessage() for record in caplog.records] == ([] if says is None else [says])
+    assert len(asked) == 2, "ranks agree before they begin and after"
+
+
+def test_every_group_that_may_share_memory_has_limits() -> None:
+    assert set(LIMITS) == set(range(2, MOST_RANKS + 1))
