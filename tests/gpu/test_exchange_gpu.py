@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel.exchange import GroupExchange
 from parallel.places import EMPTY
 from parallel.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
-from tests.gpu.test_symmetric import (
+from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,
     SHARED_GPUS,

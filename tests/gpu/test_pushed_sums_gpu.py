@@ -20,7 +20,7 @@ from parallel.collectives import Unsummed
 from parallel.linear import RowParallel
 from parallel.shard import Placement
 from parallel.symmetric import SymmetricCollectives
-from tests.gpu.test_symmetric import OWN_GPUS, RANKS, free_port, joined, late_by_turns, leave
+from tests.gpu.ranks_on_gpus import OWN_GPUS, RANKS, free_port, joined, late_by_turns, leave
 from tests.gpu.untyped import Stream, spawn
 
 BF16 = torch.bfloat16
