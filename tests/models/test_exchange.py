@@ -54,12 +54,15 @@ def test_groups_that_cannot_share_are_refused() -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_groups_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["gloo", "memory"])
+def test_two_groups_of_two_ranks(way: str, tmp_path: Path) -> None:
+    if way == "memory":
+        pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.models.exchange_worker", str(tmp_path), str(rank)],
+            [sys.executable, "-m", "tests.models.exchange_worker", str(tmp_path), str(rank), way],
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
