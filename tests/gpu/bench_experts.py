@@ -16,10 +16,10 @@ expert-tiles-SHAPE.json, tiles as the fields of expert_tiles.Tiles.
 times the default and the pairs after ``--pairs`` in such rounds at each number of rows, without a sweep. A pair is the
 fields of Tiles for gate-up and, behind the slash, for down. FOLDER gets expert-pairs-SHAPE.json.
 
-    python3 -m tests.gpu.bench_experts --shape mixtral-8x7b --rows 512 2048 8192 --long-lists --out FOLDER
+    python3 -m tests.gpu.bench_experts --shape mixtral-8x7b --rows 2 4 512 2048 8192 --kernels --out FOLDER
 
-times the kernel for long lists, with down whole and in halves, against the default of the one for short lists in such
-rounds, wherever an engine would take it. FOLDER gets expert-long-lists-SHAPE.json.
+times the other kernels against the one for short lists in such rounds: pair by pair where rows are few, the one for
+long lists, with down whole and in halves, where lists are long. FOLDER gets expert-kernels-SHAPE.json.
 
 Knows: which tiles are worth a try. Does not know: which of them an engine runs (expert_tiles.py).
 """
@@ -41,8 +41,8 @@ import torch
 import triton
 from torch import Tensor
 
-from models.kernels import experts_tma_triton
-from models.kernels.expert_tiles import LongListTiles, Tiles, default_tiles, long_list_tiles
+from models.kernels import experts_streamed_triton, experts_tma_triton
+from models.kernels.expert_tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
 from models.kernels.experts_triton import expert_mlp
 from models.kernels.hopper import HopperKernels
 from models.kernels.route_triton import pairs_by_expert
@@ -52,6 +52,7 @@ from tests.gpu.expert_pairs import SUCH_AS, Pair, named, pair_of, products
 from tests.gpu.expert_timing import LAYERS, Run, agree, in_turns, microseconds
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor
+MOST_APART = 16  # rows for which pair by pair is worth a look
 FINALISTS = 2  # of each product: all their pairs are compared
 
 
@@ -140,24 +141,29 @@ class TileBench:
         finals = [{"pair": [astuple(one) for one in pair], **asdict(took)} for pair, took in found.items()]
         return {"rows": self._rows, "in_turns": finals}
 
-    def long_lists(self) -> dict[str, Any]:
-        """The default, and what an engine takes instead, with down whole and in halves."""
-        layer, default = self._layer, default_pair(self._layer, self._rows)
-        mean = self._rows * layer.choices / layer.experts
-        tiles = long_list_tiles(mean, layer.held, layer.hidden, layer.inner)
-        if tiles is None:
-            return {"rows": self._rows, "in_turns": {}}
-        runs: dict[str, Run] = {"short lists": partial(self._run, default)}
-        for split in (1, 2):
-            runs[f"{split} of down"] = partial(self._run_long, replace(tiles, split=split))
-            agree(f"{self._rows} rows: long lists, {split} of down", runs[f"{split} of down"], runs["short lists"])
+    def kernels(self) -> dict[str, Any]:
+        """Short lists, and what else there is for so many rows: pair by pair, long lists, with halves of down."""
+        layer, rows = self._layer, self._rows
+        mean = rows * layer.choices / layer.experts
+        runs: dict[str, Run] = {"short lists": partial(self._run, default_pair(layer, rows))}
+        if rows <= MOST_APART:
+            runs["pair by pair"] = self._run_apart
+        chosen = "pair by pair" if without_lists(rows, layer.choices, layer.experts) else "short lists"
+        if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
+            runs |= {f"long lists, down / {n}": partial(self._run_long, replace(tiles, split=n)) for n in (1, 2)}
+            chosen = f"long lists, down / {tiles.split}"
+        for name, run in runs.items():
+            agree(f"{rows} rows: {name} differs from short lists", run, runs["short lists"])
         found = in_turns(runs)
         for name, one in found.items():
-            chosen = ", chosen" if name == f"{tiles.split} of down" else ""
+            mark = ", chosen" if name == chosen else ""
             print(
-                f"    {one.us:8.1f} us, {one.ratio:.3f} ({one.least:.3f} to {one.most:.3f}): {name}{chosen}", flush=True
+                f"    {one.us:8.1f} us, {one.ratio:.3f} ({one.least:.3f} to {one.most:.3f}): {name}{mark}", flush=True
             )
-        return {"rows": self._rows, "in_turns": {name: asdict(one) for name, one in found.items()}}
+        return {"rows": rows, "chosen": chosen, "in_turns": {name: asdict(one) for name, one in found.items()}}
+
+    def _run_apart(self, number: int) -> Tensor:
+        return experts_streamed_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True)
 
     def _run_long(self, tiles: LongListTiles, number: int) -> Tensor:
         return experts_tma_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, tiles)
@@ -187,12 +193,12 @@ def main() -> None:
     tried = parser.add_mutually_exclusive_group()
     tried.add_argument("--tiles", nargs="+", type=int, default=[], metavar="ROWS", help="try tiles for these rows")
     tried.add_argument("--pairs", nargs="+", default=[], metavar="PAIR", help=f"try these, as {SUCH_AS}/{SUCH_AS}")
-    tried.add_argument("--long-lists", action="store_true", help="time the kernel for long lists against the other one")
+    tried.add_argument("--kernels", action="store_true", help="time all kernels that there are for these rows")
     parser.add_argument("--compile-workers", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for what --tiles, --pairs or --long-lists finds")
+    parser.add_argument("--out", type=Path, help="folder for what --tiles, --pairs or --kernels finds")
     args = parser.parse_args()
-    if (args.tiles or args.pairs or args.long_lists) and args.out is None:
-        parser.error("--out is needed with --tiles, --pairs and --long-lists: where the times go")
+    if (args.tiles or args.pairs or args.kernels) and args.out is None:
+        parser.error("--out is needed with --tiles, --pairs and --kernels: where the times go")
     layer = share_of(args.shape, args.ranks)
     try:
         pairs = [pair_of(text, layer) for text in args.pairs]
@@ -225,8 +231,8 @@ def main() -> None:
             flush=True,
         )
         bench = TileBench(layer, weights, chosen)
-        if args.long_lists:
-            kind, result = "long-lists", bench.long_lists()
+        if args.kernels:
+            kind, result = "kernels", bench.kernels()
         elif pairs:
             kind, result = "pairs", bench.in_turns(pairs)
         elif rows in args.tiles:

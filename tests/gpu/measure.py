@@ -101,8 +101,10 @@ PARTS = (
     Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
     Part("experts", 1, 160, f"{_TILES} --rows 1 8 --tiles 32 128 256"),
     Part("experts-mixtral", 1, 160, f"{_TILES} --shape mixtral-8x7b --rows 1 8 --tiles 32 128 256 2048"),
-    Part("experts-long", 1, 60, f"{_TILES} --rows 2048 4096 8192 --long-lists"),
-    Part("mixtral-long", 1, 60, f"{_TILES} --shape mixtral-8x7b --rows 512 1024 2048 3000 4096 8192 --long-lists"),
+    Part("experts-kernels", 1, 90, f"{_TILES} --kernels --rows 1 2 4 8 12 256 1024 2048 4096 8192"),
+    Part(
+        "mixtral-kernels", 1, 90, f"{_TILES} --shape mixtral-8x7b --kernels --rows 1 2 4 512 1024 2048 3000 4096 8192"
+    ),
     Part("experts-flashinfer", 1, 150, _FLASHINFER),
     Part("mixtral-flashinfer", 1, 150, f"{_FLASHINFER} --shape mixtral-8x7b"),
     Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
-from models.kernels import experts_tma_triton
+from models.kernels import experts_streamed_triton, experts_tma_triton
 from models.kernels.expert_tiles import LongListTiles, Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.gpu import bench_experts, expert_timing
@@ -121,19 +122,31 @@ def test_named_pairs_are_compared_with_the_default_and_nothing_is_swept(
     assert f"110.0 us, 1.100 (1.100 to 1.100): {FORMER}" in capsys.readouterr().out
 
 
-def test_long_lists_are_timed_whole_and_in_halves_where_lists_are_long(
+def test_every_kernel_that_there_is_for_so_many_rows_is_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launched = replayed(monkeypatch, lambda tiles: 90.0 if tiles == LongListTiles(LONG, LONG, 2) else 100.0)
+    halves = LongListTiles(LONG, LONG, 2)
+    replayed(monkeypatch, lambda tiles: {None: 80.0, halves: 90.0}.get(tiles, 100.0))
     monkeypatch.setattr(experts_tma_triton, "expert_mlp", lambda *_: torch.ones(2))
-    layer = run_main(monkeypatch, tmp_path, "--rows", "64", "2048", "--long-lists")
-    found = json.loads((tmp_path / "expert-long-lists-mixtral-8x7b.json").read_text())["rows"]
+    monkeypatch.setattr(experts_streamed_triton, "expert_mlp", lambda *_: torch.ones(2))
+    run_main(monkeypatch, tmp_path, "--rows", "2", "8", "64", "2048", "--kernels")
+    found = json.loads((tmp_path / "expert-kernels-mixtral-8x7b.json").read_text())["rows"]
     assert {one["rows"]: {name: final["us"] for name, final in one["in_turns"].items()} for one in found} == {
-        64: {},
-        2048: {"short lists": 100.0, "1 of down": 100.0, "2 of down": 90.0},
+        2: {"short lists": 100.0, "pair by pair": 80.0},
+        8: {"short lists": 100.0, "pair by pair": 80.0},
+        64: {"short lists": 100.0},
+        2048: {"short lists": 100.0, "long lists, down / 1": 100.0, "long lists, down / 2": 90.0},
     }
-    assert set(launched) == {default_pair(layer, 2048), *(LongListTiles(LONG, LONG, split) for split in (1, 2))}
-    assert "90.0 us, 0.900 (0.900 to 0.900): 2 of down\n" in capsys.readouterr().out
+    whole = "long lists, down / 1"  # an inner dimension of 128 is too short for halves
+    assert [one["chosen"] for one in found] == ["pair by pair", "short lists", "short lists", whole]
+    assert "80.0 us, 0.800 (0.800 to 0.800): pair by pair, chosen\n" in capsys.readouterr().out
+
+
+def test_a_kernel_that_computes_something_else_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replayed(monkeypatch, lambda tiles: 100.0)
+    monkeypatch.setattr(experts_streamed_triton, "expert_mlp", lambda *_: torch.ones(2) * 2)
+    with pytest.raises(SystemExit, match=r"2 rows: pair by pair differs from short lists by 1\.000"):
+        run_main(monkeypatch, tmp_path, "--rows", "2", "--kernels")
 
 
 def test_a_pair_reads_as_it_is_written() -> None:
@@ -175,11 +188,12 @@ def bench(layer: Layer) -> TileBench:
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, cost: Callable[[Any], float]) -> list[Any]:
-    """A layer takes what ``cost`` says of its tiles; what was replayed, in its order."""
+    """A layer takes what ``cost`` says of its tiles, None where it has none; what was replayed, in its order."""
     launched: list[Any] = []
 
     def replay_for(graph: Any, seconds: float) -> float:
-        tiles = graph.args[0].args[0]
+        run = graph.args[0]
+        tiles = run.args[0] if isinstance(run, partial) else None
         launched.append(tiles)
         return cost(tiles) * LAYERS
 
