@@ -40,35 +40,35 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 fuzz: $(STAMP)  ## the long form of the scheduler fuzzer: 1,000,000 seeds on every core
-	$(BIN)/python -m tests.schedule.fuzz --seeds 1000000
+	$(BIN)/python -m tests.runtime.schedule.fuzz --seeds 1000000
 
 test-kill: $(STAMP)  ## 300 kills of generate and of sweeps, 20,210 bad lines, 20,000 mutated weight files: ten minutes
-	$(BIN)/python -m tests.launch.kill_anywhere --kills 240 --seed 1
-	$(BIN)/python -m tests.launch.kill_anywhere --kills 60 --seed 1 --engine real
-	$(BIN)/python -m tests.launch.kill_sweep --kills 150 --seed 1
-	$(BIN)/python -m tests.launch.kill_sweep --kills 150 --seed 1 --under slurm
-	$(BIN)/python -m tests.launch.bad_input --generated 20000 --long-line 100
+	$(BIN)/python -m tests.launch.generate.kill_anywhere --kills 240 --seed 1
+	$(BIN)/python -m tests.launch.generate.kill_anywhere --kills 60 --seed 1 --engine real
+	$(BIN)/python -m tests.launch.sweep.kill_sweep --kills 150 --seed 1
+	$(BIN)/python -m tests.launch.sweep.kill_sweep --kills 150 --seed 1 --under slurm
+	$(BIN)/python -m tests.launch.generate.bad_input --generated 20000 --long-line 100
 	$(BIN)/python -m tests.models.weights_fuzz --mutations 20000
 
 test-batches: $(STAMP)  ## 1,000 random batches through the whole front end against the plainest engine: ten minutes
-	$(BIN)/python -m tests.engine.random_batches --seeds 1000
+	$(BIN)/python -m tests.runtime.engine.random_batches --seeds 1000
 
 test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every depth, 450 random lives: fifteen minutes
-	$(BIN)/python -m pytest -n 2 -m long tests/engine/test_dealt_groups.py tests/engine/test_groups_lifecycle.py
+	$(BIN)/python -m pytest -n 2 -m long tests/runtime/engine/test_dealt_groups.py tests/runtime/engine/test_groups_lifecycle.py
 
 test-faults: $(STAMP)  ## every fault, phase and rank under torchrun; the table of docs/measurements.md
 	rm -f out/faults.jsonl
 	$(BIN)/python -m tests.faults
 
 measure-gpu:  ## every GPU figure of docs/measurements.md, into out/measure; PARTS="latency-8b ..." for some of them
-	$(PYTHON) -m tests.gpu.measure --out out/measure $(if $(PARTS),--parts $(PARTS))
+	$(PYTHON) -m tests.bench.measure --out out/measure $(if $(PARTS),--parts $(PARTS))
 
 test-network: $(STAMP)  ## two nodes over links that are slow, lossy or cut: minutes, as root; the tables of docs/measurements.md
 	LOCKSTRIDE_NETWORK_TESTS=required $(BIN)/python -m pytest tests/network
 	$(BIN)/python -m tests.network
 
 bench-schedule: $(STAMP)
-	$(BIN)/python -m tests.schedule.bench
+	$(BIN)/python -m tests.runtime.schedule.bench
 
 # Not part of `make test`: these start a real Slurm and must run one after the other. They skip where Slurm is not
 # installed (Debian: apt-get install slurmctld slurmd slurm-client munge iproute2), unless LOCKSTRIDE_SLURM_TESTS=required.

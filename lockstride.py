@@ -12,7 +12,7 @@ from __future__ import annotations
 from launch.complete import complete
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.outputs import RequestOutput
+from runtime.frontend.outputs import RequestOutput
 from runtime.schedule.request import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams", "complete"]

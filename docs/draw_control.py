@@ -14,9 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from parallel.control import record
-from parallel.control.agreement import FOLLOWER_TABLE, LEADER_TABLE
-from parallel.control.handshake import FOLLOWER_GREETING, LEADER_GREETING
+from parallel.control.protocol.handshake import FOLLOWER_GREETING, LEADER_GREETING
+from parallel.control.protocol.states import FOLLOWER_TABLE, LEADER_TABLE
+from parallel.control.wire import frames as record
 
 State = TypeVar("State", bound=Enum)
 Input = TypeVar("Input", bound=Enum)

@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launch.bench_options import BenchCommand
-from launch.doctor_options import DoctorCommand
-from launch.options import Command, parse
-from launch.rendezvous import MeetingError, RendezvousError, discover
-from launch.sweep_options import SweepCommand
-from runtime.observe.parent import die_with_parent
+from launch.bench.options import BenchCommand
+from launch.doctor.options import DoctorCommand
+from launch.engine_options import Command, parse
+from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
+from launch.sweep.options import SweepCommand
+from runtime.watchdog.parent_death import die_with_parent
 
 FAILED = 1
 USAGE = 2
@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parse(sys.argv[1:] if arguments is None else arguments)
     _log_as(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
     if isinstance(command, DoctorCommand):
-        from launch import doctor
+        from launch.doctor import command as doctor
 
         return doctor.run(command)  # where torch cannot be imported, too
     if isinstance(command, SweepCommand):
-        from launch import sweep  # it is no rank, but starts those of its points
+        from launch.sweep import command as sweep  # it is no rank, but starts those of its points
 
         return sweep.run(command, os.environ)
     _end_with_launcher()
@@ -57,17 +57,17 @@ def _log_as(rank: str) -> None:
 
 
 def _run(command: Command | BenchCommand) -> int:
-    from launch import bench
-    from launch.bench_trace import BenchError
-    from launch.generate import UsageError, run
-    from launch.open_engine import open_engine
-    from launch.results_file import ResultsFileError, ResultsWriteError
+    from launch.bench import command as bench
+    from launch.bench.trace import BenchError
+    from launch.generate.command import UsageError, run
+    from launch.generate.output_file import ResultsFileError, ResultsWriteError
+    from launch.ranks.start_engine import open_engine
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
     from runtime.config import ConfigError
-    from runtime.execute.kv_pool import KvMemoryError
-    from runtime.execute.step_graph import CaptureError
-    from runtime.text import TokenizerError
+    from runtime.execute.cache.kv_pool import KvMemoryError
+    from runtime.execute.step.decode_graphs import CaptureError
+    from runtime.frontend.tokenizer import TokenizerError
 
     of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
     of_the_model = (ModelConfigError, WeightsError, KvMemoryError, CaptureError)

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch.open_engine import open_engine
-from launch.process_group import joined
-from launch.rendezvous import check_degrees, discover
-from launch.sampling_defaults import sampling_defaults
-from runtime.assembly import OutputAssembler, drawn_seed
+from launch.api.sampling_defaults import sampling_defaults
+from launch.ranks.process_group import joined
+from launch.ranks.rendezvous import check_degrees, discover
+from launch.ranks.start_engine import open_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.observe.parent import die_with_parent
-from runtime.outputs import RequestOutput
-from runtime.request_checks import check_prompt, check_sampling
+from runtime.frontend.output_processor import OutputAssembler, drawn_seed
+from runtime.frontend.outputs import RequestOutput
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.validation import check_prompt, check_sampling
 from runtime.schedule.request import FinishReason, SamplingParams
-from runtime.text import Tokenizer
+from runtime.watchdog.parent_death import die_with_parent
 
 Prompt = str | Sequence[int]
 

@@ -16,7 +16,7 @@ import torch
 
 from models.config_reader import ConfigReader
 from models.layers.rope import Rope, YarnRope, rope_from_parameters
-from models.routed_experts import RoutedExperts, read_routed_experts
+from models.layers.routed_experts import RoutedExperts, read_routed_experts
 
 MOST_LAYERS = 10_000
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

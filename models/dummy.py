@@ -19,7 +19,7 @@ _CHUNK = 1 << 24  # values hashed at once: 128 MiB of int64
 
 
 class DummyTensor:
-    """A full tensor that exists only as a rule; index it with slices to make a piece (see parallel.shard.Sliceable).
+    """A full tensor that exists only as a rule; index it with slices to make a piece (Sliceable of layers/shard.py).
 
     Values are uniform with mean ``centre`` and standard deviation 1 / sqrt(last dim), which keeps activations of any
     model size near 1.

@@ -1,7 +1,7 @@
 """How many tokens asked for each expert of each layer: counted on the device in every step, read once in a while.
 
 Knows: the counters of a model, the file they are reported in, and the placement that such a file leads to.
-Does not know: who asked for a report, or how a balance is found (parallel/expert_balance.py).
+Does not know: who asked for a report, or how a balance is found (parallel/layers/expert_balance.py).
 
 The counters are part of the step (route_top_k adds to them), so they cost no synchronisation; masked and padding
 tokens are not counted. In a group with the same tokens on every rank, every rank counts the same.
@@ -19,8 +19,8 @@ import torch
 
 from models.layers.decoder import Decoder
 from models.layers.moe import SparseMLP
-from parallel.expert_balance import balanced_order, rank_tokens
-from parallel.experts import ExpertSplit
+from parallel.layers.expert_balance import balanced_order, rank_tokens
+from parallel.layers.experts import ExpertSplit
 
 SCHEMA = 1
 

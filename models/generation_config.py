@@ -1,7 +1,7 @@
 """The sampling parameters in generation_config.json: how the makers of a checkpoint would have it drawn from.
 
 Knows: keys and types in that file. Does not know: eos ids (config.py), legal ranges, who else may have a say
-(launch/sampling_defaults.py).
+(launch/api/sampling_defaults.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Knows: which numbers of a model a group's size must divide. Does not know: how a
 from __future__ import annotations
 
 from models.config import ModelConfig
-from parallel.shard import HeadShard, divisors
+from parallel.layers.shard import HeadShard, divisors
 
 
 def require_legal_size(config: ModelConfig, size: int, *, whole_experts: bool = False, groups: int = 1) -> None:

@@ -5,12 +5,12 @@ Knows: the list. Does not know: anything about the models on it.
 
 from __future__ import annotations
 
+from models.families.llama import Llama
+from models.families.mixtral import Mixtral
+from models.families.qwen2 import Qwen2
+from models.families.qwen3 import Qwen3
+from models.families.qwen3_moe import Qwen3Moe
 from models.layers.decoder import Decoder
-from models.llama import Llama
-from models.mixtral import Mixtral
-from models.qwen2 import Qwen2
-from models.qwen3 import Qwen3
-from models.qwen3_moe import Qwen3Moe
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,

@@ -23,9 +23,9 @@ from models.dummy import DummyTensor
 from models.kernels.interface import Kernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
-from parallel.collectives import Collectives
-from parallel.experts import ExpertSplit
-from parallel.shard import ScatteredShard, Shard
+from parallel.comm.collectives import Collectives
+from parallel.layers.experts import ExpertSplit
+from parallel.layers.shard import ScatteredShard, Shard
 
 log = logging.getLogger(__name__)
 

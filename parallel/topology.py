@@ -1,7 +1,7 @@
 """Topology: which rank this process is, how the ranks lie on nodes, and how they are grouped to share a model.
 
 Knows: the numbers of ranks and nodes, the leaders, the members of tensor-, expert- and data-parallel groups.
-Does not know: how the numbers were found (launch/rendezvous.py), process groups, sockets, devices.
+Does not know: how the numbers were found (launch/ranks/rendezvous.py), process groups, sockets, devices.
 """
 
 from __future__ import annotations

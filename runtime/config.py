@@ -1,7 +1,7 @@
 """EngineConfig: every limit and switch of an engine, resolved once and never changed after.
 
 Knows: the options' names, their defaults by device, and which values make sense together.
-Does not know: where a value came from (launch/options.py), the model's own limits, or the machine's memory.
+Does not know: where a value came from (launch/engine_options.py), the model's own limits, or the machine's memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEVICE_DEFAULTS: Final[dict[str, dict[str, int]]] = {
 # Smallest and largest legal value of each whole-number option; None is "no upper limit".
 _RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "tensor_parallel": (1, None),
-    "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/record.py)
+    "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
     "max_model_len": (2, None),
     "max_num_seqs": (1, 65_535),
     "block_size": (1, 1024),
@@ -52,7 +52,7 @@ class ConfigError(ValueError):
 
 
 def flag_of(field: str) -> str:
-    """The command-line flag that sets an EngineConfig field, as launch/options.py spells it."""
+    """The command-line flag that sets an EngineConfig field, as launch/engine_options.py spells it."""
     vllm_names = {
         "tensor_parallel": "tensor-parallel-size",
         "data_parallel": "data-parallel-size",

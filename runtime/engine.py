@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from parallel.control.plane import ControlPlane
-from runtime.agreed_events import decode_events, encode_events
+from parallel.control.interface import ControlPlane
 from runtime.config import EngineConfig
-from runtime.data_parallel import Groups
-from runtime.dealing import Dealer
-from runtime.engine_counters import engine_counters
+from runtime.counters import engine_counters
 from runtime.execute.executor import Executor
-from runtime.execute.sampling_rows import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingFeatures
 from runtime.execute.slot_state import DEFAULT_STOP_IDS, check_stop_ids
+from runtime.groups.request_router import Dealer
+from runtime.groups.step_sync import Groups
 from runtime.observe.observer import StepObserver
-from runtime.observe.watchdog import Watchdog
-from runtime.outbox import open_outbox
+from runtime.replicate.event_codec import decode_events, encode_events
+from runtime.replicate.pending_events import open_outbox
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.scheduler import Scheduler
+from runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class _Flight(NamedTuple):
 
 
 class Engine:
-    """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_interface.py
-    says what they promise. Made by engine_build.py. ``at_end`` is called once, when everything has landed and the
+    """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_protocol.py
+    says what they promise. Made by build.py. ``at_end`` is called once, when everything has landed and the
     device is at rest; not after an error. ``thaw`` is called when the engine closes, after an error too, and may be
-    called more than once (frozen_heap.py). ``groups`` and ``dealer`` are there where several groups share experts: what
+    called more than once (gc_freeze.py). ``groups`` and ``dealer`` are there where several groups share experts: what
     they launch together, and whose requests are whose.
     """
 

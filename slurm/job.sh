@@ -7,7 +7,7 @@
 #   $lockstride_logs                      this start's own folder for logs.
 #
 # Knows: Slurm's variables and commands, site.env, how ranks are started and told to end.
-# Does not know: what the ranks do, or which ranks there are in the end (launch/rendezvous.py checks that).
+# Does not know: what the ranks do, or which ranks there are in the end (launch/ranks/rendezvous.py checks that).
 #
 # Nobody here guesses: what cannot be found out ends the job with a text that says what to set.
 

@@ -189,16 +189,16 @@ def test_a_torch_import_planted_in_the_scheduler_is_found(tmp_path: Path) -> Non
     ("path", "source"),
     [
         ("runtime/schedule/queue.py", "def f():\n    import numpy.linalg"),
-        ("runtime/schedule/queue.py", "from runtime.execute.device import Stream"),
+        ("runtime/schedule/queue.py", "from runtime.execute.device.protocol import Stream"),
         ("runtime/schedule/queue.py", "from ..execute import device"),
         ("runtime/schedule/queue.py", "from runtime import engine"),
         ("runtime/schedule/queue.py", "import importlib\nimportlib.import_module('torch')"),
         ("runtime/schedule/queue.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("runtime/__init__.py", "import torch"),
-        ("parallel/control/uds.py", "import torch.distributed"),
-        ("parallel/control/uds.py", "from parallel.collectives import SingleRank"),
-        ("parallel/linear.py", "from models.inputs import StepInputs"),
-        ("models/llama.py", "import runtime.schedule.plan"),
+        ("parallel/control/transport/uds.py", "import torch.distributed"),
+        ("parallel/control/transport/uds.py", "from parallel.comm.collectives import SingleRank"),
+        ("parallel/layers/linear.py", "from models.inputs import StepInputs"),
+        ("models/families/llama.py", "import runtime.schedule.plan"),
         ("runtime/engine.py", "from launch import options"),
         ("runtime/engine.py", "import lockstride"),
     ],
@@ -211,8 +211,11 @@ def test_an_uphill_import_is_found(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("runtime/schedule/queue.py", "import heapq\nfrom .sequence import SequenceState"),
-        ("parallel/control/uds.py", "import zmq\nimport msgspec\nfrom parallel.control.record import Record"),
-        ("launch/generate.py", "import torch\nfrom models.registry import load\nfrom parallel import shard"),
+        (
+            "parallel/control/transport/uds.py",
+            "import zmq\nimport msgspec\nfrom parallel.control.wire.frames import Record",
+        ),
+        ("launch/generate/command.py", "import torch\nfrom models.registry import load\nfrom parallel import shard"),
     ],
 )
 def test_a_downhill_import_is_fine(path: str, source: str) -> None:

@@ -3,7 +3,7 @@
 Knows: the architecture (transformers' Qwen3ForCausalLM, tensor names included) and how to run many documents of one
 batch end to end without letting any see another. Shape letters: T tokens of the batch, E hidden size, H query heads,
 K key/value heads, D head_dim, N documents.
-Does not know: tokens' meaning, optimisers, inference engines (models/qwen3.py is the one that serves).
+Does not know: tokens' meaning, optimisers, inference engines (models/families/qwen3.py is the one that serves).
 """
 
 from __future__ import annotations

@@ -15,9 +15,11 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
-from parallel.places import Places
+from parallel.comm.peer_buffers import Places
 
-PrefillWanted = Literal["auto", "flashinfer", "triton"]  # whose prefill attention (prefill.py); auto: what is built
+PrefillWanted = Literal[
+    "auto", "flashinfer", "triton"
+]  # whose prefill attention (prefill_choice.py); auto: what is built
 
 
 class Kernels(Protocol):

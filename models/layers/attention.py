@@ -13,9 +13,9 @@ from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
-from parallel.collectives import Unsummed
-from parallel.linear import QKVParallel, RowParallel
-from parallel.shard import Placement
+from parallel.comm.collectives import Unsummed
+from parallel.layers.linear import QKVParallel, RowParallel
+from parallel.layers.shard import Placement
 
 
 class Attention(nn.Module):

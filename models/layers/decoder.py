@@ -23,10 +23,10 @@ from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
-from parallel.collectives import Collectives, GroupCollectives, Unsummed
-from parallel.embedding import LMHead, VocabParallelEmbedding, gather_logits
-from parallel.experts import ExpertSplit
-from parallel.shard import HeadShard, Placement, ScatteredShard, Shard, ShardedModule, VocabShard
+from parallel.comm.collectives import Collectives, GroupCollectives, Unsummed
+from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
+from parallel.layers.experts import ExpertSplit
+from parallel.layers.shard import HeadShard, Placement, ScatteredShard, Shard, ShardedModule, VocabShard
 
 
 @dataclass(frozen=True, slots=True)

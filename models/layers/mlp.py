@@ -1,6 +1,6 @@
 """The gated MLP (SwiGLU, Shazeer 2020), with the norm before it.
 
-Knows: its two products. Does not know: how they are split (parallel/linear.py) or computed (models/kernels).
+Knows: its two products. Does not know: how they are split (parallel/layers/linear.py) or computed (models/kernels).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
-from parallel.collectives import Unsummed
-from parallel.linear import GateUpParallel, RowParallel
-from parallel.shard import Placement
+from parallel.comm.collectives import Unsummed
+from parallel.layers.linear import GateUpParallel, RowParallel
+from parallel.layers.shard import Placement
 
 
 class GatedMLP(nn.Module):

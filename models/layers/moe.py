@@ -1,7 +1,7 @@
 """The sparse MLP (Shazeer et al. 2017; Qwen3-MoE, Mixtral): a few experts out of many for each token, norm before it.
 
 Knows: the order norm -> router -> choice -> experts -> sum. Does not know: which experts this rank holds
-(parallel/experts.py), or how choices and products are computed (models/kernels).
+(parallel/layers/experts.py), or how choices and products are computed (models/kernels).
 Shape letters as in models/kernels/interface.py.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
-from models.routed_experts import RoutedExperts
-from parallel.collectives import Unsummed
-from parallel.experts import ExpertSplit, ExpertWeights, Router
-from parallel.shard import Placement
+from models.layers.routed_experts import RoutedExperts
+from parallel.comm.collectives import Unsummed
+from parallel.layers.experts import ExpertSplit, ExpertWeights, Router
+from parallel.layers.shard import Placement
 
 
 class SparseMLP(nn.Module):

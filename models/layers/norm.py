@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from models.kernels.interface import Kernels
-from parallel.collectives import Unsummed
-from parallel.shard import Placement, Shard, ShardedModule, whole
+from parallel.comm.collectives import Unsummed
+from parallel.layers.shard import Placement, Shard, ShardedModule, whole
 
 
 class RMSNorm(ShardedModule):

@@ -1,7 +1,7 @@
 """Everything that ends agreement, by name. Every rank of a job raises the same error with the same text.
 
 Knows: the causes, the rank and step each one blames, and how a cause travels between ranks (Verdict).
-Does not know: how a cause is detected (agreement.py, handshake.py) or carried (record.py).
+Does not know: how a cause is detected (states.py, handshake.py) or carried (frames.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Cause(StrEnum):
     REFUSED = "refused"  # a rank's handshake differed
     COLLECTIVE = "collective"  # a collective failed, or a rank called another one than the others
     TERMINATED = "terminated"  # a signal from outside ended a rank before it could agree on an end
-    NO_PROGRESS = "no_progress"  # a rank lives and talks, but its engine does not move (runtime/observe/watchdog.py)
+    NO_PROGRESS = "no_progress"  # a rank lives and talks, but its engine does not move (runtime/watchdog/watchdog.py)
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -1,8 +1,8 @@
-"""How a rank other than rank 0 keeps what plane.py promises: a follower's machine, its link to its leader, the clock.
+"""ControlPlane (interface.py) on ranks other than 0: a follower's machine, its link to its leader, the clock.
 
 Knows: when to send, when to wait and for how long, and that the leader is told of its end.
 Does not know: events (payloads are opaque bytes), sockets (links), the rules of agreement (follower.py), the ranks that
-a rank speaks for (relay.py).
+a rank speaks for (node_relay.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from parallel.control.agreement import FollowerState
-from parallel.control.dispute import Recent
 from parallel.control.errors import Cause, ControlError, FrameError
-from parallel.control.follower import Follower
-from parallel.control.plane import LAST_WORDS, Closing, FollowerLink, Watch
-from parallel.control.record import Frame, Kind
+from parallel.control.interface import LAST_WORDS, Closing, FollowerLink, Watch
+from parallel.control.protocol.divergence import Recent
+from parallel.control.protocol.follower import Follower
+from parallel.control.protocol.states import FollowerState
+from parallel.control.wire.frames import Frame, Kind
 
 _WAITING, _KEEPALIVE = FollowerState.WAITING, Kind.KEEPALIVE  # a look-up through an Enum is as dear as a call
 

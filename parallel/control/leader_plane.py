@@ -1,4 +1,4 @@
-"""How rank 0 of several keeps what plane.py promises: the leader's machine, the links it speaks over, and the clock.
+"""ControlPlane (interface.py) on rank 0 of several: the leader's machine, the links it speaks over, the clock.
 
 Knows: when to send, when to wait and for how long, and that every end is told to everybody.
 Does not know: events (payloads are opaque bytes), sockets (links), the rules of agreement (leader.py), what the other
@@ -11,12 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from parallel.control.agreement import LeaderState
-from parallel.control.dispute import Recent
 from parallel.control.errors import Cause, FrameError
-from parallel.control.leader import Leader
-from parallel.control.plane import LAST_WORDS, Closing, LeaderLink, Watch
-from parallel.control.record import EVERYONE, Kind
+from parallel.control.interface import LAST_WORDS, Closing, LeaderLink, Watch
+from parallel.control.protocol.divergence import Recent
+from parallel.control.protocol.leader import Leader
+from parallel.control.protocol.states import LeaderState
+from parallel.control.wire.frames import EVERYONE, Kind
 
 _RUNNING = LeaderState.RUNNING  # a look-up through an Enum is as dear as a call
 FIRST_LOOK, LAST_LOOK = 0.001, 0.02  # seconds: an idle leader looks around ever more seldom, for what ranks told

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from models.layers.decoder import Decoder
-from runtime.execute.device import Device
-from runtime.execute.kv_pool import KvPool, KvShape, KvSizing, size_kv
+from runtime.execute.cache.kv_pool import KvPool, KvShape, KvSizing, size_kv
+from runtime.execute.device.protocol import Device
 from runtime.execute.landing import Landing, ResultRing, StepTiming
-from runtime.execute.prefill_graphs import PrefillGraphs
-from runtime.execute.prompt_scores import PromptScores, StepScores
-from runtime.execute.sampling_rows import MAX_TOP_LOGPROBS, SamplingFeatures
+from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS, SamplingFeatures
+from runtime.execute.sampling.prompt_logprobs import PromptScores, StepScores
 from runtime.execute.slot_state import PADDING_SLOT, SlotTables
 from runtime.execute.staging import Chunks, Staging
-from runtime.execute.step import StepWork
-from runtime.execute.step_graph import DecodeGraphs
+from runtime.execute.step.decode_graphs import DecodeGraphs
+from runtime.execute.step.prefill_graphs import PrefillGraphs
+from runtime.execute.step.step import StepWork
 from runtime.schedule.plan import Chunk, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.execute.device import Device, Event
-from runtime.execute.logprobs import TokenLogprobs
-from runtime.execute.prompt_scores import PromptScores, StepScores
+from runtime.execute.device.protocol import Device, Event
+from runtime.execute.sampling.logprobs import TokenLogprobs
+from runtime.execute.sampling.prompt_logprobs import PromptScores, StepScores
 from runtime.schedule.plan import StepPlan, StepResult
 
 

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.execute.device import Device
-from runtime.execute.penalties import SeenTokens
-from runtime.execute.sampling_rows import SamplingRows
+from runtime.execute.device.protocol import Device
+from runtime.execute.sampling.inputs import SamplingRows
+from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import SlotWrite
 from runtime.schedule.request import FinishReason
 

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.execute.device import Device, Event
+from runtime.execute.device.protocol import Device, Event
 from runtime.execute.packing import Changes, pack
-from runtime.execute.penalties import load_tokens_, reset_slots_
+from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import StepPlan
 

@@ -117,8 +117,8 @@ class StepPlan:
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
     ``slot_writes`` take effect before the step's rows are gathered.
     ``width``: tokens a row may gain (W). ``chunks`` is empty for decode steps and aligned with ``slots`` for prefill.
-    ``exchange_rows``: rows of this step's exchanges with other groups, as agreed with them (runtime/data_parallel.py);
-    0 where there is one group.
+    ``exchange_rows``: rows of this step's exchanges with other groups, as agreed with them
+    (runtime/groups/step_sync.py); 0 where there is one group.
     """
 
     step: int

@@ -1,17 +1,17 @@
 """The planner: whose rows make the next step.
 
 Knows: admission, chunks of prompts, decode rows, and what the device must be told of them.
-Does not know: events, results, or how sequences give things back (books.py).
+Does not know: events, results, or how sequences give things back (resources.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-from runtime.schedule.books import Books
 from runtime.schedule.chain import State, Trigger
-from runtime.schedule.limits import SchedulerConfig
+from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
+from runtime.schedule.resources import Books
 from runtime.schedule.sequence import SequenceState
 
 

@@ -1,7 +1,7 @@
 """The scheduler: which rows run in which step, and what that means for slots and blocks.
 
 Knows: the three verbs, prefill against decode, and what a landed result changes; planner.py makes the steps and
-books.py keeps what everybody holds. Does not know: devices, time, other ranks.
+resources.py keeps what everybody holds. Does not know: devices, time, other ranks.
 It is a pure state machine: the same events and results in the same order give the same plans on every rank (law 1).
 
 Policy, in one place:
@@ -16,7 +16,7 @@ Policy, in one place:
 from __future__ import annotations
 
 from runtime.schedule.chain import Flight, State
-from runtime.schedule.limits import SchedulerConfig
+from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import (
     Admit,
     Cancel,

@@ -24,10 +24,10 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any
 
-from tests.engine.rig import VOCABULARY, tiny_folder
 from tests.faults.cases import LIMIT, WORLD
 from tests.faults.rank import NOTE
 from tests.faults.zygote import Launcher, Zygote
+from tests.runtime.engine.rig import VOCABULARY, tiny_folder
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 16

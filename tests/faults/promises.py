@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.generate import run as generate
-from launch.open_engine import open_engine
-from launch.options import Command, parse
-from launch.results_file import ResultsFile
+from launch.engine_options import Command, parse
+from launch.generate.command import run as generate
+from launch.generate.output_file import ResultsFile
+from launch.ranks.start_engine import open_engine
 from tests.faults.cases import Case, Fault, Phase
 from tests.faults.job import LEFTOVERS, REQUESTS, Outcome, options, write_files
-from tests.launch.batches import answers_of, rows_of
+from tests.launch.generate.batches import answers_of, rows_of
 
 # Faults whose culprit is not named, and why. Everything else must be.
 UNNAMED: dict[Case, str] = {}

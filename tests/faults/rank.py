@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 import launch.__main__
-import launch.open_engine
-import launch.results_file
-import runtime.engine_build
-from parallel.collectives import GroupCollectives
+import launch.generate.output_file
+import launch.ranks.start_engine
+import runtime.build
+from parallel.comm.collectives import GroupCollectives
 from runtime.execute.executor import Executor
 from runtime.schedule.plan import StepKind, StepPlan
 from tests.faults.cases import LIMIT, LOAD_LIMIT, Fault, Phase
@@ -105,9 +105,9 @@ class Injection:
 def inject(fault: str, phase: Phase, folder: Path) -> None:
     """Puts the fault where the program passes by."""
     injection = Injection(fault, folder)
-    build: Any = runtime.engine_build
+    build: Any = runtime.build
     load_model, all_reduce = build.load_model, GroupCollectives.all_reduce
-    step, append = Executor.launch, launch.results_file.ResultsFile._append
+    step, append = Executor.launch, launch.generate.output_file.ResultsFile._append
 
     def loading(*arguments: Any, **options: Any) -> Any:
         if phase is Phase.LOAD:
@@ -140,7 +140,7 @@ def inject(fault: str, phase: Phase, folder: Path) -> None:
         (GroupCollectives, "all_reduce", lambda self, x: injection.collective(all_reduce, self, x)),
     ]
     if fault == Fault.DISK:
-        replaced.append((launch.results_file.ResultsFile, "_append", appending))
+        replaced.append((launch.generate.output_file.ResultsFile, "_append", appending))
     for owner, name, function in replaced:
         setattr(owner, name, function)
 
@@ -148,7 +148,7 @@ def inject(fault: str, phase: Phase, folder: Path) -> None:
 def main(case: str, folder: str, *arguments: str) -> int:
     torch.set_num_threads(1)
     logging.disable(logging.NOTSET)  # a zygote's launcher is silent
-    launch.open_engine.LOAD_SECONDS = float(os.environ.get("FAULT_LOAD_SECONDS", LOAD_LIMIT))
+    launch.ranks.start_engine.LOAD_SECONDS = float(os.environ.get("FAULT_LOAD_SECONDS", LOAD_LIMIT))
     fault, phase, rank = case.split(":")
     if rank == (os.environ.get("RANK") or os.environ["SLURM_PROCID"]):
         inject(fault.replace("-", " "), Phase(phase), Path(folder))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.rig import TINY
-from tests.engine.test_experts import EXPERTS
 from tests.faults.cases import Case, Fault, Phase
 from tests.faults.job import Job, write_files
 from tests.faults.zygote import Zygote
+from tests.runtime.engine.rig import TINY
+from tests.runtime.engine.test_experts import EXPERTS
 
 
 class GroupsJob(Job):

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed.run
 
 import tests.faults.rank  # noqa: F401  what ranks need is here before they are
-from runtime.observe.parent import die_with_parent
+from runtime.watchdog.parent_death import die_with_parent
 
 
 class Launcher:

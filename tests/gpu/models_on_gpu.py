@@ -19,8 +19,8 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.kernels.select import select_kernels
 from models.weights import load_model
-from parallel.collectives import Collectives, GroupCollectives, SingleRank
-from tests.models.paged_driver import PagedDriver
+from parallel.comm.collectives import Collectives, GroupCollectives, SingleRank
+from tests.models.kernels.paged_driver import PagedDriver
 
 NEW_TOKENS, ROWS = 5, 7
 _COMMON = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from parallel.symmetric import SymmetricCollectives, fastest_collectives
+from parallel.comm.symmetric_all_reduce import SymmetricCollectives, fastest_collectives
 from tests.gpu.untyped import sleep
 
 RANKS = 2

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute.device import DeviceError, Graph
-from runtime.execute.device_cuda import CudaDevice, CudaStream
+from runtime.execute.device.cuda import CudaDevice, CudaStream
+from runtime.execute.device.protocol import DeviceError, Graph
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.plan import Chunk
 from runtime.schedule.request import SamplingParams
-from tests.execute.chain_program import NEW_ROWS_EVERY, ChainProgram
-from tests.execute.plans import decode_plan, prefill_plan, slot_write
 from tests.gpu.untyped import sleep
+from tests.runtime.execute.device.chain_program import NEW_ROWS_EVERY, ChainProgram
+from tests.runtime.execute.plans import decode_plan, prefill_plan, slot_write
 
 pytestmark = pytest.mark.gpu
 

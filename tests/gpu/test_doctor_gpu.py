@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import doctor
-from launch.doctor_findings import Level, Section, worst
+from launch.doctor import command as doctor
+from launch.doctor.findings import Level, Section, worst
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_what_a_gpu_offers(sections: dict[str, Section]) -> None:
 @pytest.mark.gpu
 def test_what_is_timed_reads_everything() -> None:
     """More than 2 GiB, so that offsets in bytes do not fit 32 bits; the largest value lies elsewhere in each block."""
-    from models.kernels.read_triton import BLOCK, block_maxima  # needs Triton
+    from models.kernels.bandwidth_probe import BLOCK, block_maxima  # needs Triton
 
     blocks = (2 << 30) // (4 * BLOCK) + 3
     values = torch.zeros(blocks, BLOCK, dtype=torch.int32, device="cuda")

@@ -16,13 +16,13 @@ import torch
 from models.kernels.interface import PrefillWanted
 from models.kernels.select import select_kernels
 from runtime.engine import Engine
-from runtime.execute.device_cuda import CudaDevice
-from runtime.execute.sampling_rows import SamplingFeatures
+from runtime.execute.device.cuda import CudaDevice
+from runtime.execute.sampling.inputs import SamplingFeatures
 from runtime.schedule.request import Request
-from tests.engine.rig import RigLimits, request, rig, run
-from tests.engine.test_depths import mixture, outcome
-from tests.engine.test_poison import fill_with_nan, idle_blocks
 from tests.gpu.test_device_gpu import no_synchronisation
+from tests.runtime.engine.rig import RigLimits, request, rig, run
+from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 
 SHAPE: dict[str, object] = {
     "hidden_size": 256,

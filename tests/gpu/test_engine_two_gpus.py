@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.rig import rig, run
-from tests.engine.test_depths import mixture, outcome
 from tests.gpu.two_ranks import BLOCK, BLOCKS, LENGTH, RANKS, SEED, STEADY, Found, both_ranks, check_device
+from tests.runtime.engine.rig import rig, run
+from tests.runtime.engine.test_depths import mixture, outcome
 
 # ---- two GPUs ----
 

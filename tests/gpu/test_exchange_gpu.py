@@ -1,8 +1,8 @@
 """Exchanges over symmetric memory: the bits of a gather over gloo and of a sum in the groups' order, behind each other
 with ranks late by turns, in graphs, beside NCCL. Between GPUs of their own, and between ranks that share GPUs.
 
-Knows: in which orders exchanges come. Does not know: what each has to give (tests/models/exchange_cases.py), a sparse
-model's answers over them (test_experts_gpu.py), what one costs (bench_exchange.py).
+Knows: in which orders exchanges come. Does not know: what each has to give (tests/parallel/comm/exchange_cases.py), a
+sparse model's answers over them (test_experts_gpu.py), what one costs (exchange.py).
 
 Run: python3 -m pytest -m multigpu tests/gpu/test_exchange_gpu.py
      python3 -m pytest -m gpu tests/gpu/test_exchange_gpu.py      # ranks that share GPUs; one GPU is enough
@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.exchange import GroupExchange
-from parallel.places import EMPTY
-from parallel.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
+from parallel.comm.ep_exchange import GroupExchange
+from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,
@@ -31,7 +31,7 @@ from tests.gpu.ranks_on_gpus import (
     sharing,
 )
 from tests.gpu.untyped import Stream, spawn
-from tests.models.exchange_cases import Layer, layer, same_bits, sendable
+from tests.parallel.comm.exchange_cases import Layer, layer, same_bits, sendable
 
 BF16 = torch.bfloat16
 WIDTH = 2048

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.kernels.expert_tiles import LongListTiles, Tiles
+from models.kernels.experts.tiles import LongListTiles, Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.gpu.expert_cases import Layer
 from tests.gpu.untyped import Stream
@@ -19,9 +19,9 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels import experts_tma_triton
-    from models.kernels.experts_triton import expert_mlp
-    from models.kernels.hopper import HopperKernels
+    from models.kernels.experts import grouped_tma as experts_tma_triton
+    from models.kernels.experts.grouped import expert_mlp
+    from models.kernels.nvidia import HopperKernels
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from tests.engine.rig import TINY, VOCABULARY
+from tests.runtime.engine.rig import TINY, VOCABULARY
 
 SHAPE = TINY | {
     "architectures": ["Qwen3MoeForCausalLM"],

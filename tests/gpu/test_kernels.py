@@ -1,4 +1,4 @@
-"""Every kernel of models/kernels/hopper.py against float64 formulas: random shapes, dtypes, poisoned outputs, graphs.
+"""Every kernel of models/kernels/nvidia.py against float64 formulas: random shapes, dtypes, poisoned outputs, graphs.
 
 Run: python3 -m pytest -m gpu tests/gpu/test_kernels.py
 """
@@ -21,10 +21,13 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels import choice_table, gemv_triton, product_candidates, skinny_triton
-    from models.kernels.attention_tma_triton import attend_many
-    from models.kernels.hopper import HopperKernels
-    from models.kernels.rope_triton import Rotation
+    from models.kernels.attention.decode_tma import attend_many
+    from models.kernels.attention.rope_decode import Rotation
+    from models.kernels.matmul import candidates as product_candidates
+    from models.kernels.matmul import choice_table
+    from models.kernels.matmul import gemv as gemv_triton
+    from models.kernels.matmul import skinny as skinny_triton
+    from models.kernels.nvidia import HopperKernels
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.dummy import DummyTensor
-from parallel.collectives import SingleRank
+from parallel.comm.collectives import SingleRank
 from tests.gpu.models_on_gpu import CONFIGS, run
 
 TOLERANCE = 0.2

@@ -13,11 +13,11 @@ from runtime.observe.ranges import open_ranges
 from runtime.observe.step_record import VOID
 from runtime.observe.timeline import Timeline
 from runtime.observe.trace import device_times_ns
-from tests.engine.rig import run
-from tests.engine.test_depths import mixture, outcome
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import gpu_rig
-from tests.observe.test_timeline import checked
+from tests.runtime.engine.rig import run
+from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.observe.test_timeline import checked
 
 pytestmark = pytest.mark.gpu
 

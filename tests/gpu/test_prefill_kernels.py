@@ -20,9 +20,9 @@ from tests.gpu.test_kernels import ALL, DEVICE, HALF, Case, captured, check, ran
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels import prefill_triton
-    from models.kernels.hopper import HopperKernels
-    from models.kernels.prefill_triton import Blocks, Tiles
+    from models.kernels.attention import prefill as prefill_triton
+    from models.kernels.attention.prefill import Blocks, Tiles
+    from models.kernels.nvidia import HopperKernels
 
 BF16 = torch.bfloat16
 NAMES = ["flashinfer", "triton"]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.execute.prompt_scores import PIECE
+from runtime.execute.sampling.prompt_logprobs import PIECE
 from runtime.schedule.request import Request
-from tests.engine.prompt_ranks import Scores, prompts
-from tests.engine.rig import VOCABULARY, RigLimits, request, rig, run
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
+from tests.runtime.engine.prompt_ranks import Scores, prompts
+from tests.runtime.engine.rig import VOCABULARY, RigLimits, request, rig, run
 
 pytestmark = pytest.mark.gpu
 CLOSE = 0.3  # nats; bfloat16 activations against float32

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.kernels.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
-from models.kernels.hopper import HopperKernels
-from models.kernels.hopper_products import MOST_PUSHED_ROWS, PUSHING
-from parallel.collectives import Unsummed
-from parallel.linear import RowParallel
-from parallel.shard import Placement
-from parallel.symmetric import SymmetricCollectives
+from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.dispatch import MOST_PUSHED_ROWS, PUSHING
+from models.kernels.nvidia import HopperKernels
+from parallel.comm.collectives import Unsummed
+from parallel.comm.symmetric_all_reduce import SymmetricCollectives
+from parallel.layers.linear import RowParallel
+from parallel.layers.shard import Placement
 from tests.gpu.ranks_on_gpus import OWN_GPUS, RANKS, free_port, joined, late_by_turns, leave
 from tests.gpu.untyped import Stream, spawn
 

@@ -19,11 +19,15 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    interpreted = importlib.import_module("tests.models.interpreted_kernels")  # mends the interpreter for today's numpy
+    interpreted = importlib.import_module(
+        "tests.models.kernels.interpreted_kernels"
+    )  # mends the interpreter for today's numpy
 
-from models.kernels import hopper, rope_prefill_triton, rope_triton  # noqa: E402
-from models.kernels.rope_prefill_triton import Blocks  # noqa: E402
-from models.kernels.rope_triton import Rotation  # noqa: E402
+from models.kernels import nvidia as hopper  # noqa: E402
+from models.kernels.attention import rope_decode as rope_triton  # noqa: E402
+from models.kernels.attention import rope_prefill as rope_prefill_triton  # noqa: E402
+from models.kernels.attention.rope_decode import Rotation  # noqa: E402
+from models.kernels.attention.rope_prefill import Blocks  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PDL = not INTERPRETED

@@ -14,23 +14,24 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute import counter_rng, exact_math, logprobs, sampler
-from runtime.execute.filters import survival_threshold
-from runtime.execute.penalties import SeenTokens, count_tokens_
-from runtime.execute.sampler import Draw, Verdict, local_best, merge_and_check, sample, sample_and_check
-from runtime.execute.sampling_kernels import triton_kernels
-from runtime.execute.sampling_rows import SamplingFeatures, SamplingRows
+from runtime.execute.sampling import counter_rng, exact_math, logprobs, sampler
+from runtime.execute.sampling.filters import survival_threshold
+from runtime.execute.sampling.inputs import SamplingFeatures, SamplingRows
+from runtime.execute.sampling.kernels import triton_kernels
+from runtime.execute.sampling.penalties import SeenTokens, count_tokens_
+from runtime.execute.sampling.sampler import Draw, Verdict, local_best, merge_and_check, sample, sample_and_check
 from runtime.schedule.request import SamplingParams
-from tests.execute.sampling_cases import random_params, rows_for, seen_for
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
+from tests.runtime.execute.sampling.sampling_cases import random_params, rows_for, seen_for
 
 triton = pytest.importorskip("triton")
-from models.kernels import sampling_filters_triton, sampling_triton  # noqa: E402
+from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
+from runtime.execute.sampling import filters_triton as sampling_filters_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    importlib.import_module("tests.models.interpreted_kernels")  # mends Triton's interpreter for today's numpy
+    importlib.import_module("tests.models.kernels.interpreted_kernels")  # mends Triton's interpreter for today's numpy
 DEVICE = "cpu" if INTERPRETED else "cuda"
 VOCABS = (1, 97, 2049, 5000) if INTERPRETED else (1, 97, 2049, 32_000, 151_936)
 ROWS = 6 if INTERPRETED else 64

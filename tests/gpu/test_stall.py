@@ -14,10 +14,10 @@ from statistics import median
 import pytest
 
 from runtime.execute.landing import StepTiming
-from runtime.execute.sampling_rows import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingFeatures
 from runtime.observe.observer import StepObserver
-from tests.engine.rig import request
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
+from tests.runtime.engine.rig import request
 
 pytestmark = pytest.mark.gpu
 

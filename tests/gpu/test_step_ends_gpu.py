@@ -16,13 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute import step_ends
 from runtime.execute.landing import ResultRing
-from runtime.execute.logprobs import TokenLogprobs
-from runtime.execute.sampler import Draw, Verdict, stop_check
+from runtime.execute.sampling.logprobs import TokenLogprobs
+from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import SlotTables
-from runtime.execute.step_ends import Gathered, gather_decode, gather_decode_in_torch, write_back, write_back_in_torch
-from runtime.execute.step_kernels import StepKernels, triton_kernels
+from runtime.execute.step import step_io as step_ends
+from runtime.execute.step.step_io import (
+    Gathered,
+    gather_decode,
+    gather_decode_in_torch,
+    write_back,
+    write_back_in_torch,
+)
+from runtime.execute.step.step_io_kernels import StepKernels, triton_kernels
 from runtime.schedule.request import FinishReason
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
@@ -31,7 +37,7 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    importlib.import_module("tests.models.interpreted_kernels")  # mends Triton's interpreter for today's numpy
+    importlib.import_module("tests.models.kernels.interpreted_kernels")  # mends Triton's interpreter for today's numpy
 DEVICE = "cpu" if INTERPRETED else "cuda"
 BLOCK_SIZE = 16
 SIZES = [(1, 1), (3, 65), (8, 1000), (8, 1025), (256, 65), (300, 1)]  # rows, blocks of a slot

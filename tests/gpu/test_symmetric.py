@@ -2,7 +2,7 @@
 GPUs and all that the machine has; and between more ranks than that, which share its GPUs and have no NCCL.
 
 Knows: what a sum has to give, however its ranks are spread over GPUs. Does not know: products that push
-(test_pushed_sums_gpu.py), what a sum costs (bench_all_reduce.py).
+(test_pushed_sums_gpu.py), what a sum costs (all_reduce.py).
 
 Run: python3 -m pytest -m multigpu tests/gpu/test_symmetric.py
      python3 -m pytest -m gpu tests/gpu/test_symmetric.py         # ranks that share GPUs; one GPU is enough
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import Unsummed
-from parallel.places import EMPTY
-from parallel.symmetric import SymmetricCollectives
+from parallel.comm.collectives import Unsummed
+from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,

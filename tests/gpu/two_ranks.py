@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from launch.open_engine import open_engine
-from launch.process_group import joined
-from launch.rendezvous import discover
+from launch.ranks.process_group import joined
+from launch.ranks.rendezvous import discover
+from launch.ranks.start_engine import open_engine
 from runtime.config import Device, EngineConfig
 from runtime.engine import Engine
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import Request
-from tests.engine.rig import TINY, request, run
-from tests.engine.test_depths import mixture
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import SHAPE
 from tests.gpu.untyped import spawn
+from tests.runtime.engine.rig import TINY, request, run
+from tests.runtime.engine.test_depths import mixture
 
 RANKS = 2
 SEED = 3

@@ -53,12 +53,12 @@ def test_a_wrong_world_is_refused_without_torch() -> None:
 def test_a_graph_that_does_not_fit_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from runtime.execute.step_graph import CaptureError
+    from runtime.execute.step.decode_graphs import CaptureError
 
     def full(*_: object) -> int:
         raise CaptureError("capturing the decode graph of 256 rows failed: out of memory. Lower --max-num-seqs")
 
-    monkeypatch.setattr("launch.generate.run", full)
+    monkeypatch.setattr("launch.generate.command.run", full)
     monkeypatch.setattr(entry, "_end_with_launcher", lambda: None)
     assert entry.main(GENERATE) == 2
     said = capfd.readouterr().err

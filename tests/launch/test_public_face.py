@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lockstride
-from runtime.engine_interface import EngineInterface
+from runtime.frontend.engine_protocol import EngineInterface
 
 
 def test_the_public_names_are_what_they_say() -> None:

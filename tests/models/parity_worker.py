@@ -22,9 +22,9 @@ from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
-from parallel.collectives import Collectives, GroupCollectives, SingleRank
-from parallel.experts import ExpertSplit
-from tests.models.paged_driver import PagedDriver
+from parallel.comm.collectives import Collectives, GroupCollectives, SingleRank
+from parallel.layers.experts import ExpertSplit
+from tests.models.kernels.paged_driver import PagedDriver
 
 NEW_TOKENS = 4
 

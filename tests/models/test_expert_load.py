@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from models.expert_load import ExpertLoad, ExpertLoadError, read_load, start_counting
-from parallel.expert_balance import balanced_order, rank_tokens
-from parallel.experts import ExpertSplit, held_experts
-from tests.models.paged_driver import PagedDriver
+from parallel.layers.expert_balance import balanced_order, rank_tokens
+from parallel.layers.experts import ExpertSplit, held_experts
+from tests.models.kernels.paged_driver import PagedDriver
 from tests.models.test_experts import QWEN, load, sparse_mlp
 
 

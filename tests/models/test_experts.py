@@ -15,11 +15,11 @@ from models.config import ModelConfig, ModelConfigError
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.layers.moe import SparseMLP
+from models.layers.routed_experts import RoutedExperts
 from models.registry import model_class
-from models.routed_experts import RoutedExperts
 from models.weights import load_model
-from parallel.collectives import SingleRank
-from parallel.experts import ExpertSplit, held_experts
+from parallel.comm.collectives import SingleRank
+from parallel.layers.experts import ExpertSplit, held_experts
 from tests.models.tiny_checkpoint import TINY, RankOf, full_tensors, write
 
 QWEN: dict[str, Any] = {

@@ -24,7 +24,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from parallel.collectives import SingleRank
+from parallel.comm.collectives import SingleRank
 from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models
 
 TOLERANCE = 1e-4

@@ -12,8 +12,8 @@ from models.dummy import DummyTensor
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
-from parallel.linear import ColumnParallel, RowParallel
-from parallel.shard import HeadShard, Placement, VocabShard
+from parallel.layers.linear import ColumnParallel, RowParallel
+from parallel.layers.shard import HeadShard, Placement, VocabShard
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors
 
 WIDE = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}

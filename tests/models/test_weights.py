@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
-from parallel.collectives import SingleRank
+from parallel.comm.collectives import SingleRank
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors, write, write_index
 
 CONFIG = ModelConfig.from_dict(TINY)
@@ -232,7 +232,7 @@ torch.set_num_threads(1)
 from models import weights
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
-from parallel.collectives import SingleRank
+from parallel.comm.collectives import SingleRank
 
 def memory(key):
     return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) << 10

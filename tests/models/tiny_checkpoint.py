@@ -18,7 +18,7 @@ from models.dummy import DummyTensor
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
-from parallel.collectives import Collectives, SingleRank
+from parallel.comm.collectives import Collectives, SingleRank
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

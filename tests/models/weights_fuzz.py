@@ -27,7 +27,7 @@ from models.checkpoint import WeightsError
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
-from parallel.collectives import SingleRank
+from parallel.comm.collectives import SingleRank
 from tests.dispatch_mode import DispatchMode
 from tests.models.tiny_checkpoint import TINY, full_tensors
 from tests.models.weights_index_mutations import SEVERAL_FILES

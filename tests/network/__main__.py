@@ -24,7 +24,7 @@ import torch
 
 from tests.faults.job import session_of
 from tests.faults.zygote import Zygote
-from tests.launch.batches import answers_of
+from tests.launch.generate.batches import answers_of
 from tests.network.hosts import FABRIC, HOSTS, TwoHosts, lacking
 from tests.network.jobs import LEFTOVERS, Outcome, TwoNodeJob, answers_alone, write_files, zygotes_on
 from tests.network.link import INTERFACE

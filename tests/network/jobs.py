@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from launch.__main__ import main
-from tests.engine.rig import TINY, VOCABULARY, tiny_folder
 from tests.faults.job import ROOT, session_of
 from tests.faults.rank import NOTE
 from tests.faults.zygote import Launcher, Zygote
-from tests.launch.batches import answers_of
+from tests.launch.generate.batches import answers_of
 from tests.network.hosts import HOSTS, TwoHosts
 from tests.network.link import INTERFACE
+from tests.runtime.engine.rig import TINY, VOCABULARY, tiny_folder
 
 RANKS = 2  # on each host
 PATIENCE = 120.0  # seconds after which a job that does not end is a failure of the test

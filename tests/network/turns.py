@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from launch.bench_control import FileStore
-from parallel.control.agreement import Limits
+from launch.bench.control import FileStore
+from parallel.control.connect import open_control
 from parallel.control.follower_plane import FollowerPlane
-from parallel.control.handshake import Identity
-from parallel.control.opening import open_control
-from parallel.control.plane import FollowerLink
+from parallel.control.interface import FollowerLink
+from parallel.control.protocol.handshake import Identity
+from parallel.control.protocol.states import Limits
 from parallel.topology import Topology
 from tests.network.hosts import HOSTS, TwoHosts
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweep import run
-from launch.sweep_ledger import Ledger
-from launch.sweep_options import SweepCommand
-from launch.sweep_slurm import Slurm
-from launch.sweep_status import NOT_ALL, SweepStatus, status_of
-from launch.sweep_submit import Jobs
-from tests.launch.fake_sweep import journal_lines, journal_of, results_of, write_grid
-from tests.launch.parsed import parsed
+from launch.sweep.command import run
+from launch.sweep.ledger import Ledger
+from launch.sweep.options import SweepCommand
+from launch.sweep.slurm import Slurm
+from launch.sweep.status import NOT_ALL, SweepStatus, status_of
+from launch.sweep.submit import Jobs
+from tests.launch.api.parsed import parsed
+from tests.launch.sweep.fake_sweep import journal_lines, journal_of, results_of, write_grid
 from tests.slurm.cluster import Cluster, wait_until
 from tests.slurm.jobs import ROOT, environment
 

@@ -1,0 +1,1 @@
+"""What generate and serve share: the schema of requests, their parser, and the form of responses."""

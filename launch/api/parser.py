@@ -1,0 +1,259 @@
+"""From one line of input to a request that an engine may see, or to the reason why not.
+
+Knows: the forms of a line, defaults, prompts and templates. Does not know: files, other lines (input_file.py),
+engines, or how an answer or an error is written down (response.py).
+
+Nothing in a line can raise out of here: a line becomes a PreparedRequest or a BadLine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
+
+from launch.api.schema import (
+    BatchLine,
+    ChatBody,
+    CompletionBody,
+    LinePeek,
+    SamplingFields,
+    SimpleLine,
+    sampling_params,
+)
+from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.engine_protocol import ModelFacts
+from runtime.frontend.output_processor import drawn_seed, stop_ids_of
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.validation import RequestError, check_prompt, check_sampling
+from runtime.schedule.request import SamplingParams
+
+LineId = str | int
+
+MAX_ID_CHARACTERS = 512
+MAX_PRIORITY = 2**31 - 1
+COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for prompts; a chat may use all that fits
+_Typed = TypeVar("_Typed")
+
+
+class Form(Enum):
+    """What a line asks for decides how its answer is written."""
+
+    SIMPLE = "simple"
+    COMPLETION = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request: every field is legal for the model, the seed is set, max_tokens fits behind the prompt.
+
+    ``echo``: the answer's row begins with the prompt (completions only).
+    """
+
+    line: int
+    id: LineId
+    form: Form
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    model: str | None = None
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that cannot be served. ``id`` None: it has none that can be read."""
+
+    line: int
+    id: LineId | None
+    form: Form
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peeked:
+    """A line's form and id, as far as they can be read, before anything else of it is looked at."""
+
+    form: Form
+    id: LineId | None
+    trouble: str | None = None
+
+
+class RequestParser:
+    """Parses lines for one model.
+
+    ``tokenizer`` and ``chat`` are None where the model folder has none: requests that need them are bad lines.
+    ``defaults`` are the sampling parameters of lines that do not say; ``max_tokens`` the same for that one, where None
+    means the OpenAI API's defaults. ``base_seed`` gives the seeds of lines without one.
+    """
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        tokenizer: Tokenizer | None,
+        chat: ChatTemplate | None = None,
+        *,
+        defaults: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        base_seed: int = 0,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._defaults = defaults or SamplingParams()
+        self._max_tokens = max_tokens
+        self._base_seed = base_seed
+        self._decode_peek = msgspec.json.Decoder(LinePeek).decode
+
+    def peek(self, number: int, data: bytes) -> Peeked:
+        """Form and id of a line. A line of the simple form without an id gets one from its number."""
+        try:
+            peek = self._decode_peek(data)
+        except (ValueError, RecursionError) as error:
+            return Peeked(Form.SIMPLE, None, _reason(error))
+        form = Form.SIMPLE
+        if peek.is_batch:
+            form = Form.CHAT if peek.url == Form.CHAT.value else Form.COMPLETION
+        name, value = ("custom_id", peek.custom_id) if peek.is_batch else ("id", peek.id)
+        if value is None and form is Form.SIMPLE:
+            return Peeked(form, f"line-{number}")
+        trouble = _id_trouble(name, value)
+        return Peeked(form, None if trouble else value, trouble)
+
+    def parse(self, number: int, data: bytes, peeked: Peeked) -> PreparedRequest | BadLine:
+        """The whole line."""
+        try:
+            if peeked.id is None:
+                raise RequestError(peeked.trouble or "the line has no id")
+            if peeked.form is Form.SIMPLE:
+                return self._simple(number, peeked.id, _decode(data, SimpleLine))
+            return self._batch(number, peeked.id, _decode(data, BatchLine))
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # msgspec's errors, RequestError, ChatTemplateError: all ValueErrors
+            return BadLine(number, peeked.id, peeked.form, "bad_line", _reason(error))
+
+    def _simple(self, number: int, line_id: LineId, line: SimpleLine) -> PreparedRequest:
+        prompts = [prompt for prompt in (line.prompt, line.prompt_token_ids) if prompt is not None]
+        if len(prompts) != 1:
+            raise RequestError(f"the line has {len(prompts)} of prompt and prompt_token_ids, but must have one")
+        ids = self._encode(prompts[0])
+        sampling = self._sampling(line, line_id, line.max_tokens, COMPLETION_MAX_TOKENS, line.logprobs, ids)
+        return PreparedRequest(number, line_id, Form.SIMPLE, line.prompt, ids, sampling, _priority(line))
+
+    def _batch(self, number: int, line_id: LineId, line: BatchLine) -> PreparedRequest:
+        if Form(line.url) is Form.CHAT:
+            return self._chat_request(number, line_id, _decode(line.body, ChatBody))
+        body = _decode(line.body, CompletionBody)
+        _refuse_stream(body.stream)
+        ids, echo = self._encode(body.prompt), bool(body.echo)
+        if echo and body.prompt_logprobs is None:
+            body.prompt_logprobs = body.logprobs  # the prompt's tokens stand among the answer's
+        sampling = self._sampling(body, line_id, body.max_tokens, COMPLETION_MAX_TOKENS, body.logprobs, ids)
+        prompt = body.prompt if isinstance(body.prompt, str) else None
+        form, priority = Form.COMPLETION, _priority(body)
+        return PreparedRequest(number, line_id, form, prompt, ids, sampling, priority, body.model, echo)
+
+    def _chat_request(self, number: int, line_id: LineId, body: ChatBody) -> PreparedRequest:
+        _refuse_stream(body.stream)
+        if self._chat is None:
+            raise RequestError("the model folder has no chat template: add chat_template.jinja, or send a prompt")
+        if not body.messages:
+            raise RequestError("messages is empty: give at least one message")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs is set, but logprobs is not true")
+        prompt = self._chat.render([message.plain() for message in body.messages], body.chat_template_kwargs)
+        ids = self._encode(prompt, add_special_tokens=False)  # the template wrote them
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, ids)
+        return PreparedRequest(number, line_id, Form.CHAT, prompt, ids, sampling, _priority(body), body.model)
+
+    def _encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        if isinstance(prompt, list):
+            ids = tuple(prompt)
+        elif not prompt:
+            raise RequestError("the prompt is empty: give at least one character")
+        elif self._tokenizer is None:
+            raise RequestError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
+        else:
+            ids = self._tokens_of(self._tokenizer, prompt, add_special_tokens)
+        check_prompt(ids, self._model.vocab_size, self._model.max_model_len)
+        return ids
+
+    @staticmethod
+    def _tokens_of(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        except Exception as error:  # the library raises plain Exception
+            raise RequestError(f"the prompt cannot be tokenised: {error}") from error
+
+    def _sampling(
+        self,
+        fields: SamplingFields,
+        line_id: LineId,
+        asked: int | None,
+        otherwise: int,
+        logprobs: int | None,
+        prompt: tuple[int, ...],
+    ) -> SamplingParams:
+        """Checked parameters; ``asked`` max_tokens, else the run's default, else ``otherwise``, cut to what fits."""
+        default = otherwise if self._max_tokens is None else self._max_tokens
+        min_tokens = fields.min_tokens or 0
+        max_tokens = asked if asked is not None else max(default, min_tokens)
+        sampling = sampling_params(fields, self._defaults, max_tokens=max_tokens, logprobs=logprobs)
+        check_sampling(sampling, self._model.vocab_size)
+        stop_ids_of(sampling, self._model.eos_token_ids)
+        if sampling.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the model folder has no tokenizer.json")
+        room = self._model.max_model_len - len(prompt)
+        return replace(
+            sampling,
+            max_tokens=min(max_tokens, room),
+            min_tokens=min(sampling.min_tokens, room),
+            seed=drawn_seed(self._base_seed, line_id) if sampling.seed is None else sampling.seed,
+        )
+
+
+def _decode(data: bytes | msgspec.Raw, kind: type[_Typed]) -> _Typed:
+    return msgspec.json.decode(data, type=kind)
+
+
+def _refuse_stream(stream: bool | None) -> None:
+    if stream:
+        raise RequestError("stream is true, but a batch can only do without: leave it out")
+
+
+def _priority(fields: SamplingFields) -> int:
+    priority = fields.priority or 0
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(f"priority must lie within {MAX_PRIORITY} of 0")
+    return priority
+
+
+def _id_trouble(name: str, value: object) -> str | None:
+    """What is wrong with an id, or None. Ids are short texts, or in the simple form also whole numbers."""
+    if isinstance(value, str):
+        if 1 <= len(value) <= MAX_ID_CHARACTERS:
+            return None
+        return f"{name} has {len(value)} characters, but must have 1 to {MAX_ID_CHARACTERS}"
+    if isinstance(value, int) and not isinstance(value, bool) and name == "id":
+        return None if -(2**63) <= value < 2**63 else "id is a number beyond 64 bits"
+    if value is None:
+        return f"{name} is missing"
+    return f"{name} is a {type(value).__name__}, but must be a text"
+
+
+def _reason(error: Exception) -> str:
+    """One line for the error row."""
+    if isinstance(error, RecursionError):
+        return "JSON is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"the line is not UTF-8: {error.reason} (byte 0x{error.object[error.start]:02x})"
+    return " ".join(str(error).split()) or type(error).__name__

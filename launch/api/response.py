@@ -1,0 +1,177 @@
+"""One line of output for one line of input: the simple form, the OpenAI response envelope, and error rows.
+
+Knows: field names of each form, and how to read back whose row a line is. Does not know: files (output_file.py).
+
+Simple form    {"id", "text", "token_ids", "finish_reason", "seed", "logprobs"?, "prompt_logprobs"?, "usage", "timing"};
+               with n > 1 the answers stand in "choices", each with its "index".
+OpenAI form    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}; the body is that of the
+               endpoint, with "token_ids", "seed", "timing" and, where asked for, vLLM's "prompt_logprobs" added.
+Errors         {"id", "error": {"line", "code", "message"}}; in the OpenAI form the envelope with status 400 or 500 and
+               the same "error".
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from launch.api import response_logprobs as row_logprobs
+from launch.api.parser import BadLine, Form, LineId, PreparedRequest
+from runtime.frontend.outputs import Completion, RequestOutput, Timing
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.schedule.request import FinishReason
+
+Row = dict[str, Any]
+
+
+def answer_row(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None, created: int) -> bytes:
+    """The row of a request that ended; an error row if one of its answers did not end by stop or length.
+
+    ``created``: seconds since the epoch, which the OpenAI form carries.
+    """
+    failed = output.failed
+    if failed is not None:
+        code = "rejected" if failed.finish_reason is FinishReason.REJECTED else "engine_error"
+        message = failed.detail or f"the request ended with {failed.finish_reason.label}"
+        return error_row(BadLine(request.line, request.id, request.form, code, message))
+    if request.form is Form.SIMPLE:
+        return _line(_simple(request, output))
+    body = _chat_body(output, tokenizer) if request.form is Form.CHAT else _completion_body(request, output, tokenizer)
+    digest = _digest(request.id)
+    kind = "chat.completion" if request.form is Form.CHAT else "text_completion"
+    prefix = "chatcmpl-" if request.form is Form.CHAT else "cmpl-"
+    body = {"id": prefix + digest, "object": kind, "created": created, "model": request.model, **body}
+    body |= {"usage": _usage(output), "timing": _timing(output.timing)}
+    return _line(_envelope(request.id, 200, body, None))
+
+
+def error_row(bad: BadLine) -> bytes:
+    """The row of a line that was not served."""
+    error = {"line": bad.line, "code": bad.code, "message": bad.message}
+    if bad.form is Form.SIMPLE:
+        return _line({"id": bad.id, "error": error})
+    kind = "server_error" if bad.code == "engine_error" else "invalid_request_error"
+    body = {"error": {"message": bad.message, "type": kind, "code": bad.code, "param": None}}
+    return _line(_envelope(bad.id, 500 if bad.code == "engine_error" else 400, body, error))
+
+
+class _WrittenError(msgspec.Struct):
+    line: int
+
+
+class WrittenRow(msgspec.Struct):
+    """What is read back of a row to resume: whose it is, and for an error row also of which line."""
+
+    id: LineId | None
+    custom_id: LineId | msgspec.UnsetType | None = msgspec.UNSET
+    error: _WrittenError | None = None
+    usage: msgspec.Raw = msgspec.Raw()
+    response: msgspec.Raw = msgspec.Raw()
+
+    def __post_init__(self) -> None:
+        if self.error is None and not self.usage and not self.response:
+            raise ValueError("it has neither an answer nor an error")
+
+    @property
+    def line_id(self) -> LineId | None:
+        return self.id if isinstance(self.custom_id, msgspec.UnsetType) else self.custom_id
+
+
+read_back = msgspec.json.Decoder(WrittenRow).decode
+
+
+def _line(row: Row) -> bytes:
+    return msgspec.json.encode(row) + b"\n"
+
+
+def _digest(line_id: LineId | None) -> str:
+    return blake2b(repr(line_id).encode(), digest_size=12).hexdigest()
+
+
+def _envelope(line_id: LineId | None, status: int, body: Row, error: Row | None) -> Row:
+    digest = _digest(line_id)
+    response = {"status_code": status, "request_id": f"req-{digest}", "body": body}
+    return {"id": f"batch_req_{digest}", "custom_id": line_id, "response": response, "error": error}
+
+
+def _usage(output: RequestOutput) -> Row:
+    prompt, generated = len(output.prompt_token_ids), output.generated_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def _timing(timing: Timing) -> Row:
+    """Seconds, to the microsecond."""
+    values = {"queued": timing.queued, "ttft": timing.ttft, "tpot": timing.tpot, "e2e": timing.e2e}
+    return {name: None if value is None else round(value, 6) for name, value in values.items()}
+
+
+def _simple(request: PreparedRequest, output: RequestOutput) -> Row:
+    answers = [_simple_answer(completion) for completion in output.completions]
+    row: Row = {"id": request.id}
+    if len(answers) == 1:
+        row |= answers[0]
+    else:
+        row["choices"] = [{"index": i, **answer} for i, answer in enumerate(answers)]
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = row_logprobs.simple(output.prompt_logprobs)
+    return row | {"usage": _usage(output), "timing": _timing(output.timing)}
+
+
+def _simple_answer(completion: Completion) -> Row:
+    answer: Row = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason.label,
+        "seed": completion.seed,
+    }
+    if completion.logprobs is not None:
+        answer["logprobs"] = row_logprobs.simple(completion.logprobs)
+    return answer
+
+
+def _choice(completion: Completion) -> Row:
+    return {
+        "index": completion.index,
+        "finish_reason": completion.finish_reason.label,
+        "token_ids": completion.token_ids,
+        "seed": completion.seed,
+    }
+
+
+def _completion_body(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
+    """With ``echo`` every choice begins with the prompt; its token_ids are the answer's all the same."""
+    echoed = _prompt_text(output, tokenizer) if request.echo else ""
+    before: tuple[row_logprobs.Placed, ...] = ()
+    if request.echo and output.prompt_logprobs is not None:
+        before = tuple(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+    choices = []
+    for completion in output.completions:
+        choice = {**_choice(completion), "text": echoed + completion.text, "logprobs": None}
+        if completion.logprobs is not None:
+            placed = *before, *((entry.token_id, entry) for entry in completion.logprobs)
+            choice["logprobs"] = row_logprobs.of_completion(placed, tokenizer)
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = row_logprobs.of_prompt(output.prompt_logprobs, tokenizer)
+        choices.append(choice)
+    return {"choices": choices}
+
+
+def _prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
+    if output.prompt is not None:
+        return output.prompt
+    return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
+
+
+def _chat_body(output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
+    choices = []
+    for completion in output.completions:
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = {"content": [row_logprobs.of_chat(entry, tokenizer) for entry in completion.logprobs]}
+        message = {"role": "assistant", "content": completion.text}
+        choices.append({**_choice(completion), "message": message, "logprobs": logprobs})
+    if output.prompt_logprobs is None:
+        return {"choices": choices}
+    return {"choices": choices, "prompt_logprobs": row_logprobs.of_prompt(output.prompt_logprobs, tokenizer)}

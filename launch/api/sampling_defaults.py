@@ -1,0 +1,51 @@
+"""How a request that does not say is drawn: the command line first, then the model folder, then the API's defaults.
+
+Knows: who wins, and how what was taken is told. Does not know: what a request says itself (schema.py).
+
+The folder has a say because users of vLLM expect it (there: --generation-config auto): a model that was tuned for
+temperature 0.6 and top-p 0.95 rambles at 1.0. Benchmarks name every parameter themselves and never come here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from models.config import ModelConfigError
+from models.generation_config import FILE_NAME, read_sampling_parameters
+from runtime.frontend.validation import RequestError, check_sampling
+from runtime.schedule.request import SamplingParams
+
+GenerationConfig = Literal["auto", "none"]
+
+log = logging.getLogger("lockstride")
+
+
+def sampling_defaults(
+    folder: Path, generation_config: GenerationConfig, given: Mapping[str, float | int | None]
+) -> SamplingParams:
+    """``given`` are fields that the command line names, None where it does not; they win over the folder's.
+
+    "none" leaves the folder's out. One log line says what was taken from there. Raises ModelConfigError for values
+    that no request may have.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    if generation_config == "none":
+        return SamplingParams(**named)  # type: ignore[arg-type]
+    of_folder = {k: v for k, v in read_sampling_parameters(folder).items() if k not in named}
+    taken = SamplingParams(**of_folder)  # type: ignore[arg-type]
+    try:
+        check_sampling(taken, vocab_size=1)
+    except RequestError as error:
+        raise ModelConfigError(f"{folder / FILE_NAME}: {error}; or type --generation-config none") from error
+    if of_folder:
+        listed = ", ".join(f"{name} {value:g}" for name, value in of_folder.items())
+        log.info(
+            "sampling defaults of %s, where a request does not say: %s (--generation-config none turns them off)",
+            folder / FILE_NAME,
+            listed,
+        )
+    return replace(taken, **named)  # type: ignore[arg-type]

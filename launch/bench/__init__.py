@@ -1,0 +1,1 @@
+"""`launch bench`: latency, throughput, the anatomy of a step, the control plane; results in published schemas."""

@@ -1,0 +1,45 @@
+"""`bench`: which subcommand is which measurement.
+
+Knows: the list. Does not know: how anything is measured, or what the command line may say (bench/options.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from launch.bench.anatomy import anatomy
+from launch.bench.control import compare
+from launch.bench.latency import latency
+from launch.bench.options import BenchCommand, BenchOptions, Subcommand
+from launch.bench.session import OpenEngine, Session, open_session
+from launch.bench.throughput import throughput
+from launch.generate.command import UsageError
+from launch.report.peers_plot import plot
+
+MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {
+    "latency": latency,
+    "throughput": throughput,
+    "anatomy": anatomy,
+}
+
+
+def control(options: BenchOptions) -> int:
+    """Time to agree. Raises UsageError for a way that does not exist."""
+    try:
+        return compare(options.ranks, options.turns, tuple(options.way), options.output)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def run(command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
+    """The whole command on this rank; returns its exit code.
+
+    Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work, BenchError
+    when what was to be measured did not happen, and whatever the engine raises.
+    """
+    options = command.options
+    if command.subcommand == "plot":
+        return plot(options)
+    if command.subcommand == "control":
+        return control(options)
+    return MEASUREMENTS[command.subcommand](open_session(command, environ, open_engine))

@@ -1,0 +1,247 @@
+"""The command line of `bench`: which subcommands there are, and what each of them needs beside the engine's options.
+
+Knows: vLLM's flag names and the protocols' defaults. Does not know: what a subcommand does (bench.py), the engine's own
+options (engine_options.py adds those).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.config import EngineConfig
+
+Subcommand = Literal["latency", "throughput", "anatomy", "control", "plot"]
+WITHOUT_ENGINE = ("control", "plot")
+
+H200_BYTES_PER_S = 4.29e12  # read bandwidth as measured, not the data sheet's 4.8e12
+H200_FLOP_PER_S = 790e12  # dense bfloat16, as measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What the subcommands need; each reads its own fields and leaves the others at their defaults.
+
+    Lengths of None are the subcommand's own: 512 and 257 for fixed batches; for throughput what the dataset says, and
+    1024 and 128 for random prompts. Rates are of one device, in bytes and floating-point operations a second.
+    """
+
+    input_len: int | None = None
+    output_len: int | None = None
+    batch_size: tuple[int, ...] = (1, 8, 32, 128, 256)
+    protocol: Literal["fixed-batch", "generation"] = "fixed-batch"
+    num_iters: int = 3
+    num_warmups: int = 1
+    num_prompts: int = 1000
+    max_concurrency: int | None = None
+    dataset_name: Literal["random", "sharegpt", "jsonl"] = "random"
+    dataset_path: Path | None = None
+    result_dir: Path | None = None
+    roofline: bool = False
+    bytes_per_s: float = H200_BYTES_PER_S
+    flop_per_s: float = H200_FLOP_PER_S
+    profile: bool = False
+    results: tuple[Path, ...] = ()
+    peers: Path | None = None
+    out: Path = Path("tpot.png")
+    ranks: tuple[int, ...] = (2, 4, 8)
+    turns: int = 5000
+    way: tuple[str, ...] = ()
+    output: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCommand:
+    """A parsed `bench` command line. ``engine`` holds the EngineConfig fields that were given, and only those."""
+
+    subcommand: Subcommand
+    engine: Mapping[str, Any]
+    options: BenchOptions
+    name: str = "bench"
+
+    def engine_config(self, tensor_parallel: int, defaults: Mapping[str, Any]) -> EngineConfig:
+        """``defaults`` are the protocol's, for what was not given. Raises ConfigError."""
+        return EngineConfig(**{**defaults, **self.engine, "tensor_parallel": tensor_parallel})
+
+
+def bench_command(given: dict[str, Any], engine: Mapping[str, Any]) -> BenchCommand:
+    """From what argparse found, the engine's options taken out."""
+    subcommand = given.pop("subcommand")
+    return BenchCommand(subcommand, engine, BenchOptions(**given))
+
+
+def add_bench_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_engine_options: Callable[[argparse._ArgumentGroup], None],
+) -> None:
+    """The parser of `bench` and those of its subcommands."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure latency, throughput and the anatomy of a step",
+        description="Measurements that can be rerun, with vLLM's flags and metric names.",
+        allow_abbrev=False,
+    )
+    subcommands = bench.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    for name, add_options, summary, description in _SUBCOMMANDS:
+        parser = subcommands.add_parser(
+            name, help=summary, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
+        add_options(_Adder(parser))
+        if name not in WITHOUT_ENGINE:
+            add_engine_options(parser.add_argument_group("engine"))
+
+
+_DEFAULTS = {field.name: field.default for field in fields(BenchOptions)}
+
+
+class _Adder:
+    """Adds options that show their default and their unit, as the engine's do."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+    def value(
+        self, flag: str, text: str, unit: str, read: Callable[[str], Any], shown: str = "", *aliases: str, **more: Any
+    ) -> None:
+        dest = flag[2:].replace("-", "_")
+        shown = shown or str(_DEFAULTS[dest])
+        metavar = None if "choices" in more else unit.upper()
+        text = f"{text} (default: {shown}) [{unit}]"
+        self.parser.add_argument(flag, *aliases, dest=dest, help=text, type=read, metavar=metavar, **more)
+
+    def switch(self, flag: str, text: str) -> None:
+        self.parser.add_argument(flag, action="store_true", help=f"{text} (default: off) [switch]")
+
+
+def _latency_options(add: _Adder) -> None:
+    add.value(
+        "--protocol",
+        "fixed-batch: TPOT from the times of a long and a one-token answer; generation: whole answers, as vLLM's "
+        "bench latency",
+        "word",
+        str,
+        choices=("fixed-batch", "generation"),
+    )
+    _fixed_batch_options(add)
+    _roofline_options(add)
+    add.switch("--profile", "after all timed runs, the kernels of a prefill and of a decode step of each batch")
+
+
+def _anatomy_options(add: _Adder) -> None:
+    _fixed_batch_options(add)
+
+
+def _control_options(add: _Adder) -> None:
+    add.value("--ranks", "processes that agree; several with commas", "ranks", _counts, "2,4,8")
+    add.value("--turns", "agreements of each measurement", "turns", _at_least_one)
+    add.value(
+        "--way",
+        "how they agree; may be given again",
+        "name",
+        str,
+        "all; nccl where each rank has a GPU",
+        action="append",
+    )
+    add.value("--output", "figures as JSON", "file", Path, "not written")
+
+
+def _fixed_batch_options(add: _Adder) -> None:
+    add.value("--input-len", "prompt of each request", "tokens", _at_least_one, "512")
+    add.value("--output-len", "answer of each request", "tokens", _at_least_one, "257")
+    add.value("--batch-size", "requests that run together; several with commas", "rows", _counts, "1,8,32,128,256")
+    _run_options(add)
+
+
+def _throughput_options(add: _Adder) -> None:
+    add.value("--dataset-name", "where prompts come from", "word", str, "", choices=("random", "sharegpt", "jsonl"))
+    add.value("--dataset-path", "file of the dataset; random needs none", "file", Path, "none")
+    add.value("--input-len", "prompt of each random request", "tokens", _at_least_one, "1024")
+    add.value("--output-len", "answer of each request", "tokens", _at_least_one, "the dataset's; random: 128")
+    add.value("--num-prompts", "requests of a run", "requests", _at_least_one)
+    add.value("--max-concurrency", "requests under way at once", "requests", _at_least_one, "all")
+    _run_options(add)
+    _roofline_options(add)
+
+
+def _run_options(add: _Adder) -> None:
+    add.value("--num-iters", "measured runs of each point", "runs", _at_least_one)
+    add.value("--num-warmups", "runs before them that do not count", "runs", _count, "", "--num-iters-warmup")
+    add.value("--result-dir", "folder to write results to", "folder", Path, "not written")
+
+
+def _roofline_options(add: _Adder) -> None:
+    add.switch("--roofline", "print the floor that bytes and FLOPs set, and the share of it that was reached")
+    add.value("--bytes-per-s", "memory bandwidth of a device for the floor", "bytes/s", float, f"{H200_BYTES_PER_S:g}")
+    add.value("--flop-per-s", "arithmetic of a device for the floor", "FLOP/s", float, f"{H200_FLOP_PER_S:g}")
+
+
+def _plot_options(add: _Adder) -> None:
+    add.parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULT",
+        help="*.points.jsonl files, or folders that hold them (required) [file]",
+    )
+    add.value("--peers", "other engines' figures on the same protocol", "file", Path, "none")
+    add.value("--out", "picture to write; its ending chooses the format, such as .png or .svg", "file", Path)
+
+
+_SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] = (
+    (
+        "latency",
+        _latency_options,
+        "time of a token at fixed batch sizes",
+        "A batch of random prompts, all admitted at once, greedy, to a fixed length. Exit code 1 when a point has no "
+        "rate, because its batch was not full.",
+    ),
+    (
+        "throughput",
+        _throughput_options,
+        "tokens and requests a second over a dataset",
+        "A dataset through the engine as fast as it goes, at most --max-concurrency requests at a time.",
+    ),
+    (
+        "anatomy",
+        _anatomy_options,
+        "what a decode step is made of",
+        "Step time in the chain against the bare replay of the same graph, device idle, host time by phase and bytes "
+        "copied, at chain depth 0 and --chain-depth.",
+    ),
+    (
+        "control",
+        _control_options,
+        "time for ranks to agree on a few integers",
+        "The control plane over each of its transports against gloo, and NCCL where each rank has a GPU, in one run. "
+        "Ranks are processes of this machine; no model is loaded.",
+    ),
+    (
+        "plot",
+        _plot_options,
+        "draw TPOT against batch from result files",
+        "TPOT against batch: the measured points, other engines' figures and the roofline floor. Needs matplotlib.",
+    ),
+)
+
+
+def _at_least_one(text: str) -> int:
+    value = _count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(_at_least_one(part) for part in text.split(","))
+    if len(set(counts)) != len(counts):
+        raise argparse.ArgumentTypeError(f"{text} names a number twice")
+    return counts

@@ -1,0 +1,138 @@
+"""`bench latency --profile`: where the device's time goes in prefill and in decode steps, kernel by kernel.
+
+Knows: which runs are recorded by torch.profiler, and which of its events belong to which of them.
+Does not know: how calls become tables (kernel_tables.py), how a step is timed (latency.py).
+Nothing here runs while anything is timed.
+
+After every timed run, each batch runs twice more under the profiler: for one token, and for 1 + K.
+    prefill   all that the device did in the first run
+    decode    in the second run, the calls of each kernel that come after as many as the first run made of it; over K.
+              Every prompt is prefilled before any row decodes, so a kernel's first calls are those of prefill
+A decode step is one graph launch; CUPTI reports the kernels inside of it. All runs share one session of the profiler:
+others have seen a second one in a process report no kernels.
+Without a GPU operators stand in for kernels, by their own time on the CPU, whichever thread ran them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
+from launch.bench.results import Point, ResultFiles
+from launch.bench.trace import check_complete, run_requests, why_not_full
+from launch.bench.workload import Prompt, RequestNumbers
+from runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
+
+PROFILED_STEPS = 16  # decode steps of a profiled run, at most: each is hundreds of kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is known of a batch's two runs before their events are. ``refused``: why they would say nothing."""
+
+    point: Point
+    prefill_steps: int
+    decode_steps: int
+    refused: str | None
+
+
+def profiles(
+    engine: Engine,
+    numbers: RequestNumbers,
+    points: Sequence[Point],
+    prompts_of: Callable[[int], Sequence[Prompt]],
+    files: ResultFiles,
+) -> Iterator[str]:
+    """The tables of each point's batch as text; its file is written before. The leader calls it when all is timed."""
+    recorded, events = _record(engine, numbers, points, prompts_of)
+    on_cpu = engine.config.device == "cpu"
+    windows = {event.name: event for event in events if event.is_user_annotation and _on_host(event)}
+    for one in recorded:
+        batch = one.point.batch
+        short, long = (windows[_label(batch, tokens)] for tokens in (1, 1 + one.decode_steps))
+        calls = host_calls if on_cpu else device_calls
+        prefill = calls(events, short)
+        decode, note = after_prefill(prefill, calls(events, long))
+        missing = " and ".join(kind for kind, found in (("prefill", prefill), ("decode", decode)) if not found)
+        refused = one.refused or (f"the profiler reported no kernels of {missing}" if missing else None)
+        record: dict[str, Any] = {"batch": batch, "rank": 0, "unit": "us", "refused": refused}
+        if refused is None:
+            record["note"] = note
+            ttft, tpot = one.point.ttft_s, one.point.tpot_ms
+            record["prefill"] = asdict(
+                part(prefill, one.prefill_steps, None if ttft is None else ttft * 1e6 / one.prefill_steps)
+            )
+            record["prefill_host"] = host_side(host_calls(events, short))
+            record["decode"] = asdict(part(decode, one.decode_steps, None if tpot is None else tpot * 1e3))
+        files.profile(batch, record)
+        yield tables(record)
+
+
+def _record(
+    engine: Engine,
+    numbers: RequestNumbers,
+    points: Sequence[Point],
+    prompts_of: Callable[[int], Sequence[Prompt]],
+) -> tuple[list[Recorded], Sequence[FunctionEvent]]:
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile, record_function  # here: only when it is asked for
+
+    on_cpu = engine.config.device == "cpu"
+    activities = [ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    recorded = []
+    # On a CPU threads of their own stand in for the device; the kernels of a GPU are reported whoever launched them.
+    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=on_cpu)) as found:
+        # The first launches under the profiler are slow on the host: not part of a window.
+        check_complete(run_requests(engine, numbers.requests(prompts_of(points[0].batch), max_tokens=1)))
+        for point in points:
+            prompts = prompts_of(point.batch)
+            steps = min(PROFILED_STEPS, prompts[0].sampling.max_tokens - 1)
+            before = engine.counters["prefill_steps"]
+            for tokens in (1, 1 + steps):
+                with record_function(_label(point.batch, tokens)):
+                    trace = run_requests(engine, numbers.requests(prompts, max_tokens=tokens))
+                    engine.executor.device.synchronize()
+                check_complete(trace)
+            prefills = int(engine.counters["prefill_steps"] - before) // 2  # both runs prefill the same prompts
+            recorded.append(Recorded(point, prefills, steps, why_not_full(trace, len(prompts), steps)))
+    return recorded, found.events() or ()
+
+
+def _label(batch: int, tokens: int) -> str:
+    return f"bench latency: batch {batch}, {tokens} tokens each"
+
+
+# ---- events ----
+
+
+def _on_host(event: FunctionEvent) -> bool:
+    return bool(event.device_type.name == "CPU")
+
+
+def _within(event: FunctionEvent, window: FunctionEvent) -> bool:
+    return bool(window.time_range.start <= event.time_range.start < window.time_range.end)
+
+
+def device_calls(events: Iterable[FunctionEvent], window: FunctionEvent) -> list[Call]:
+    """Kernels, copies and fills that began within ``window``, in order of their start."""
+    found = [
+        Call(event.name, event.time_range.start, event.time_range.end, event.time_range.end - event.time_range.start)
+        for event in events
+        if not _on_host(event) and not event.is_user_annotation and _within(event, window)
+    ]
+    return sorted(found, key=lambda call: call.start)
+
+
+def host_calls(events: Iterable[FunctionEvent], window: FunctionEvent) -> list[Call]:
+    """Operators and calls into the driver that began within ``window``, in order of their start."""
+    found = [
+        Call(event.name, event.time_range.start, event.time_range.end, event.self_cpu_time_total)
+        for event in events
+        if _on_host(event) and not event.is_async and not event.is_user_annotation and _within(event, window)
+    ]
+    return sorted(found, key=lambda call: call.start)

@@ -1,0 +1,181 @@
+"""What a measurement leaves behind: figures with vLLM's names, one flat row a point, and the files that hold them.
+
+Knows: names, units and file layout. Does not know: how a figure was measured.
+
+    DIR/<kind>-<model>-tp<n>-<time>.environment.json    what it was measured on; tp<n>dp<r> with r groups
+    DIR/<...>.b<batch>-run<i>.json                      one a run, keys as vLLM's benchmarks write them
+    DIR/<...>.requests.jsonl                            one row a request of every run
+    DIR/<...>.b<batch>.profile.json                     one a batch with --profile: kernels of its steps
+    DIR/<...>.points.jsonl                              one flat row a point: what `bench plot` and tables read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from launch.bench.trace import RunTrace
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One point, medians over ``runs`` runs. ``refused`` says why it has no rate; the rates are None then.
+
+    ``tok_s``: generated tokens a second; ``tok_s_per_gpu``: divided by ranks; ``tok_s_per_user``: by ``batch``.
+    ``bandwidth_fraction``: bytes that a step must read, over its time and the device's bandwidth.
+    ``chained_ratio``: steps launched while another was in flight. ``device_idle``: share of the decode window in which
+    the device ran no step. ``ttft_s``: until the whole batch has its first token. ``startup_s``: from the start of this
+    process to its first token.
+    """
+
+    hw: str
+    framework: str = "lockstride"
+    kind: str
+    model: str
+    precision: str
+    tp: int
+    ep: int
+    dp: int = 1
+    batch: int
+    input_len: int | None
+    output_len: int | None
+    chain_depth: int
+    runs: int
+    refused: str | None
+    tpot_ms: float | None
+    tpot_ms_min: float | None
+    tpot_ms_max: float | None
+    ttft_s: float | None
+    tok_s: float | None
+    tok_s_per_gpu: float | None
+    tok_s_per_user: float | None
+    roofline_floor_ms: float | None
+    roofline_fraction: float | None
+    bandwidth_fraction: float | None
+    chained_ratio: float | None
+    device_idle: float | None
+    startup_s: float | None
+
+
+class ResultFiles:
+    """The files of one measurement, whose names begin with ``name``; without a folder nothing is written."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        self._stem: Path | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stem = folder / f"{name}-{moment}"
+
+    def environment(self, record: dict[str, Any]) -> None:
+        self._write("environment.json", record)
+
+    def run(self, label: str, figures: dict[str, Any], trace: RunTrace) -> None:
+        """One run's figures, and a row for each of its requests."""
+        self._write(f"{label}.json", figures)
+        self._append("requests.jsonl", [{"run": label, **row} for row in request_rows(trace)])
+
+    def point(self, point: Point) -> None:
+        self._append("points.jsonl", [asdict(point)])
+
+    def profile(self, batch: int, record: dict[str, Any]) -> None:
+        """The kernels of one batch's steps."""
+        self._write(f"b{batch}.profile.json", record)
+
+    def table(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        """A list of plain objects under a name of its own."""
+        self._write(f"{name}.json", rows)
+
+    def _write(self, ending: str, content: object) -> None:
+        if self._stem is not None:
+            text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+            _beside(self._stem, ending).write_bytes(text + b"\n")
+
+    def _append(self, ending: str, rows: Sequence[dict[str, Any]]) -> None:
+        if self._stem is not None:
+            with _beside(self._stem, ending).open("ab") as stream:
+                stream.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def _beside(stem: Path, ending: str) -> Path:
+    return stem.with_name(f"{stem.name}.{ending}")
+
+
+def request_rows(trace: RunTrace) -> list[dict[str, Any]]:
+    """What each request of a run experienced; times in milliseconds, ``submitted`` after the run's start."""
+    return [
+        {
+            "request_id": request_id,
+            "prompt_tokens": len(times.request.prompt_token_ids),
+            "output_tokens": times.tokens,
+            "finish_reason": trace.finished[request_id].reason.label,
+            "submitted_ms": _ms(times.submitted - trace.started),
+            "ttft_ms": _ms(times.ttft) if times.landings else None,
+            "tpot_ms": None if times.tpot is None else _ms(times.tpot),
+            "e2el_ms": _ms(times.e2e) if times.landings else None,
+        }
+        for request_id, times in trace.requests.items()
+    ]
+
+
+def vllm_figures(trace: RunTrace, model_id: str, max_concurrency: int | None) -> dict[str, Any]:
+    """A run under the names of vLLM's benchmarks.
+
+    tpot: (last token - first token) / (tokens - 1) of each request. itl: every gap between a request's landings.
+    e2el: from submission to the last token. Rates are over the whole run, its ramp and its tail included.
+    """
+    times = [request for request in trace.requests.values() if request.landings]
+    failed = sum(not ended.token_ids for ended in trace.finished.values())
+    prompt_tokens = sum(len(request.request.prompt_token_ids) for request in times)
+    output_tokens = sum(request.tokens for request in times)
+    figures: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "backend": "lockstride",
+        "model_id": model_id,
+        "max_concurrency": max_concurrency,
+        "duration": trace.seconds,
+        "completed": len(trace.finished) - failed,
+        "failed": failed,
+        "total_input": prompt_tokens,
+        "total_output": output_tokens,
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(times) / trace.seconds,
+        "output_throughput": output_tokens / trace.seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / trace.seconds,
+    }
+    for name, seconds in (
+        ("ttft", [request.ttft for request in times]),
+        ("tpot", [request.tpot for request in times if request.tpot is not None]),
+        ("itl", [gap for request in times for gap in request.gaps]),
+        ("e2el", [request.e2e for request in times]),
+    ):
+        figures |= _spread(name, seconds)
+    return figures
+
+
+def _spread(name: str, seconds: list[float]) -> dict[str, Any]:
+    """mean, median, std and percentiles, the latter both as vLLM's files and as its metrics object have them."""
+    if not seconds:
+        return {f"{word}_{name}_ms": None for word in ("mean", "median", "std", "percentiles")}
+    values = np.asarray(seconds) * 1e3
+    percentiles = {percent: float(np.percentile(values, percent)) for percent in PERCENTILES}
+    return {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+        f"percentiles_{name}_ms": list(percentiles.items()),
+        **{f"p{percent}_{name}_ms": value for percent, value in percentiles.items()},
+    }
+
+
+def _ms(seconds: float) -> float:
+    return seconds * 1e3

@@ -1,0 +1,254 @@
+"""What every measurement starts from: the engine's options as its protocol sets them, the ranks, and time.
+
+Knows: protocol defaults, which model folder a name means, how an engine is opened for measuring.
+Does not know: what is measured (latency.py, throughput.py, anatomy.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from launch.bench.environment import process_age
+from launch.bench.options import BenchCommand, BenchOptions
+from launch.bench.results import ResultFiles
+from launch.bench.roofline import Floor, Shape, decode_floor
+from launch.bench.trace import DecodeStep
+from launch.generate.command import UsageError
+from launch.ranks.process_group import joined
+from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
+from models.config import ModelConfig
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.execute.landing import StepTiming
+
+OnTiming = Callable[[StepTiming], None]
+OpenEngine = Callable[[EngineConfig, Rendezvous, OnTiming | None], Engine]
+
+SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
+FIXED_BATCH_MODEL_LEN = 4096
+PREFILL_FIRST = 1 << 20  # prefill steps in a row: all of a batch, before any of it decodes
+REPLAY_PATIENCE_S = 120.0  # measuring between turns may take this long before a rank is given up
+
+log = logging.getLogger("lockstride")
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of each request."""
+
+    prompt: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.output
+
+    @property
+    def average(self) -> int:
+        """KV of a row in the middle of its answer."""
+        return self.prompt + self.output // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One measurement on this rank. ``config`` has the protocol's defaults in it."""
+
+    options: BenchOptions
+    config: EngineConfig
+    rendezvous: Rendezvous
+    lengths: Lengths
+    open_engine: OpenEngine
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rendezvous.topology.is_leader
+
+    @property
+    def ranks(self) -> int:
+        return self.rendezvous.topology.world
+
+    @property
+    def expert_parallel(self) -> int:
+        """Ranks over which whole experts are spread; 1 where every rank has a share of each."""
+        return self.config.ranks if self.config.expert_parallel else 1
+
+    def files(self, kind: str) -> ResultFiles:
+        """For the results of one measurement."""
+        groups = f"dp{self.config.data_parallel}" if self.config.data_parallel > 1 else ""
+        return ResultFiles(self.options.result_dir, f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.model)
+
+    @property
+    def model(self) -> str:
+        """The folder's name: what results call the model."""
+        return self.folder.resolve().name
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a weight and of a KV value."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def precision(self) -> str:
+        """What ``auto`` resolves to, as runtime/build.py does."""
+        if self.config.dtype != "auto":
+            return self.config.dtype
+        if self.config.device == "cpu":
+            return "float32"
+        return str(ModelConfig.from_folder(self.folder).dtype).removeprefix("torch.")
+
+    def floor(self, shape: Shape, batch: int, length: float) -> Floor:
+        """Of one decode step; ``length`` is the average KV of a row, in tokens."""
+        return decode_floor(
+            shape,
+            batch=batch,
+            length=length,
+            ranks=self.ranks,
+            value_bytes=self.value_bytes,
+            bytes_per_s=self.options.bytes_per_s,
+            flop_per_s=self.options.flop_per_s,
+            groups=self.config.data_parallel,
+        )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks, until the end of the block; by then no local variable may hold an engine."""
+        with joined(self.rendezvous, self.config.device):
+            yield
+            forget_engines()
+
+    def open(self, on_timing: OnTiming | None = None, config: EngineConfig | None = None) -> Engine:
+        """This rank's engine, to be used in a ``with`` that ends before the one of ``together``."""
+        return self.open_engine(config or self.config, self.rendezvous, on_timing)
+
+    def progress(self, total: int) -> tqdm[Any]:
+        """A bar on a terminal, on rank 0."""
+        return tqdm(total=total, unit="run", disable=None if self.is_leader else True, leave=False)
+
+
+def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> Session:
+    """Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work."""
+    rendezvous, options = discover(environ), command.options
+    engine = dict(command.engine)
+    folder = model_folder(engine["model"])
+    engine["model"] = str(folder)
+    if "load_format" not in engine and not any(folder.glob("*.safetensors")):
+        log.info("%s holds no weights: --load-format dummy", folder)
+        engine["load_format"] = "dummy"
+    fixed = command.subcommand in ("latency", "anatomy")
+    lengths = Lengths(options.input_len or (512 if fixed else 1024), options.output_len or (257 if fixed else 128))
+    rows = max(options.batch_size) if fixed else options.max_concurrency or 1
+    defaults = _fixed_batch_defaults(engine, folder) if fixed else {"control_timeout_s": REPLAY_PATIENCE_S}
+    command = BenchCommand(command.subcommand, engine, options)
+    tensor_parallel = check_degrees(engine.get("tensor_parallel"), engine.get("data_parallel"), rendezvous)
+    config = command.engine_config(tensor_parallel, defaults)
+    if config.running_seqs < rows:
+        in_a_group = -(-rows // config.data_parallel)
+        if fixed and "max_num_seqs" in engine:
+            raise UsageError(
+                f"--max-num-seqs is {config.max_num_seqs}, but --batch-size asks for {in_a_group} rows"
+                f"{' in each group' if config.data_parallel > 1 else ''}: type --max-num-seqs {in_a_group}"
+            )
+        if "max_num_seqs" not in engine:
+            config = command.engine_config(tensor_parallel, {**defaults, "max_num_seqs": in_a_group})
+    if fixed and lengths.output < 2:
+        raise UsageError("--output-len 1 has no time between tokens: type 2 or more")
+    if fixed and config.max_model_len is not None and lengths.total > config.max_model_len:
+        raise UsageError(
+            f"--input-len {lengths.prompt} and --output-len {lengths.output} make {lengths.total} tokens, but "
+            f"--max-model-len is {config.max_model_len}: type --max-model-len {lengths.total} or less of the others"
+        )
+    return Session(options, config, rendezvous, lengths, open_engine)
+
+
+def model_folder(model: str) -> Path:
+    """``model`` as a folder, or as the name of one of the shapes that come with Lockstride. Raises UsageError."""
+    if Path(model).is_dir():
+        return Path(model)
+    if (SHAPES / model / "config.json").is_file() and Path(model).name == model:
+        return SHAPES / model
+    shapes = ", ".join(sorted(path.parent.name for path in SHAPES.glob("*/config.json")))
+    raise UsageError(f"--model {model}: there is no such folder, and no such shape (there are {shapes})")
+
+
+def _fixed_batch_defaults(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What the fixed-batch protocol says about the engine. Raises UsageError where the command line contradicts it."""
+    if engine.get("prefix_caching"):
+        raise UsageError("fixed batches are measured without a prefix cache: leave out --prefix-caching")
+    return {
+        "prefix_caching": False,
+        "prefill_burst": PREFILL_FIRST,
+        "max_model_len": min(FIXED_BATCH_MODEL_LEN, ModelConfig.from_folder(folder).max_length),
+        "control_timeout_s": REPLAY_PATIENCE_S,
+    }
+
+
+def forget_engines() -> None:
+    """Drop closed engines that only refer to themselves, and the graphs they captured: the ranks part after those."""
+    gc.collect()
+
+
+class StepTimings:
+    """Device times of the steps of a run, by step; filled by the landing thread, read when a run has ended."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, StepTiming] = {}
+
+    def __call__(self, timing: StepTiming) -> None:
+        self._by_step[timing.step] = timing
+
+    def clear(self) -> None:
+        self._by_step.clear()
+
+    def of(self, steps: Iterable[DecodeStep]) -> DeviceWindow | None:
+        """Of consecutive decode steps; None of fewer than two."""
+        return _window([self._by_step[decode.step] for decode in steps])
+
+    @property
+    def whole(self) -> DeviceWindow | None:
+        """Of every step of the run, prefill too; None of fewer than two."""
+        return _window([self._by_step[step] for step in sorted(self._by_step)])
+
+
+def _window(timings: Sequence[StepTiming]) -> DeviceWindow | None:
+    if len(timings) < 2:
+        return None
+    gaps = [after.started_ms - before.ended_ms for before, after in pairwise(timings)]
+    busy = [timing.ended_ms - timing.started_ms for timing in timings]
+    span = timings[-1].ended_ms - timings[0].ended_ms
+    return DeviceWindow(
+        step_ms=span / (len(timings) - 1),
+        busy_ms=statistics.median(busy),
+        idle_ms=sum(gaps) / len(gaps),
+        idle_fraction=sum(gaps) / span if span > 0 else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWindow:
+    """Consecutive steps by the device's clock. ``step_ms``: from end to end; ``busy_ms``: from start to end, median;
+    ``idle_ms``: from an end to the next start, mean."""
+
+    step_ms: float
+    busy_ms: float
+    idle_ms: float
+    idle_fraction: float
+
+
+def startup_seconds(first_token_at: float) -> float:
+    """From the start of this process to a moment of time.perf_counter's clock."""
+    return process_age() - (time.perf_counter() - first_token_at)

@@ -1,0 +1,171 @@
+"""Requests to measure with: random token ids, ShareGPT conversations, or lines of a JSONL file.
+
+Knows: how a dataset becomes prompts and lengths, the same every time for the same seed. Does not know: engines, time.
+Random prompts are token ids of an exact length: they need no tokenizer and no download.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from launch.api.parser import BadLine, RequestParser
+from launch.bench.session import Session
+from launch.bench.trace import BenchError
+from launch.generate.command import UsageError, load_texts
+from launch.generate.input_file import Settled, read_requests
+from models.config import ModelConfig
+from runtime.engine import ServedModel
+from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.engine_protocol import ModelFacts
+from runtime.frontend.output_processor import stop_ids_of
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.schedule.request import Request, SamplingParams
+
+_IDS = (100, 150_000)  # random ids lie in [100, 150000), the protocol's range, and below the vocabulary
+_SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens; what vLLM keeps of ShareGPT
+_MAX_LINE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to ask: token ids, and how the answer is drawn and ended."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+
+
+class RequestNumbers:
+    """Turns prompts into requests, each time under new ids."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count()
+
+    def requests(self, prompts: Sequence[Prompt], max_tokens: int | None = None) -> list[Request]:
+        """``max_tokens``: of every answer, instead of the prompts' own."""
+        return [
+            Request(
+                next(self._next),
+                prompt.token_ids,
+                prompt.sampling if max_tokens is None else replace(prompt.sampling, max_tokens=max_tokens),
+                prompt.stop_token_ids,
+                prompt.priority,
+            )
+            for prompt in prompts
+        ]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Greedy to an exact length."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0)
+
+
+def random_prompts(count: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[Prompt]:
+    """``count`` prompts of ``input_len`` ids, uniform in [100, 150000) below the vocabulary."""
+    low, high = min(_IDS[0], vocab_size - 1), min(_IDS[1], vocab_size)
+    draw = random.Random(seed)
+    choices = range(low, high)
+    return [Prompt(tuple(draw.choices(choices, k=input_len)), greedy(output_len)) for _ in range(count)]
+
+
+def dataset(session: Session) -> list[Prompt]:
+    """The prompts that the command line asks for. Raises UsageError, TokenizerError or BenchError."""
+    options, folder, seed = session.options, session.folder, session.config.seed
+    facts = ModelConfig.from_folder(folder)
+    longest = session.config.max_model_len or facts.max_length
+    if options.dataset_name == "random":
+        lengths = session.lengths
+        if lengths.total > longest:
+            raise UsageError(
+                f"--input-len {lengths.prompt} and --output-len {lengths.output} make {lengths.total} tokens, but "
+                f"a request may have {longest}: lower one, or raise --max-model-len"
+            )
+        return random_prompts(options.num_prompts, lengths.prompt, lengths.output, facts.vocab_size, seed)
+    path = options.dataset_path
+    if path is None or not path.is_file():
+        raise UsageError(f"--dataset-name {options.dataset_name} needs a file: --dataset-path {path} is none")
+    tokenizer, chat = load_texts(folder)
+    if options.dataset_name == "jsonl":
+        model = ServedModel(facts.vocab_size, longest, facts.eos_token_ids)
+        return jsonl_prompts(path, tokenizer, chat, options.num_prompts, options.output_len, model, seed)
+    if tokenizer is None:
+        raise UsageError(f"--dataset-name sharegpt needs a tokenizer, but {folder} has no tokenizer.json")
+    return sharegpt_prompts(path, tokenizer, options.num_prompts, options.output_len, longest, seed)
+
+
+def sharegpt_prompts(
+    path: Path, tokenizer: Tokenizer, count: int, output_len: int | None, max_model_len: int, seed: int
+) -> list[Prompt]:
+    """First question and answer of ``count`` conversations, in an order that ``seed`` draws; answers give lengths.
+
+    Keeps what vLLM's benchmark keeps: 4 tokens or more on both sides, at most 1024 of prompt and 2048 together.
+    BenchError when the file is no ShareGPT file or holds too few.
+    """
+    pairs = list(_conversations(path))
+    random.Random(seed).shuffle(pairs)
+    prompts: list[Prompt] = []
+    for question, answer in pairs:
+        if len(prompts) == count:
+            break
+        token_ids = tuple(tokenizer.encode(question))
+        length = len(tokenizer.encode(answer, add_special_tokens=False)) if output_len is None else output_len
+        together = len(token_ids) + length
+        if min(len(token_ids), length) < _SHORTEST or len(token_ids) > _LONGEST_PROMPT:
+            continue
+        if together <= min(_LONGEST, max_model_len):
+            prompts.append(Prompt(token_ids, greedy(length)))
+    return _enough(prompts, count, path)
+
+
+def _conversations(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        entries = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BenchError(f"{path} is no ShareGPT file, a list of objects with conversations[].value: {error}") from None
+    for entry in entries:
+        if len(entry.conversations) >= 2:
+            yield entry.conversations[0].value, entry.conversations[1].value
+
+
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Turn] = []
+
+
+def jsonl_prompts(
+    path: Path,
+    tokenizer: Tokenizer | None,
+    chat: ChatTemplate | None,
+    count: int,
+    output_len: int | None,
+    model: ModelFacts,
+    seed: int,
+) -> list[Prompt]:
+    """The first ``count`` lines of a file as `generate` reads them. BenchError for a line that cannot be measured."""
+    parser = RequestParser(model, tokenizer, chat, max_tokens=output_len, base_seed=seed)
+    prompts: list[Prompt] = []
+    with path.open("rb") as stream:
+        for item in itertools.islice(read_requests(stream, parser, Settled(), _MAX_LINE_BYTES), count):
+            if isinstance(item, BadLine):
+                raise BenchError(f"{path}, line {item.line}: {item.message}")
+            if item.sampling.n > 1 or item.sampling.stop:
+                raise BenchError(f"{path}, line {item.line}: n > 1 and stop strings are not measured: leave them out")
+            stops = stop_ids_of(item.sampling, model.eos_token_ids)
+            prompts.append(Prompt(item.prompt_token_ids, item.sampling, stops, item.priority))
+    return _enough(prompts, count, path)
+
+
+def _enough(prompts: list[Prompt], count: int, path: Path) -> list[Prompt]:
+    if len(prompts) < count:
+        raise BenchError(f"{path} gives {len(prompts)} usable prompts, {count} are asked for: type --num-prompts less")
+    return prompts

@@ -1,0 +1,1 @@
+"""`launch doctor`: what this machine offers, what is wrong with it, and what to type."""

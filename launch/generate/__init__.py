@@ -1,0 +1,1 @@
+"""`launch generate`: requests from a JSONL file, answers to another, resumable."""

@@ -1,0 +1,165 @@
+"""`generate`: a file of prompts in, a file of answers out, on any number of ranks.
+
+Knows: what surrounds the leader's loop (loop.py): ranks, model folder, files, the report at the end, exit codes.
+Does not know: what a line may say (parser.py), how rows are kept (output_file.py), how an engine works.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import BinaryIO
+
+from launch.api.parser import LineId, RequestParser
+from launch.api.sampling_defaults import sampling_defaults
+from launch.engine_options import Command, GenerateOptions
+from launch.generate.input_file import count_lines, read_requests
+from launch.generate.loop import Arrival, BatchRun
+from launch.generate.output_file import ResultsFile
+from launch.generate.read_ahead import ReadAhead
+from launch.generate.summary import Progress
+from launch.ranks.process_group import joined
+from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
+from launch.ranks.signals import Interrupts
+from runtime.config import EngineConfig
+from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.engine_protocol import EngineInterface
+from runtime.frontend.outputs import RequestOutput
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.schedule.request import SamplingParams
+
+OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[EngineInterface]]
+
+SOME_FAILED = 1
+_LINE = "-" * 80
+
+log = logging.getLogger("lockstride")
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be."""
+
+
+def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
+    """The whole command on this rank; returns its exit code.
+
+    Raises UsageError, ConfigError, ModelConfigError, RendezvousError, TokenizerError or ResultsFileError before any
+    work is done when it cannot be, ResultsFileError later when the disk fails, and whatever the engine raises.
+    """
+    rendezvous, options = discover(environ), command.generate
+    given = command.engine
+    tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
+    config = command.engine_config(tensor_parallel)
+    if not rendezvous.topology.is_leader:
+        with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
+            return _follow(engine)
+    check_paths(Path(config.model), options)
+    texts = load_texts(Path(config.model))
+    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
+    with ResultsFile(options.output, overwrite=options.overwrite, retry_errors=options.retry_errors) as results:
+        log.info("%s", config.describe())
+        lines = count_lines(options.input)  # now: later, the other ranks wait for this one
+        with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
+            return _lead(engine, options, results, lines, defaults, *texts)
+
+
+def _follow(engine: EngineInterface) -> int:
+    with Interrupts() as interrupts:  # the leader drains for all: a signal to this rank changes only its exit code
+        engine.follow()
+        return interrupts.exit_code
+
+
+def _lead(
+    engine: EngineInterface,
+    options: GenerateOptions,
+    results: ResultsFile,
+    lines: int,
+    defaults: SamplingParams,
+    tokenizer: Tokenizer | None,
+    chat: ChatTemplate | None,
+) -> int:
+    parser = RequestParser(
+        engine.model_config,
+        tokenizer,
+        chat,
+        defaults=defaults,
+        max_tokens=options.max_tokens,
+        base_seed=engine.config.seed,
+    )
+    done_before = len(results.settled.ids) + len(results.settled.errors)
+    if done_before or results.repaired_bytes:
+        log.info("going on: %d rows are there, %d torn bytes cut off", done_before, results.repaired_bytes)
+    with Interrupts() as interrupts:
+        with (
+            options.input.open("rb") as stream,
+            closing(ReadAhead(_arrivals(stream, parser, results, options), options.look_ahead)) as source,
+            closing(Progress(lines, done_before)) as progress,
+        ):
+            batch = BatchRun(
+                engine, source, results, tokenizer, interrupts, drain_seconds=options.drain_seconds, show=options.show
+            )
+            batch.summary.skipped = done_before
+            batch.run(progress)
+        results.close()
+        report(batch, engine.counters, tokenizer, options.summary)
+    if interrupts.signal is not None:
+        log.warning("interrupted: run the same command again to go on")
+        return interrupts.exit_code
+    return SOME_FAILED if batch.summary.failed or results.settled.errors else 0
+
+
+def report(
+    batch: BatchRun, counters: Mapping[str, int | float], tokenizer: Tokenizer | None, summary: Path | None
+) -> None:
+    """What a person sees at the end, on stdout, and the summary file."""
+    print(readable(batch.shown, tokenizer), end="")
+    print(batch.summary.text(counters), flush=True)
+    if summary is not None:
+        batch.summary.write_json(summary, counters)
+
+
+def check_paths(model: Path, options: GenerateOptions) -> None:
+    """Raises UsageError when the files of a command line cannot be what they are asked to be."""
+    if not model.is_dir():
+        raise UsageError(f"--model {model}: there is no such folder")
+    if not options.input.is_file():
+        raise UsageError(f"--input {options.input}: there is no such file")
+    if options.output.is_dir():
+        raise UsageError(f"--output {options.output} is a folder: name a file in it")
+    if options.output.exists() and options.output.samefile(options.input):
+        raise UsageError(f"--input and --output are both {options.input}: answers would overwrite the prompts")
+
+
+def load_texts(model: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The folder's tokenizer and chat template, where it has them. Raises TokenizerError."""
+    if not (model / "tokenizer.json").is_file():
+        log.warning("%s has no tokenizer.json: only prompt_token_ids are understood, and answers have no text", model)
+        return None, None
+    return Tokenizer.from_folder(model), ChatTemplate.from_folder(model)
+
+
+def readable(shown: Mapping[LineId, RequestOutput | None], tokenizer: Tokenizer | None) -> str:
+    """The first answers for a person to read: prompt and text as one, under a line with the id."""
+    pieces = []
+    for line_id, output in shown.items():
+        if output is None:
+            continue
+        prompt = output.prompt
+        if prompt is None:
+            prompt = tokenizer.decode(output.prompt_token_ids) if tokenizer is not None else ""
+        for completion in output.completions:
+            reason = f"{completion.finish_reason.label}{': ' if completion.detail else ''}{completion.detail}"
+            title = f"{line_id}: {len(completion.token_ids)} tokens, {reason}"
+            pieces.append(f"{_LINE}\n{title}\n{_LINE}\n{prompt}{completion.text}\n")
+    return "".join(pieces) + (f"{_LINE}\n" if pieces else "")
+
+
+def _arrivals(
+    stream: BinaryIO, parser: RequestParser, results: ResultsFile, options: GenerateOptions
+) -> Iterator[Arrival]:
+    for item in read_requests(stream, parser, results.settled, options.max_line_bytes):
+        yield time.perf_counter(), item

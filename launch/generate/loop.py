@@ -1,0 +1,159 @@
+"""The leader's loop of `generate`: feed the engine, advance it, write down what finished, and end well.
+
+Knows: how many requests the engine should have, in what order things stop. Does not know: the command line, what a line
+may say (parser.py), how rows are kept (output_file.py), how an engine works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+from launch.api.parser import BadLine, LineId, PreparedRequest
+from launch.api.response import answer_row, error_row
+from launch.generate.output_file import ResultsFile
+from launch.generate.read_ahead import ReadAhead
+from launch.generate.summary import Progress, Summary
+from launch.ranks.signals import Interrupts
+from runtime.frontend.engine_protocol import EngineInterface
+from runtime.frontend.output_processor import OutputAssembler
+from runtime.frontend.outputs import RequestOutput
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.schedule.request import FinishReason
+
+Arrival = tuple[float, PreparedRequest | BadLine]  # time.perf_counter() when it was read, and what it was
+
+_HURRIED_SECONDS = 2.0  # for cancelled requests to come back
+_IDLE_SECONDS = 0.05  # longest wait for the reader before the engine is asked again
+
+
+class BatchRun:
+    """``run`` once. Afterwards ``summary`` says what happened, and ``shown`` holds the first ``show`` requests.
+
+    After a signal nothing more is admitted: what has no token yet is handed back, what has begun may take
+    ``drain_seconds`` to finish. What is not finished then has no row, and a later run does it.
+    """
+
+    def __init__(
+        self,
+        engine: EngineInterface,
+        source: ReadAhead[Arrival],
+        results: ResultsFile,
+        tokenizer: Tokenizer | None,
+        interrupts: Interrupts,
+        *,
+        drain_seconds: float = 20.0,
+        show: int = 0,
+    ) -> None:
+        self.summary = Summary()
+        self.shown: dict[LineId, RequestOutput | None] = {}
+        self._engine = engine
+        self._source = source
+        self._results = results
+        self._tokenizer = tokenizer
+        self._assembler = OutputAssembler(tokenizer)
+        self._interrupts = interrupts
+        self._drain_seconds = drain_seconds
+        self._show = show
+        self._running: dict[Hashable, PreparedRequest] = {}
+        self._held: Arrival | None = None  # read, but there is no room for it yet
+        # As many wait in the engine as may take over from those that run; others wait here, where stopping costs less.
+        rows = engine.config.max_num_seqs
+        self._capacity = engine.config.data_parallel * (rows + min(rows, engine.config.max_waiting))
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Until every line has its row or, after a signal, what had begun does."""
+        while self._more():
+            self._results.check()
+            self._feed()
+            self._advance()
+            if progress is not None:
+                progress.show(self.summary)
+        if self._interrupts.signal is not None:
+            self._drain()
+        self.summary.stop_clock()
+        self._engine.stop()
+
+    def _advance(self) -> None:
+        """One step of the engine, and what follows from it."""
+        routed = self._assembler.route(self._engine.step())
+        for request_id in routed.stop:
+            self._engine.cancel(request_id, FinishReason.STOP)
+        for output in routed.finished:
+            self._finish(output)
+
+    def _more(self) -> bool:
+        if self._interrupts.signal is not None:
+            return False
+        if not self._assembler.live and self._held is None:
+            self._engine.wait(self._arrived, _IDLE_SECONDS)
+        return bool(self._assembler.live) or self._held is not None or not self._source.exhausted
+
+    def _arrived(self, timeout: float) -> bool:
+        self._held = self._source.take(timeout=timeout)
+        return self._held is not None or self._source.exhausted
+
+    def _feed(self) -> None:
+        """Hand requests over while there is room; bad lines on the way get their rows."""
+        while (arrival := self._held or self._source.take()) is not None:
+            self._held = None
+            read_at, item = arrival
+            if isinstance(item, BadLine):
+                self._fail(item)
+            elif self._assembler.live and self._assembler.live + item.sampling.n > self._capacity:
+                self._held = arrival
+                return
+            else:
+                self._add(item, read_at)
+
+    def _add(self, prepared: PreparedRequest, read_at: float) -> None:
+        requests = self._assembler.open(
+            prepared.id,
+            prepared.prompt_token_ids,
+            prepared.sampling,
+            prompt=prepared.prompt,
+            eos_token_ids=self._engine.model_config.eos_token_ids,
+            priority=prepared.priority,
+            arrived_at=read_at,
+        )
+        self._running[prepared.id] = prepared
+        if len(self.shown) < self._show:
+            self.shown[prepared.id] = None
+        for request in requests:
+            self._engine.add(request)
+
+    def _finish(self, output: RequestOutput) -> None:
+        prepared = self._running.pop(output.key)
+        if any(completion.finish_reason is FinishReason.CANCELLED for completion in output.completions):
+            self.summary.unfinished += 1  # only we cancel, to end soon: no row, so that a later run does it
+            return
+        self._results.write(answer_row(prepared, output, self._tokenizer, int(time.time())))
+        if output.failed is None:
+            self.summary.add(output)
+        else:
+            self.summary.failed += 1
+        if prepared.id in self.shown:
+            self.shown[prepared.id] = output
+
+    def _fail(self, bad: BadLine) -> None:
+        self._results.write(error_row(bad))
+        self.summary.failed += 1
+
+    def _drain(self) -> None:
+        """Let what has begun finish, for a while; then end it and wait for it to be back, for a shorter while."""
+        self._cancel(self._assembler.not_begun())
+        began = self._interrupts.at or time.monotonic()
+        self._step_until(began + self._drain_seconds)
+        self._cancel(self._assembler.live_ids())
+        self._step_until(time.monotonic() + _HURRIED_SECONDS, even_in_a_hurry=True)
+        self.summary.unfinished += len(self._running)
+
+    def _step_until(self, deadline: float, *, even_in_a_hurry: bool = False) -> None:
+        while self._assembler.live and time.monotonic() < deadline:
+            if self._interrupts.hurry and not even_in_a_hurry:
+                return
+            self._advance()
+
+    def _cancel(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._engine.cancel(request_id, FinishReason.CANCELLED)

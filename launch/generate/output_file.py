@@ -1,0 +1,221 @@
+"""The output file: append-only lines that survive a kill, and what is already in them when a run starts again.
+
+Knows: locking, repairing, appending, syncing. Does not know: what a row says, but for whose it is (response.py).
+
+Promises. Rows are only appended. After a kill at any moment the file holds whole rows and perhaps a part of a last one,
+which the next run cuts off and makes again. One run writes to a file at a time.
+Rows are synced to disk together, at most ``sync_seconds`` late, by a thread of the file's own: the engine's loop
+never waits for a disk.
+
+Error rows are results: a run that starts again does not make them again, because a bad line stays bad. With
+``retry_errors`` they are taken out first (into a new file that then takes the old one's place) and made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from launch.api.parser import LineId
+from launch.api.response import read_back
+from launch.generate.input_file import Settled
+
+_WAITING_ROWS = 65_536  # more than this waiting for the disk, and write() blocks
+
+_ANOTHER = "Name another --output, or pass --overwrite to replace the file"
+
+
+class ResultsFileError(RuntimeError):
+    """The output file cannot be used as asked; the text names it, the cause and what to do."""
+
+
+class ResultsWriteError(ResultsFileError):
+    """A row could not be written: the disk, not the command line, is in the way."""
+
+
+class ResultsFile:
+    """Open for appending from construction to ``close``. ``settled`` is what earlier runs have written."""
+
+    def __init__(
+        self, path: Path, *, overwrite: bool = False, retry_errors: bool = False, sync_seconds: float = 1.0
+    ) -> None:
+        self.path = path
+        self.repaired_bytes = 0
+        self.settled = Settled()
+        self._fd = _open_locked(path)
+        try:
+            if overwrite:
+                os.ftruncate(self._fd, 0)
+            else:
+                self._take_up(retry_errors)
+            self._size = os.fstat(self._fd).st_size
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._sync_seconds = sync_seconds
+        self._rows: queue.Queue[bytes | None] = queue.Queue(_WAITING_ROWS)
+        self._failure: OSError | None = None
+        self._thread = threading.Thread(target=self._write_rows, name="results-file", daemon=True)
+        self._thread.start()
+
+    def write(self, row: bytes) -> None:
+        """Queue one row, newline included. Raises ResultsWriteError when an earlier one could not be written."""
+        self.check()
+        self._rows.put(row)
+
+    def check(self) -> None:
+        """Raises ResultsWriteError when a row could not be written: more work would be lost. Costs nothing."""
+        if self._failure is not None:
+            raise ResultsWriteError(
+                f"{self.path} cannot be written: {self._failure.strerror}. The rows before are safe: make room and run "
+                "the same command again to go on"
+            ) from self._failure
+
+    def close(self) -> None:
+        """Every queued row is on disk, or ResultsWriteError."""
+        if self._fd < 0:
+            return
+        self._rows.put(None)
+        self._thread.join()
+        os.close(self._fd)
+        self._fd = -1
+        self.check()
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- starting again ----
+
+    def _take_up(self, retry_errors: bool) -> None:
+        """Read what is there, and only when all of it is ours cut off a last line that a kill left unfinished."""
+        size = os.fstat(self._fd).st_size
+        end = self._end_of_last_row(size)
+        if end == 0 and size and os.pread(self._fd, 1, 0) != b"{":
+            raise ResultsFileError(f"{self.path} is not an output of generate: {_ANOTHER}")
+        self.settled = self._scan(end)
+        self.repaired_bytes = size - end
+        if self.repaired_bytes:
+            os.ftruncate(self._fd, end)
+        if retry_errors and self.settled.errors:
+            self._drop_errors()
+            self.settled = Settled(self.settled.ids)
+
+    def _end_of_last_row(self, size: int) -> int:
+        """Bytes up to and with the last newline."""
+        end = size
+        while end > 0:
+            start = max(0, end - 65_536)
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
+
+    def _scan(self, end: int) -> Settled:
+        ids: set[LineId] = set()
+        errors: dict[int, LineId | None] = {}
+        position = 0
+        with self.path.open("rb") as stream:
+            for number, data in enumerate(stream, 1):
+                position += len(data)
+                if position > end:
+                    break
+                try:
+                    row = read_back(data)
+                except (ValueError, RecursionError) as error:
+                    raise ResultsFileError(f"line {number} of {self.path} is no result: {error}. {_ANOTHER}") from error
+                if row.error is not None:
+                    errors[row.error.line] = row.line_id
+                elif row.line_id is not None:
+                    ids.add(row.line_id)
+        return Settled(ids, errors)
+
+    def _drop_errors(self) -> None:
+        """Replace the file by one without its error rows; a kill leaves either the one or the other."""
+        fresh = self.path.with_name(self.path.name + ".retry.tmp")
+        with self.path.open("rb") as old, fresh.open("wb") as new:
+            for data in old:
+                if read_back(data).error is None:
+                    new.write(data)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(fresh, self.path)
+        _sync_folder(self.path)
+        os.close(self._fd)
+        self._fd = _open_locked(self.path)
+
+    # ---- the thread ----
+
+    def _write_rows(self) -> None:
+        dirty, synced_at, more = False, time.monotonic(), True
+        while more:
+            rows, more = self._next_rows(self._sync_seconds if dirty else None)
+            try:
+                if rows and self._failure is None:
+                    self._append(b"".join(rows))
+                    dirty = True
+                if dirty and (not more or not rows or time.monotonic() - synced_at >= self._sync_seconds):
+                    os.fdatasync(self._fd)
+                    dirty, synced_at = False, time.monotonic()
+            except OSError as error:
+                self._failure, dirty = error, False
+
+    def _next_rows(self, timeout: float | None) -> tuple[list[bytes], bool]:
+        """All rows that wait, after waiting for the first; False when the file is to be closed."""
+        rows: list[bytes] = []
+        try:
+            row = self._rows.get(timeout=timeout)
+            while row is not None:
+                rows.append(row)
+                row = self._rows.get_nowait()
+        except queue.Empty:
+            return rows, True
+        return rows, False
+
+    def _append(self, data: bytes) -> None:
+        """All of ``data`` or, on an error such as a full disk, none of its unfinished last part."""
+        rest = memoryview(data)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, rest[written:])
+        except OSError:
+            whole = data.rfind(b"\n", 0, written) + 1
+            os.ftruncate(self._fd, self._size + whole)
+            raise
+        self._size += len(data)
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor for appending, with the lock that keeps a second run out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ResultsFileError(f"another run is writing {path}: wait for it, or name another --output") from None
+    except OSError:
+        pass  # a file system without locks, as some network mounts are: go on without
+    if new:
+        _sync_folder(path)
+    return fd
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

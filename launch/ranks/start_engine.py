@@ -1,0 +1,192 @@
+"""The one place where a command gets its engine: control plane first, then the engine over this rank's device.
+
+Knows: which rank talks to whom, and where the sockets lie. Does not know: what an engine is made of (build.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store  # the one that the process group was made with
+from tqdm import tqdm
+
+from launch.ranks.fingerprint import identity_of
+from launch.ranks.nccl_postmortem import abort_groups, write_flight_recorder
+from launch.ranks.process_group import address_between_nodes, local_device, rank_groups
+from launch.ranks.rendezvous import Rendezvous
+from launch.ranks.signals import notes_sigterm, raises_on_sigterm
+from models.weights import Progress
+from parallel.comm.call_log import CallLog
+from parallel.comm.collectives import GroupCollectives, SingleRank
+from parallel.comm.ep_exchange import GroupExchange
+from parallel.comm.symmetric_all_reduce import fastest_collectives
+from parallel.comm.symmetric_exchange import fastest_exchange
+from parallel.control.connect import open_control
+from parallel.control.interface import ControlPlane
+from parallel.control.protocol.states import Limits
+from parallel.topology import Sharing
+from runtime.build import build_engine
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.execute.landing import StepTiming
+from runtime.watchdog.options import WatchdogOptions
+from runtime.watchdog.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+_SETTLE_BETWEEN_NODES = 3.0  # longer than a broken connection between nodes may take to come back (zeromq.py)
+LOAD_SECONDS = 1800.0  # patience with a rank that loads, compiles and captures
+
+
+def open_engine(
+    config: EngineConfig, rendezvous: Rendezvous, on_timing: Callable[[StepTiming], None] | None = None
+) -> Engine:
+    """This rank's engine; every rank calls this at the same point, with the same ``config``.
+
+    ``on_timing`` gets each step's device times, from the landing thread.
+    """
+    device = local_device(rendezvous, config.device)
+    leads = rendezvous.topology.is_leader
+    limits = Limits(deadline=config.control_timeout_s)
+    control = _control(config, rendezvous, limits)
+    watchdog = _watchdog(config, rendezvous, control) if rendezvous.topology.world > 1 else None
+    try:
+        with _loading(watchdog):
+            fabric = _fabric(config, rendezvous, device, watchdog)
+            return build_engine(
+                config,
+                control=control,
+                collectives=fabric.collectives,
+                exchange=fabric.exchange,
+                agree_min=fabric.everybody.least,
+                share=fabric.everybody.share,
+                kernel_cache=Path(config.kernel_cache).expanduser(),
+                device=str(device),
+                progress=_weights_bar() if leads else None,
+                on_timing=on_timing,
+                watchdog=watchdog,
+            )
+    except BaseException as error:
+        if watchdog is not None:
+            if isinstance(error, Exception):
+                log.error("rank %d cannot start", control.rank, exc_info=error)
+            watchdog.fail(error)
+        control.abort(f"{type(error).__name__}: {error}")
+        control.close()
+        raise
+
+
+def _control(config: EngineConfig, rendezvous: Rendezvous, limits: Limits) -> ControlPlane:
+    """Unix sockets on one node; between nodes also ZeroMQ, at rank 0's address, with keys from the job's own store."""
+    topology, identity, groups = rendezvous.topology, identity_of(config, rendezvous), config.data_parallel
+    if topology.nodes == 1:
+        return open_control(topology, identity, control_directory(), limits, groups=groups)
+    address = address_between_nodes(rendezvous) if topology.is_leader else ""
+    return open_control(topology, identity, control_directory(), limits, _get_default_store(), address, groups)
+
+
+def _watchdog(config: EngineConfig, rendezvous: Rendezvous, control: ControlPlane) -> Watchdog:
+    """Started before anything slow, so that a rank that dies or hangs while loading is named too."""
+    job = re.sub(r"[^\w.-]", "_", f"{rendezvous.job}.{rendezvous.epoch}")
+    bundles = Path(config.bundles) / job  # jobs may share a working directory
+    options = WatchdogOptions(bundles, whole_process=True, limit=config.control_timeout_s)
+    if rendezvous.topology.nodes > 1:
+        options = replace(options, settle=_SETTLE_BETWEEN_NODES)
+    watchdog = Watchdog(control, options)
+    watchdog.evidence.hooks["flight recorder"] = write_flight_recorder
+    watchdog.release = abort_groups
+    with notes_sigterm() as signals:  # a launcher that ends all ranks, because one failed that was quicker than this
+        watchdog.start()
+    if signals:
+        watchdog.fail(SystemExit(128 + signals[0]))
+    return watchdog
+
+
+@contextmanager
+def _loading(watchdog: Watchdog | None) -> Iterator[None]:
+    if watchdog is None:
+        yield
+        return
+    with watchdog.phase("load", LOAD_SECONDS), raises_on_sigterm():
+        yield
+    watchdog.announce_limit()
+
+
+def _weights_bar() -> Progress:
+    """A bar that moves with each loaded tensor; nothing where nobody watches."""
+    bar = tqdm(desc="weights", unit=" tensors", leave=False, disable=not sys.stderr.isatty())
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
+
+
+def control_directory() -> Path:
+    """This user's own directory for control sockets on this node.
+
+    A batch job inherits XDG_RUNTIME_DIR from the login node, and it is not there on the compute node.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = runtime if os.path.isdir(runtime) else tempfile.gettempdir()
+    return Path(base) / f"lockstride-{os.geteuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fabric:
+    """What carries tensors between ranks: inside a tensor-parallel group, and between groups where there are several.
+
+    ``everybody``: all ranks, who agree on a few things at the start.
+    """
+
+    collectives: SingleRank | GroupCollectives
+    exchange: GroupExchange | None
+    everybody: SingleRank | GroupCollectives
+
+
+def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, watchdog: Watchdog | None) -> _Fabric:
+    topology = rendezvous.topology
+    if topology.world == 1:
+        return _Fabric(SingleRank(), None, SingleRank())
+    sharing = Sharing(topology.world, config.tensor_parallel, topology.world if config.data_parallel > 1 else 1)
+    groups = rank_groups(sharing, topology.rank, config.device)
+    everybody = GroupCollectives(groups.world)
+    collectives = SingleRank() if groups.tensor is None else _collectives(groups.tensor, config, device)
+    # One log of both: the ranks of a tensor-parallel group make all their calls in one order. Where each rank is alone
+    # in such a group, it can be compared with those it exchanges with.
+    log_of = collectives.calls if isinstance(collectives, GroupCollectives) else None
+    exchange = None if groups.data is None else _exchange(groups.data, config, device, log_of)
+    calls = log_of or (exchange or everybody).calls
+    if watchdog is not None:
+        watchdog.evidence.calls = calls.snapshot
+    return _Fabric(collectives, exchange, everybody)
+
+
+def _collectives(group: dist.ProcessGroup, config: EngineConfig, device: torch.device) -> GroupCollectives:
+    """Of a tensor-parallel group; its ranks call this together."""
+    return fastest_collectives(group, device) if _shares_memory(config, device) else GroupCollectives(group)
+
+
+def _exchange(
+    group: dist.ProcessGroup, config: EngineConfig, device: torch.device, calls: CallLog | None
+) -> GroupExchange:
+    """With the other tensor-parallel groups; the ranks of ``group`` call this together."""
+    return fastest_exchange(group, device, calls) if _shares_memory(config, device) else GroupExchange(group, calls)
+
+
+def _shares_memory(config: EngineConfig, device: torch.device) -> bool:
+    """Whether ranks try to."""
+    return config.symmetric_all_reduce and device.type != "cpu"

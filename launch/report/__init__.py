@@ -1,0 +1,1 @@
+"""`launch report`: tables and plots of benchmark results, as one HTML page."""

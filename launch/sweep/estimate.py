@@ -1,0 +1,124 @@
+"""About how long a point takes: from points like it that were measured, else from bytes and FLOPs.
+
+Knows: the protocols' defaults, how much work a point is. Does not know: the machine, beyond two rough descriptions.
+An estimate serves plans and time limits. It is no measurement, and may be off by a factor of two.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S, BenchOptions
+from launch.bench.roofline import Shape, decode_floor
+from launch.sweep.point import Point, Setting
+
+SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``startup_s``: until the first token, beside loading at ``load_bytes_per_s``. ``step_s``: of a step whose bytes
+    are few. ``reach``: share of its ceilings that a run gets."""
+
+    bytes_per_s: float
+    flop_per_s: float
+    startup_s: float
+    load_bytes_per_s: float
+    step_s: float
+    reach: float
+    value_bytes: int
+
+
+GPU = Machine(H200_BYTES_PER_S, H200_FLOP_PER_S, 40.0, 1e9, 0.3e-3, 0.6, 2)
+CPU = Machine(1e10, 2e10, 10.0, 1e9, 5e-3, 0.5, 4)
+
+
+def estimate_seconds(point: Point, measured: Sequence[tuple[Point, float]] = ()) -> float | None:
+    """``measured``: points and the seconds they took. None where the model's shape cannot be found."""
+    alone = _work_seconds(point)
+    if alone is None:
+        return None
+    ratios = [
+        seconds / theirs
+        for other, seconds in measured
+        if _alike(point, other) and (theirs := _work_seconds(other)) is not None
+    ]
+    return alone * statistics.median(ratios) if ratios else alone
+
+
+def runs_of(point: Point) -> tuple[int, int]:
+    """Measured runs of a point, and all of its runs with those that warm up."""
+    default = BenchOptions()
+    measured = _number(point, "num-iters", default.num_iters) * len(batches_of(point))
+    return measured, measured + _number(point, "num-warmups", default.num_warmups) * len(batches_of(point))
+
+
+def batches_of(point: Point) -> list[int]:
+    """The batches that one process measures: usually a single one."""
+    if point.bench == "throughput":
+        return [_number(point, "concurrency", _number(point, "max-num-seqs", 256))]
+    given = point.settings.get("batch")
+    if given is None:
+        return list(BenchOptions().batch_size)
+    return [int(part) for part in str(given).split(",")]
+
+
+def _alike(point: Point, other: Point) -> bool:
+    names: tuple[str, ...] = ("model", "tp", "ep", "dp", "device", "dtype")
+    return point.bench == other.bench and all(point.settings.get(name) == other.settings.get(name) for name in names)
+
+
+def _work_seconds(point: Point) -> float | None:
+    """Start, and every run of every batch: prefill of its prompts, then a step a token."""
+    shape = _shape(point.settings.get("model"))
+    if shape is None:
+        return None
+    machine = CPU if point.settings.get("device") == "cpu" else GPU
+    _, runs = runs_of(point)
+    batches = batches_of(point)
+    weights = (shape.dense / point.tp + shape.expert * shape.experts / point.ranks) * machine.value_bytes
+    total = machine.startup_s + weights / machine.load_bytes_per_s
+    for batch in batches:
+        total += runs / len(batches) * _run_seconds(point, shape, machine, batch)
+    return total
+
+
+def _run_seconds(point: Point, shape: Shape, machine: Machine, batch: int) -> float:
+    fixed = point.bench == "latency"
+    prompt = _number(point, "input-len", 512 if fixed else 1024)
+    answer = _number(point, "output-len", 257 if fixed else 128)
+    requests = batch if fixed else _number(point, "num-prompts", BenchOptions().num_prompts)
+    floor = decode_floor(
+        shape,
+        batch=batch,
+        length=prompt + answer / 2,
+        ranks=point.ranks,
+        value_bytes=machine.value_bytes,
+        bytes_per_s=machine.bytes_per_s,
+        flop_per_s=machine.flop_per_s,
+        groups=point.ranks // point.tp,
+    )
+    step = floor.seconds / machine.reach + machine.step_s
+    active = shape.dense + shape.expert * shape.experts_per_token
+    prefill = 2.0 * active * prompt * requests / (machine.flop_per_s * machine.reach * point.ranks) + machine.step_s
+    rounds = max(1.0, requests / batch)
+    prefills = 2 if fixed else 1  # a run of fixed batches begins twice: for one token, and for all
+    return prefills * prefill + rounds * answer * step
+
+
+def _shape(model: Setting | None) -> Shape | None:
+    for folder in (Path(str(model)), SHAPES / str(model)):
+        try:
+            return Shape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _number(point: Point, name: str, default: int) -> int:
+    value = point.settings.get(name)
+    return default if value is None else int(value)

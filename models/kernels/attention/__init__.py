@@ -1,0 +1,1 @@
+"""Attention kernels, decode and prefill, and the rotation and KV write in front of them."""

@@ -1,0 +1,203 @@
+"""Paged decode attention of many rows, for as few watts as it takes: sm_90 and later.
+
+Knows: whole blocks of keys and values brought by the tensor memory accelerator (TMA), with keys as the tall operand of
+the tensor cores. Does not know: how a query is made (query.py), how a row is divided between programs
+(decode.py), or when this form is the better one (models/kernels/nvidia.py).
+
+A program has all keys of one (row, kv head). Where there are a thousand of these or more, memory is read as fast as it
+goes, and what is left to save is energy: such a step is held back by the GPU's power limit, so that a kernel which
+takes less of it leaves a higher clock to the products around it. Hence:
+
+* Scores are keys x queries: a group of up to 8 query heads is padded to 8 columns, the other way around to 16 rows, so
+  tensor cores do half the work for the same keys.
+* TMA computes the addresses. The newest tokens' block, which is partly filled, and in which this program has just
+  written a key that TMA might not see yet, is loaded by pointers.
+* Sums of weights stay with the threads that made them until the end.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from models.inputs import DecodeAttention
+from models.kernels.attention.query import (
+    LOG2_E,
+    block_to_l2,
+    power_of_two_above,
+    query,
+    rotation_arguments,
+    steady_of_rotation,
+)
+from models.kernels.attention.rope_decode import Rotation
+
+MOST_QUERY_ROWS = 16  # of a kv head; more have not been tried
+_FEWEST_QUERY_ROWS = 8  # columns of the narrowest product
+HEAD_DIMS = (64, 128)  # 256 have not been tried
+_LINE_BYTES = 128
+
+
+@triton.jit
+def _weights(scores, peak):
+    """(weights [keys, rows], the rows' new maximum, what older sums are multiplied by)."""
+    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    # A row that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
+    shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    return tl.exp2(scores - shift[None, :]), new_peak, tl.exp2(peak - shift)
+
+
+@triton.jit
+def _attend_many_kernel(
+    q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
+    keys_ptr,
+    values_ptr,
+    keys_desc,  # the same as keys_ptr: [pages * S, K * D] in boxes of [BLOCK_N, D]
+    values_desc,
+    page_table_ptr,
+    lengths_ptr,
+    out_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    eps,
+    scale_log2e,
+    table_width,
+    K,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP * QUERY_LEN, padded to what the tensor cores take
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINES: tl.constexpr,  # 128-byte lines of a head
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    dims = tl.arange(0, D)
+    table_row = page_table_ptr + row * table_width
+    length = tl.load(lengths_ptr + row, cache_modifier=".cg")
+    blocks = (length + BLOCK_N - 1) // BLOCK_N
+    whole = tl.maximum(length - QUERY_LEN, 0) // BLOCK_N  # blocks of older keys only, which every query sees
+    steady = steady_of_rotation(
+        cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM
+    )
+    if PDL:
+        if blocks > 0:  # the first block, and the one that TMA does not bring
+            block_to_l2(keys_ptr, values_ptr, table_row, 0, length, head, K, D, D, PAGE, BLOCK_N, LINES)
+            block_to_l2(keys_ptr, values_ptr, table_row, blocks - 1, length, head, K, D, D, PAGE, BLOCK_N, LINES)
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.arange(0, ROWS)
+    q = query(
+        q_ptr, keys_ptr, values_ptr, steady, eps, row, head, rows, True, K, GROUP, QUERY_LEN, D, D, ROTARY, ROPE, NORM
+    )
+    across = tl.trans(q)
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    totals = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    acc = tl.zeros((D, ROWS), tl.float32)
+    held = tl.load(table_row, mask=whole > 0, other=0)
+    for block in tl.range(0, whole, num_stages=STAGES):
+        first = held * PAGE + block * BLOCK_N % PAGE
+        # The page of the next block, a step ahead: or loads would wait for loads.
+        held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
+        k = keys_desc.load([first, head * D])
+        weights, peak, decay = _weights(tl.dot(k, across) * scale_log2e, peak)
+        totals = totals * decay[None, :] + weights
+        v = values_desc.load([first, head * D])
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+    visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each query may see
+    for block in tl.range(whole, blocks, num_stages=1):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
+        where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
+        mask = (keys < length)[:, None]
+        k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+        scores = tl.dot(k, across) * scale_log2e
+        scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
+        weights, peak, decay = _weights(scores, peak)
+        totals = totals * decay[None, :] + weights
+        v = tl.load(values_ptr + where, mask=mask, other=0.0)
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+    total = tl.sum(totals, 0)
+    acc = tl.trans(acc / tl.where(total == 0.0, 1.0, total)[None, :])
+    out_row = out_ptr + (row * QUERY_LEN * K * GROUP + head * GROUP) * D
+    where = ((rows // GROUP) * K * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
+    tl.store(out_row + where, acc.to(out_ptr.dtype.element_ty), mask=(rows < GROUP * QUERY_LEN)[:, None])
+
+
+def supports(q_TX: Tensor, heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
+    """Whether ``attend_many`` takes these, with ``block_n`` keys a block; that a device has TMA is not looked at."""
+    _, _, page, kv_heads, head_dim = kv_layer.shape
+    return (
+        q_TX.dtype in (torch.bfloat16, torch.float16)
+        and q_TX.dtype == kv_layer.dtype
+        and head_dim in HEAD_DIMS
+        and heads // kv_heads * inputs.query_len <= MOST_QUERY_ROWS
+        and page % block_n == 0
+    )
+
+
+def attend_many(
+    q_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    *,
+    rotation: Rotation | None = None,
+    block_n: int,
+    stages: int,
+    warps: int,
+    pdl: bool,
+) -> Tensor:
+    """As attention_triton.decode_attention, without splits, of what ``supports`` takes. Returns [T, H, D], fresh.
+
+    ``kv_layer`` is contiguous. The rules of early reads, and of rows of length 0, are the same.
+    """
+    _, _, page, kv_heads, head_dim = kv_layer.shape
+    rows = inputs.kv_lengths_B.shape[0]
+    group = heads // kv_heads
+    out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
+    boxes = kv_layer.view(2, -1, kv_heads * head_dim)
+    _attend_many_kernel[(kv_heads, rows)](
+        q_TX,
+        kv_layer[0],
+        kv_layer[1],
+        TensorDescriptor.from_tensor(boxes[0], [block_n, head_dim]),
+        TensorDescriptor.from_tensor(boxes[1], [block_n, head_dim]),
+        inputs.page_table_BP,
+        inputs.kv_lengths_B,
+        out_THD,
+        *rotation_arguments(rotation, q_TX),
+        scale * LOG2_E,
+        inputs.page_table_BP.stride(0),
+        kv_heads,
+        GROUP=group,
+        D=head_dim,
+        PAGE=page,
+        QUERY_LEN=inputs.query_len,
+        ROWS=max(_FEWEST_QUERY_ROWS, power_of_two_above(group * inputs.query_len)),
+        BLOCK_N=block_n,
+        STAGES=stages,
+        LINES=head_dim * kv_layer.element_size() // _LINE_BYTES,
+        ROPE=rotation is not None,
+        NORM=rotation is not None and rotation.q_norm_D is not None,
+        ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_THD

@@ -1,0 +1,195 @@
+"""Prefill attention by FlashInfer 0.6.13: its paged wrapper, planned on the host.
+
+Knows: FlashInfer's argument orders, workspaces and limits. Does not know: whether it is built (flashinfer_build.py) and
+chosen (prefill_choice.py).
+
+Prefill plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so
+each of a small ring is filled again only after the device has passed its last plan (an event, not a stream).
+
+A captured prefill (RepeatedPaged) has one place on the device for its plan, which each replay's plan overwrites in the
+stream's order. Only fa3 can: its launch is the same for every plan, while fa2 launches as many programs as a plan has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, get_batch_prefill_module
+from torch import Tensor
+
+from models.inputs import PrefillAttention
+from models.kernels.attention.flashinfer_build import arguments
+
+_PREFILL_WORKSPACE = 256 << 20
+_WRAPPERS = 4  # more prefill steps than a chain keeps in flight
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A wrapper of the ring and the event after which its pinned plan may be written again."""
+
+    wrapper: Any
+    copied: torch.cuda.Event
+
+
+def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Build and load what the wrapper's ``plan`` asks for, where that is still to be done: FlashInfer remembers it."""
+    get_batch_prefill_module(*arguments(backend, dtype, head_dim))
+
+
+class PagedPrefill:
+    """Packed causal prefill by the module of ``backend``: fa3 on sm_90, fa2 on others. Takes 256 MiB of the device."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self._device, self._backend = device, backend
+        # Steps run in order on one stream, so the ring may share the workspace that only kernels touch.
+        self._workspace = workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
+        event: Any = torch.cuda.Event  # untyped in some versions of torch
+        self._ring = itertools.cycle(
+            [
+                _Planned(BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend), event())
+                for _ in range(_WRAPPERS)
+            ]
+        )
+
+    def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
+        """A planned wrapper for these rows. Lengths come from the host, page numbers from the device table."""
+        page = kv_layer.shape[2]
+        width = inputs.page_table_BP.shape[1]
+        pages = [-(-length // page) for length in inputs.kv_lengths]
+        wanted = [row * width + index for row, count in enumerate(pages) for index in range(count)]
+        indices = inputs.page_table_BP.reshape(-1).index_select(0, _pinned(wanted).to(self._device, non_blocking=True))
+        planned = next(self._ring)
+        planned.copied.synchronize()
+        planned.wrapper.plan(
+            _pinned(_starts(inputs.query_lengths)),
+            _pinned(_starts(pages)),
+            indices,
+            _pinned([(length - 1) % page + 1 for length in inputs.kv_lengths]),
+            heads,
+            kv_heads,
+            head_dim,
+            page,
+            causal=True,
+            sm_scale=head_dim**-0.5,
+            q_data_type=kv_layer.dtype,
+            kv_data_type=kv_layer.dtype,
+            seq_lens=_pinned(inputs.kv_lengths),
+        )
+        planned.copied.record()
+        return planned.wrapper
+
+    def repeated(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedPaged | None:
+        """For launches that are captured; None where that cannot be (fa2)."""
+        if self._backend != "fa3":
+            return None
+        return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_heads, kv_layer)
+
+    @staticmethod
+    def run(q_THD: Tensor, kv_layer: Tensor, planned: Any, scale: float) -> Tensor:
+        usual = q_THD.shape[-1] ** -0.5
+        if scale != usual:  # the plan was made before the scale was known
+            q_THD = q_THD * (scale / usual)
+        out_THD: Tensor = planned.run(q_THD, (kv_layer[0], kv_layer[1]), out=torch.empty_like(q_THD))
+        return out_THD
+
+
+class RepeatedPaged:
+    """A RepeatedPrefill over fa3: see the module.
+
+    FlashInfer's wrapper for CUDA graphs wants plans of exactly as many tokens as a launch has, and copies five small
+    arrays a plan that fa3 never reads. So the first plan is the wrapper's own, and later ones are made as it makes
+    them, by its module, without those.
+    """
+
+    def __init__(
+        self, workspace: Tensor, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> None:
+        rows, width = page_table_BP.shape
+        _, _, page, _, head_dim = kv_layer.shape
+        self._rows = rows
+        # A row's pages lie where the table has them: fa3 takes where each row begins, and its length, from the plan.
+        self._page_starts = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32)
+        self._most_tokens = max_tokens
+        self._shape = (heads, kv_heads, page, True, head_dim, head_dim, True, -1)
+
+        def words(count: int) -> Tensor:
+            return torch.empty(count, dtype=torch.int32, device=workspace.device)
+
+        self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=words(rows + 1),
+            paged_kv_indptr_buf=words(rows + 1),
+            paged_kv_indices_buf=page_table_BP.view(-1),
+            paged_kv_last_page_len_buf=words(rows),
+            backend="fa3",
+        )
+        ends = torch.full((rows + 1,), max_tokens, dtype=torch.int32)
+        ends[0] = 0
+        ones = torch.ones(rows, dtype=torch.int32)
+        self._wrapper.plan(
+            ends,
+            self._page_starts,
+            page_table_BP.view(-1),
+            ones,
+            heads,
+            kv_heads,
+            head_dim,
+            page,
+            causal=True,
+            sm_scale=head_dim**-0.5,
+            q_data_type=kv_layer.dtype,
+            kv_data_type=kv_layer.dtype,
+            seq_lens=ones * max_tokens,
+            non_blocking=False,
+        )
+        self._layout = list(self._wrapper._plan_info)
+        event: Any = torch.cuda.Event  # untyped in some versions of torch
+        size = self._wrapper._pin_memory_int_workspace_buffer.shape
+        self._ring = itertools.cycle(
+            [(torch.empty(size, dtype=torch.uint8, pin_memory=True), event()) for _ in range(_WRAPPERS)]
+        )
+
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+        """See RepeatedPrefill. RuntimeError where FlashInfer would lay the plan out otherwise than captured launches
+        read it."""
+        wrapper, rows = self._wrapper, self._rows
+        padding = (0,) * (rows - len(query_lengths))
+        pinned, copied = next(self._ring)
+        copied.synchronize()
+        layout = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            pinned,
+            torch.tensor(_starts((*query_lengths, *padding)), dtype=torch.int32),
+            self._page_starts,
+            torch.tensor((*kv_lengths, *padding), dtype=torch.int32),
+            self._most_tokens,
+            rows,
+            *self._shape,
+        )
+        copied.record()
+        if list(layout) != self._layout:
+            raise RuntimeError(f"FlashInfer laid a prefill plan out as {list(layout)}, the first was {self._layout}")
+
+    def run(self, q_THD: Tensor, keys_values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        """Launch over ``q_THD``, which may have more tokens than any plan: the rest of ``out`` stays as it is."""
+        self._wrapper._qo_indptr_last = q_THD.shape[0]  # what it would refuse
+        returned: Tensor = self._wrapper.run(q_THD, keys_values, out=out)
+        return returned
+
+
+def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+def _pinned(values: tuple[int, ...] | list[int]) -> Tensor:
+    """int32 in pinned memory: its copy to the device is asynchronous, and FlashInfer reads it without a sync."""
+    return torch.tensor(values, dtype=torch.int32).pin_memory()

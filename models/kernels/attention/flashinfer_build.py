@@ -1,0 +1,97 @@
+"""FlashInfer's prefill module on this machine's disk: whether it is built, and a build beside a run, for the next one.
+
+Knows: FlashInfer 0.6.13's cache of what it compiles (its jit/core.py): a ninja file, a lock and a library each module.
+Does not know: what the module computes (flashinfer.py), who asks for it (prefill_choice.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from flashinfer.jit import cpp_ext, gen_batch_prefill_module
+
+_BUILDER = Path(__file__).with_name("flashinfer_build_process.py")
+_NOTHING_TO_DO = "no work to do"  # ninja's words
+_PLAIN = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
+_started: list[subprocess.Popen[bytes]] = []  # kept: Python complains of running processes that nobody holds
+
+
+def arguments(backend: str, dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
+    """What FlashInfer's wrapper asks a module for, which must be the same to the letter."""
+    return (backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *_PLAIN)
+
+
+def spec_of(backend: str, dtype: torch.dtype, head_dim: int) -> Any:
+    """The JitSpec of a prefill module; its sources are written where FlashInfer looks for them. Any error of theirs."""
+    return gen_batch_prefill_module(*arguments(backend, dtype, head_dim))
+
+
+def is_built(spec: Any) -> bool:
+    """Whether FlashInfer would load the module without compiling anything; takes no lock, and writes nothing.
+
+    A library alone says little: it may be the half of one, or of other flags or headers. So the ninja file must be the
+    one that would be written now, and ninja must find nothing to do.
+    """
+    if spec.is_aot:
+        return True
+    if not spec.is_compiled or not spec.ninja_path.exists() or spec.ninja_path.read_text() != _ninja_file(spec):
+        return False
+    command = ["ninja", "-n", "-C", str(spec.build_dir.resolve()), "-f", str(spec.ninja_path.resolve())]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    return told.returncode == 0 and _NOTHING_TO_DO in told.stdout
+
+
+def obstacle() -> str | None:
+    """Why nothing can be compiled here; None where it can."""
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):  # FlashInfer's own switch, which it reads when it builds
+        return "FLASHINFER_DISABLE_JIT is set"
+    if shutil.which("ninja") is None:
+        return "there is no ninja in PATH: pip install ninja"
+    try:
+        compiler = Path(os.environ.get("FLASHINFER_NVCC", Path(cpp_ext.get_cuda_path(), "bin", "nvcc")))
+    except RuntimeError as missing:
+        return f"{missing}: set CUDA_HOME"
+    return None if compiler.exists() else f"there is no {compiler}: set CUDA_HOME, or FLASHINFER_NVCC"
+
+
+def build_aside(spec: Any) -> Path:
+    """Begin to build at the lowest priority, in a process that ends with this one; returns the file of what it says.
+
+    What it has finished when it is cut off stays finished. Where another process builds the same, it does nothing. To
+    be called from a thread that lives as long as the process: Linux takes the end of it for the end of the process.
+    """
+    spec.build_dir.mkdir(parents=True, exist_ok=True)
+    log = Path(spec.build_dir, "build-aside.log")
+    wanted = Path(spec.build_dir, f"build-aside.{os.getpid()}.ninja")
+    wanted.write_text(_ninja_file(spec))
+    paths = (spec.lock_path, spec.build_dir, wanted, spec.ninja_path)
+    with log.open("ab") as said:
+        builder = subprocess.Popen(
+            [sys.executable, "-I", str(_BUILDER), str(os.getpid()), *(str(path.resolve()) for path in paths)],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    _started.append(builder)
+    return log
+
+
+def _ninja_file(spec: Any) -> str:
+    """What spec.write_ninja() would write."""
+    written: str = cpp_ext.generate_ninja_build_for_op(
+        name=spec.name,
+        sources=spec.sources,
+        extra_cflags=spec.extra_cflags,
+        extra_cuda_cflags=spec.extra_cuda_cflags,
+        extra_ldflags=spec.extra_ldflags,
+        extra_include_dirs=spec.extra_include_dirs,
+        needs_device_linking=spec.needs_device_linking,
+    )
+    return written

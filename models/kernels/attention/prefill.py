@@ -1,0 +1,327 @@
+"""Paged causal prefill attention in Triton: for whatever FlashInfer does not take, and while it is not built yet.
+
+Knows: the tiles that a step's new tokens are cut into, how the host lists them, and the kernel over the NHD pages
+[2, pages, S, K, D], an online softmax (Milakov & Gimelshein 2018) over tiles (Dao 2023, "FlashAttention-2").
+Does not know: when it is the best choice (models/kernels/attention/prefill_choice.py), decode (decode.py).
+
+A tile is a few consecutive new tokens of a row, for the query heads that share a key and value head: they need the same
+keys, so the product's tile is filled by tokens times heads. The host lists tiles (first token, tokens, position, row),
+those with the most keys first, and a few programs for each multiprocessor take them by turns. A captured launch looks
+at as many entries as its tokens could ever need, and passes over those without tokens.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.inputs import PrefillAttention
+from models.kernels.attention.query import LOG2_E, padded_dim
+
+_FIELDS = 4  # of a tile
+_PROGRAMS = 4 * 132  # at most: by turns each gets long tiles and short ones
+_RING = 4  # more prefill steps than a chain keeps in flight
+
+
+@triton.jit(do_not_specialize=["items"])
+def _prefill_attention_kernel(
+    q_ptr,  # [T, H, D]
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    tiles_ptr,  # int32 [tiles, 4]: first token, tokens (0: nothing to do), the first's position, row of the page table
+    out_ptr,
+    scale_log2e,
+    table_width,
+    items,  # tiles, times the parts that the heads are cut into
+    K,
+    GROUP: tl.constexpr,  # query heads of a key and value head
+    PACK: tl.constexpr,  # of these, how many share a tile: a divisor
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    parts = K * (GROUP // PACK)
+    programs = tl.num_programs(0)
+    for turn in tl.range(0, (items + programs - 1) // programs, disable_licm=True):
+        # There and back: whoever had the longest of one turn has the shortest of the next.
+        place = tl.where(turn % 2 == 0, tl.program_id(0), programs - 1 - tl.program_id(0))
+        item = turn * programs + place
+        tile = tiles_ptr + item // parts * 4
+        count = tl.load(tile + 1, mask=item < items, other=0)
+        if count > 0:
+            part = item % parts
+            token = tl.load(tile).to(tl.int64)
+            position = tl.load(tile + 2)
+            table_row = page_table_ptr + tl.load(tile + 3).to(tl.int64) * table_width
+            rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+            query = rows // PACK
+            mask = (query < count)[:, None] & (dims < D)[None, :]
+            first = (token * K * GROUP + part * PACK) * D
+            where = (query * K * GROUP + rows % PACK)[:, None] * D + dims[None, :]
+            q = tl.load(q_ptr + first + where, mask=mask, other=0.0)
+            head = part * PACK // GROUP * D
+            last = position + query  # key that each row of the tile sees last
+            keys = position + count  # of the tile
+            full = (position + 1) // BLOCK_N * BLOCK_N  # that all rows see, in whole blocks
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            acc, total, peak = _attend(
+                q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, 0, full, keys, scale_log2e, K,
+                D, BLOCK_D, PAGE, BLOCK_N, STAGES, False,
+            )  # fmt: skip
+            acc, total, peak = _attend(
+                q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, full, keys, keys, scale_log2e,
+                K, D, BLOCK_D, PAGE, BLOCK_N, STAGES, True,
+            )  # fmt: skip
+            out = acc / total[:, None]
+            tl.store(out_ptr + first + where, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _attend(
+    q,
+    acc,
+    total,
+    peak,
+    last,
+    keys_ptr,
+    values_ptr,
+    table_row,
+    begin,
+    end,
+    keys,
+    scale_log2e,
+    K,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,  # a row may not see all of a block, and keys may end in it
+):
+    """The keys [begin, end), ``begin`` a whole number of blocks: every row sees one of them, or has seen one before."""
+    within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    offsets = within[:, None] * (K * D) + dims[None, :]
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        there = start + within < keys
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table_row + start // PAGE).to(tl.int64)
+            block = (page * PAGE + start % PAGE) * (K * D)  # added first: what is left is the same for each block
+            key_ptrs, value_ptrs = keys_ptr + block + offsets, values_ptr + block + offsets
+        else:
+            position = start + within
+            pages = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
+            where = (pages * PAGE + position % PAGE)[:, None] * (K * D) + dims[None, :]
+            key_ptrs, value_ptrs = keys_ptr + where, values_ptr + where
+        if MASKED:  # what lies behind the last key may be anything, NaN too
+            mask = there[:, None] & (dims < D)[None, :]
+            k = tl.load(key_ptrs, mask=mask, other=0.0)
+            v = tl.load(value_ptrs, mask=mask, other=0.0)
+        elif D == BLOCK_D:
+            k = tl.load(key_ptrs)
+            v = tl.load(value_ptrs)
+        else:
+            k = tl.load(key_ptrs, mask=(dims < D)[None, :], other=0.0)
+            v = tl.load(value_ptrs, mask=(dims < D)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(start + within[None, :] <= last[:, None], scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2e)
+        weights = tl.exp2(scores * scale_log2e - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, total, peak
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows (tokens times heads) and keys of a product's tile, stages of the pipeline, warps of a program."""
+
+    m: int
+    n: int
+    stages: int
+    warps: int
+
+
+def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
+    """Fit for an H100 or H200 without a spilled register (tests/models/kernels/test_compiled_kernels.py)."""
+    if dtype == torch.float32:  # no tensor cores: the operands of its products are in registers, too
+        return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
+    return Blocks(64, 64, 3, 4) if head_dim <= 128 else Blocks(64, 64, 2, 8)
+
+
+def heads_of_a_tile(group: int, block_m: int) -> int:
+    """As many of ``group`` query heads as divide it and fit."""
+    return max(heads for heads in range(1, min(group, block_m) + 1) if group % heads == 0)
+
+
+def list_tiles(
+    query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int
+) -> list[tuple[int, int, int, int]]:
+    """Tiles of at most ``tokens``, those with the most keys first; see the module. Lengths as in PrefillAttention."""
+    tiles, starts = [], itertools.accumulate(query_lengths, initial=0)
+    for row, (start, new, length) in enumerate(zip(starts, query_lengths, kv_lengths, strict=False)):
+        tiles += [
+            (start + first, min(tokens, new - first), length - new + first, row) for first in range(0, new, tokens)
+        ]
+    tiles.sort(key=lambda tile: tile[1] + tile[2], reverse=True)
+    return tiles
+
+
+def most_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
+    """Of ``tokens`` in up to ``rows`` rows."""
+    return min(tokens, tokens // tile_tokens + rows)
+
+
+class TiledPrefill:
+    """Packed causal prefill for any half dtype and float32; heads of up to 256 dims."""
+
+    def __init__(self, device: torch.device, pdl: bool) -> None:
+        self._device, self._pdl = device, pdl
+
+    @staticmethod
+    def supports(head_dim: int) -> bool:
+        return padded_dim(head_dim) <= 256
+
+    def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> Tiles:
+        """The tiles of these rows, on their way to the device."""
+        listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, _tokens_of_a_tile(heads, kv_layer))
+        tiles = torch.tensor(listed, dtype=torch.int32).view(-1, _FIELDS)
+        if self._device.type == "cuda":
+            tiles = tiles.pin_memory()  # its copy does not wait for the device
+        return Tiles(tiles.to(self._device, non_blocking=True))
+
+    def repeated(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedTiles:
+        """For launches that are captured."""
+        return RepeatedTiles(self._device, len(page_table_BP), max_tokens, _tokens_of_a_tile(heads, kv_layer))
+
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float
+    ) -> Tensor:
+        """As Kernels.prefill_attention. ``planned``: of the same shapes."""
+        blocks = blocks_for(q_THD.dtype, q_THD.shape[-1])
+        return prefill_attention(q_THD, kv_layer, inputs.page_table_BP, planned, scale, blocks=blocks, pdl=self._pdl)
+
+
+class Tiles:
+    """Of one step, [tiles, 4] on the device."""
+
+    def __init__(self, tiles: Tensor) -> None:
+        self.tiles = tiles
+
+    def count(self, tokens: int) -> int:
+        """How many a launch over so many tokens looks at."""
+        return len(self.tiles)
+
+
+class RepeatedTiles:
+    """A RepeatedPrefill: a place on the device for the tiles of up to ``max_tokens`` in up to ``rows`` rows.
+
+    Lists are copied there from a small ring of pinned ones, each of which is written again only after the device has
+    passed its last copy.
+    """
+
+    def __init__(self, device: torch.device, rows: int, max_tokens: int, tile_tokens: int) -> None:
+        self._rows, self._tile_tokens = rows, tile_tokens
+        most = most_tiles(max_tokens, rows, tile_tokens)
+        self.tiles = torch.zeros(most, _FIELDS, dtype=torch.int32, device=device)
+        on_gpu = device.type == "cuda"
+        event: Any = torch.cuda.Event  # untyped in some versions of torch
+        self._ring = itertools.cycle(
+            [
+                (torch.zeros(most, _FIELDS, dtype=torch.int32, pin_memory=on_gpu), event() if on_gpu else None)
+                for _ in range(_RING)
+            ]
+        )
+
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+        """See RepeatedPrefill. ValueError for more rows or tokens than there is room for."""
+        listed = list_tiles(query_lengths, kv_lengths, self._tile_tokens)
+        if len(listed) > len(self.tiles) or len(query_lengths) > self._rows:
+            raise ValueError(
+                f"{sum(query_lengths)} tokens in {len(query_lengths)} rows make {len(listed)} tiles: there is room for "
+                f"{len(self.tiles)} of {self._rows} rows"
+            )
+        pinned, copied = next(self._ring)
+        if copied is not None:
+            copied.synchronize()
+        pinned.zero_()
+        if listed:
+            pinned[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
+        self.tiles.copy_(pinned, non_blocking=True)
+        if copied is not None:
+            copied.record()
+
+    def count(self, tokens: int) -> int:
+        """How many a launch over so many tokens looks at: those of any plan that fits it."""
+        return most_tiles(tokens, self._rows, self._tile_tokens)
+
+
+def prefill_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_BP: Tensor,
+    planned: Tiles | RepeatedTiles,
+    scale: float,
+    *,
+    blocks: Blocks,
+    pdl: bool,
+) -> Tensor:
+    """As Kernels.prefill_attention, of the tiles of ``planned``: what it leaves out is undefined."""
+    tokens, heads, head_dim = q_THD.shape
+    _, _, page, kv_heads, _ = kv_layer.shape
+    pack = heads_of_a_tile(heads // kv_heads, blocks.m)
+    q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    items = planned.count(tokens) * (heads // pack)
+    _prefill_attention_kernel[(min(items, _PROGRAMS),)](
+        q_THD,
+        kv_layer[0],
+        kv_layer[1],
+        page_table_BP,
+        planned.tiles,
+        out_THD,
+        scale * LOG2_E,
+        page_table_BP.stride(0),
+        items,
+        kv_heads,
+        GROUP=heads // kv_heads,
+        PACK=pack,
+        D=head_dim,
+        BLOCK_D=padded_dim(head_dim),
+        PAGE=page,
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        STAGES=blocks.stages,
+        PDL=pdl,
+        num_warps=blocks.warps,
+        launch_pdl=pdl,
+    )
+    return out_THD
+
+
+def _tokens_of_a_tile(heads: int, kv_layer: Tensor) -> int:
+    *_, kv_heads, head_dim = kv_layer.shape
+    block_m = blocks_for(kv_layer.dtype, head_dim).m
+    return block_m // heads_of_a_tile(heads // kv_heads, block_m)

@@ -1,0 +1,144 @@
+"""What every form of decode attention does before its first score: the query of a program, and the newest key's place.
+
+Knows: packed qkv (q heads | k heads | v heads), norm and rotation of its heads (rope_decode.py), the NHD pages
+[2, pages, S, K, D], and what of it the launch before did not write. Does not know: scores, or how keys are divided
+between programs (decode.py, decode_tma.py).
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from models.kernels.attention.rope_decode import Rotation, angles, norm_weights, normed_and_rotated
+from models.kernels.dependent_launch import prefetch_to_l2
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def steady_of_rotation(
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    row,
+    head,
+    K,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """What ``query`` needs and may be read before the wait, since the launch before made q, and never a position."""
+    cos, sin, slot = 0.0, 0.0, 0
+    q_norm, q_partner_norm, k_norm, k_partner_norm = 0.0, 0.0, 0.0, 0.0
+    if ROPE:
+        cos, sin = angles(cos_sin_ptr + tl.load(positions_ptr + row, cache_modifier=".cg") * ROTARY, BLOCK_D, ROTARY)
+        slot = (tl.load(slots_ptr + row, cache_modifier=".cg") * K + head) * D
+        if NORM:
+            q_norm, q_partner_norm = norm_weights(q_norm_ptr, D, BLOCK_D, ROTARY)
+            k_norm, k_partner_norm = norm_weights(k_norm_ptr, D, BLOCK_D, ROTARY)
+    return cos, sin, slot, q_norm, q_partner_norm, k_norm, k_partner_norm
+
+
+@triton.jit
+def query(
+    q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
+    keys_ptr,
+    values_ptr,
+    steady,
+    eps,
+    row,
+    head,
+    rows,  # numbers of the program's query rows: token by token, the heads of the group of each
+    newest,  # whether this program writes the row's newest key and value, when ROPE
+    K,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The queries of one row and kv head [rows, BLOCK_D] in q's dtype; zeros beyond GROUP * QUERY_LEN."""
+    dims = tl.arange(0, BLOCK_D)
+    token = row * QUERY_LEN + rows // GROUP
+    q_head = head * GROUP + rows % GROUP
+    row_mask = rows < GROUP * QUERY_LEN
+    if ROPE:
+        cos, sin, slot, q_norm, q_partner_norm, k_norm, k_partner_norm = steady
+        qkv_row = q_ptr + row * (K * GROUP + 2 * K) * D
+        if newest:
+            one = tl.arange(0, 1)
+            heads = qkv_row + (K * GROUP + head + one) * D
+            key = normed_and_rotated(heads, one < 1, k_norm, k_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM)
+            value = tl.load(heads[:, None] + K * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+            written = slot + one[:, None] * D + dims[None, :]
+            tl.store(keys_ptr + written, key.to(keys_ptr.dtype.element_ty), mask=(dims < D)[None, :])
+            tl.store(values_ptr + written, value.to(values_ptr.dtype.element_ty), mask=(dims < D)[None, :])
+            tl.debug_barrier()
+        q = normed_and_rotated(
+            qkv_row + q_head * D, row_mask, q_norm, q_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM
+        ).to(q_ptr.dtype.element_ty)
+    else:
+        q_where = (token * K * GROUP + q_head)[:, None] * D + dims[None, :]
+        q = tl.load(q_ptr + q_where, mask=row_mask[:, None] & (dims < D)[None, :], other=0.0)
+    return q
+
+
+@triton.jit
+def block_to_l2(
+    keys_ptr,
+    values_ptr,
+    table_row,
+    block,
+    length,
+    head,
+    K,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINES: tl.constexpr,  # 128-byte lines of a head
+):
+    """Ask for a block of one head's keys and values, as far as there are any: before the wait they are there already,
+    but for the newest."""
+    ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = tl.load(table_row + ahead // PAGE, mask=ahead < length, other=0, cache_modifier=".cg").to(tl.int64)
+    starts = ((held * PAGE + ahead % PAGE) * K + head)[:, None] * D
+    lines = starts + (tl.arange(0, LINES) * (BLOCK_D // LINES))[None, :]
+    prefetch_to_l2(keys_ptr + lines)
+    prefetch_to_l2(values_ptr + lines)
+
+
+def power_of_two_above(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (1 for n < 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def padded_dim(head_dim: int) -> int:
+    """The head's width in a tile."""
+    return max(16, power_of_two_above(head_dim))
+
+
+def rotation_arguments(
+    rotation: Rotation | None, unused: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    """A kernel's (q norm, k norm, cos and sin, positions, slots, eps), ``unused`` in place of what there is not."""
+    if rotation is None:
+        return unused, unused, unused, unused, unused, 0.0
+    return (
+        unused if rotation.q_norm_D is None else rotation.q_norm_D,
+        unused if rotation.k_norm_D is None else rotation.k_norm_D,
+        rotation.cos_sin_LR,
+        rotation.positions_T,
+        rotation.kv_slots_T,
+        rotation.eps,
+    )

@@ -1,0 +1,1 @@
+"""Kernels of routed experts: routing, grouped and streamed matrix products, tile choice."""

@@ -1,0 +1,237 @@
+"""The experts of a layer as Triton kernels: grouped products over lists of tokens.
+
+Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: who chose what
+(route.py makes choices and lists), which tiles are fast, and for which lists streamed.py or
+grouped_tma.py is faster (tiles.py). Shape letters as in interface.py; a pair is t * C + c, a choice of a
+token.
+
+A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a program
+finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing. Up to GROUP
+blocks of an expert pass a tile of its weights in programs next to each other: all but the first find it in the L2.
+Weights are the tall operand of each product and the tokens of a block the narrow one, as in skinny.py.
+
+A token's experts are added up in the order of its choices: no atomics, the same bits every run. ``pdl``: see
+dependent_launch.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.experts.route import pairs_by_expert
+from models.kernels.experts.tiles import Tiles, default_tiles
+
+
+@triton.jit
+def _expert_of(counts_ptr, program, tiles, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, the program's number among its programs, length of its list); the expert is G or more past the last."""
+    ids = tl.arange(0, BLOCK_G)
+    counts = tl.load(counts_ptr + ids, mask=ids < G, other=0)
+    programs = (counts + BLOCK_M - 1) // BLOCK_M * tiles
+    ends = tl.cumsum(programs, 0)
+    expert = tl.sum((ends <= program).to(tl.int32), 0)
+    before = tl.sum(tl.where(ids == expert, ends - programs, 0), 0)
+    count = tl.sum(tl.where(ids == expert, counts, 0), 0)
+    return expert, program - before, count
+
+
+@triton.jit
+def block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """Of a program of an expert: GROUP blocks at a time, all their tiles, on each tile one block after the other."""
+    first = number // (GROUP * tiles) * GROUP
+    together = tl.minimum((count + BLOCK_M - 1) // BLOCK_M - first, GROUP)
+    within = number - first * tiles
+    return first + within % together, within // together
+
+
+@triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
+def _grouped_kernel(
+    in_ptr,  # [T, K] tokens, or [T * C, K] pairs
+    weight_ptr,  # [G, O or 2 * O, K]
+    scale_ptr,  # [T * C] float32, with SCALE
+    order_ptr,
+    counts_ptr,
+    out_ptr,  # [T * C, O]
+    G,
+    capacity,
+    outputs,  # O
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATE_UP
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE_UP: tl.constexpr,  # inputs are tokens, gate's rows come first, SiLU-mul; otherwise inputs are pairs
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
+    tiles = outputs // width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, number, count = _expert_of(counts_ptr, tl.program_id(0), tiles, G, BLOCK_G, BLOCK_M)
+    if expert < G:
+        block, tile = block_and_tile(number, count, tiles, BLOCK_M, GROUP)
+        places = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        asked = places < count
+        pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + places, mask=asked, other=0)
+        rows = pairs // CHOICES if GATE_UP else pairs
+        tile_rows = tl.arange(0, BLOCK_O)
+        if GATE_UP:  # tile rows 2j and 2j+1 are gate row j and up row j
+            weight_rows = expert.to(tl.int64) * 2 * outputs + tile * width + tile_rows // 2 + (tile_rows % 2) * outputs
+        else:
+            weight_rows = expert.to(tl.int64) * outputs + tile * width + tile_rows
+        cols = tl.arange(0, BLOCK_K)
+        weights = weight_ptr + weight_rows[:, None] * K + cols[None, :]
+        inputs = in_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
+        acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+        for step in tl.range(0, K // BLOCK_K, num_stages=STAGES):
+            w = tl.load(weights + step * BLOCK_K)
+            x = tl.load(inputs + step * BLOCK_K, mask=asked[:, None], other=0.0)
+            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        result = tl.trans(acc)
+        if GATE_UP:
+            gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
+            result = gate * tl.sigmoid(gate) * up
+        else:
+            result = result * tl.load(scale_ptr + pairs, mask=asked, other=0.0)[:, None]
+        where = pairs.to(tl.int64)[:, None] * outputs + tile * width + tl.arange(0, width)[None, :]
+        tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=asked[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    pairs_ptr,  # [SPLIT, T * C, N], written where chosen
+    chosen_ptr,
+    out_ptr,
+    N,
+    CHOICES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        pair = token * CHOICES + choice
+        mask = (tl.load(chosen_ptr + pair) >= 0) & (cols < N)
+        for part in tl.static_range(SPLIT):
+            row = pair.to(tl.int64) + part * tl.num_programs(0).to(tl.int64) * CHOICES
+            acc += tl.load(pairs_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * N + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
+
+
+def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
+    """Whether the kernels take weights of these shapes: tensor cores want multiples of 16."""
+    return gate_up_G2IN.shape[2] % 16 == 0 and down_GNI.shape[2] % 16 == 0
+
+
+def expert_mlp(
+    x_TN: Tensor,
+    gate_up_G2IN: Tensor,
+    down_GNI: Tensor,
+    weights_TC: Tensor,
+    local_TC: Tensor,
+    pdl: bool,
+    tiles: tuple[Tiles, Tiles] | None = None,
+    *,
+    all_experts: int,
+) -> Tensor:
+    """See the Kernels protocol. ``tiles`` are those of gate-up and of down."""
+    tokens, choices = local_TC.shape
+    if tokens == 0:
+        return torch.empty_like(x_TN)
+    experts, hidden, inner = down_GNI.shape
+    order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
+    lists = (order_GT, counts_G, choices, pdl)
+    mean = tokens * choices / all_experts  # length of a list, wherever its expert is
+    up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype)
+    hidden_PI = x_TN.new_empty(tokens * choices, inner)
+    _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
+    terms_PN = x_TN.new_empty(tokens * choices, hidden)
+    _grouped(hidden_PI, down_GNI, weights_TC, terms_PN, *lists, down_tiles)
+    return combined(terms_PN[None], local_TC, pdl)
+
+
+def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
+    """[T, N]: each token's sum of the S parts of the terms that belong to its choices on this rank."""
+    (tokens, choices), (split, _, hidden) = local_TC.shape, terms_SPN.shape
+    out_TN = terms_SPN.new_empty(tokens, hidden)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        terms_SPN,
+        local_TC,
+        out_TN,
+        hidden,
+        CHOICES=choices,
+        SPLIT=split,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, block // 256),
+        launch_pdl=pdl,
+    )
+    return out_TN
+
+
+def _grouped(
+    in_RK: Tensor,
+    weight_GOK: Tensor,
+    scale: Tensor | None,
+    out_PO: Tensor,
+    order_GT: Tensor,
+    counts_G: Tensor,
+    choices: int,
+    pdl: bool,
+    tiles: Tiles,
+) -> None:
+    experts, weight_rows, inner = weight_GOK.shape
+    capacity = order_GT.shape[1]
+    _grouped_kernel[(most_programs(capacity, choices, experts, weight_rows, tiles),)](
+        in_RK,
+        weight_GOK,
+        order_GT if scale is None else scale,
+        order_GT,
+        counts_G,
+        out_PO,
+        experts,
+        capacity,
+        out_PO.shape[1],
+        K=inner,
+        CHOICES=choices,
+        BLOCK_G=triton.next_power_of_2(experts),
+        BLOCK_M=tiles.block_m,
+        BLOCK_O=tiles.block_o,
+        BLOCK_K=tiles.block_k,
+        STAGES=tiles.stages,
+        GROUP=tiles.group,
+        GATE_UP=scale is None,
+        PRECISION="ieee" if in_RK.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        num_warps=tiles.warps,
+        launch_pdl=pdl,
+    )
+
+
+def most_programs(tokens: int, choices: int, experts: int, weight_rows: int, tiles: Tiles) -> int:
+    """One for every tile of every block that there can be."""
+    return weight_rows // tiles.block_o * most_blocks(tokens, choices, experts, tiles.block_m)
+
+
+def most_blocks(tokens: int, choices: int, experts: int, block_m: int) -> int:
+    """The most blocks that lists of ``tokens * choices`` pairs over ``experts`` can have, a token once in each list."""
+    pairs = tokens * choices
+    begun = min(experts, pairs)  # lists with anything in them: each may end in a block that is not full
+    return min(experts * -(-tokens // block_m), begun + (pairs - begun) // block_m)

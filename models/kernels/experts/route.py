@@ -1,0 +1,156 @@
+"""Top-k routing, and the tokens of each expert in order, in one Triton launch each.
+
+Knows: softmax, choice and renormalisation of one token; lists of (token, choice) pairs, expert by expert.
+Does not know: what an expert computes (grouped.py, streamed.py, grouped_tma.py). Shape
+letters as in interface.py; a pair is t * C + c, one choice of one token.
+
+Shapes are fixed: every expert has room for all tokens, and a count says how many there are. Lists are in the order of
+pairs, so the same choices make the same lists in every run and on every rank. ``pdl``: see dependent_launch.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program puts into a list, once it has counted those before them
+_CHUNKS = 32  # of so many pairs; of more, chunks are longer, since each program counts what is before its own
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    local_ptr,
+    real_ptr,
+    weights_ptr,
+    chosen_ptr,
+    load_ptr,
+    E,
+    CHOICES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    ids = tl.arange(0, BLOCK_E)
+    choices = tl.arange(0, BLOCK_C)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits = tl.load(logits_ptr + token.to(tl.int64) * E + ids, mask=ids < E, other=float("-inf")).to(tl.float32)
+    scores = tl.exp(logits - tl.max(logits, 0))
+    scores = scores / tl.sum(scores, 0)
+    # A broken token has NaN everywhere: it gets the first experts, with NaN weights. Padding and taken ones have -1.
+    left = tl.where(ids < E, tl.where(scores == scores, scores, 0.0), -1.0)
+    weights = tl.zeros((BLOCK_C,), tl.float32)
+    chosen = tl.zeros((BLOCK_C,), tl.int32)
+    for choice in tl.static_range(CHOICES):
+        best = tl.min(tl.where(left == tl.max(left, 0), ids, BLOCK_E), 0)
+        score = tl.sum(tl.where(ids == best, scores, 0.0), 0)
+        weights = tl.where(choices == choice, score, weights)
+        chosen = tl.where(choices == choice, best, chosen)
+        left = tl.where(ids == best, -1.0, left)
+    if RENORMALISE:
+        weights = weights / tl.sum(weights, 0)
+    real = tl.load(real_ptr + token) != 0
+    asked = choices < CHOICES
+    local = tl.load(local_ptr + chosen, mask=asked, other=-1)
+    where = token * CHOICES + choices
+    tl.store(weights_ptr + where, weights, mask=asked)
+    tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
+    if COUNT:
+        tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=asked & real, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens"])  # steps of any number of tokens run the same code
+def _order_kernel(
+    chosen_ptr,
+    order_ptr,
+    counts_ptr,
+    tokens,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    pairs = tokens * CHOICES
+    ids = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    before = tl.zeros((BLOCK,), tl.int32)
+    for earlier in range(chunk):
+        before += (tl.load(chosen_ptr + earlier * BLOCK + ids) == expert).to(tl.int32)
+    here = chunk * BLOCK + ids
+    mine = (tl.load(chosen_ptr + here, mask=here < pairs, other=-1) == expert).to(tl.int32)
+    found = tl.sum(before, 0)
+    tl.store(order_ptr + expert.to(tl.int64) * tokens + found + tl.cumsum(mine, 0) - 1, here, mask=mine != 0)
+    if chunk == tl.num_programs(1) - 1:
+        tl.store(counts_ptr + expert, found + tl.sum(mine, 0))
+
+
+def route_top_k(
+    logits_TE: Tensor,
+    choices: int,
+    renormalise: bool,
+    local_E: Tensor,
+    real_T: Tensor,
+    load_E: Tensor | None,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """See the Kernels protocol."""
+    tokens, experts = logits_TE.shape
+    weights_TC = torch.empty(tokens, choices, dtype=torch.float32, device=logits_TE.device)
+    local_TC = torch.empty(tokens, choices, dtype=torch.int32, device=logits_TE.device)
+    if tokens == 0:
+        return weights_TC, local_TC
+    block = triton.next_power_of_2(experts)
+    _route_kernel[(tokens,)](
+        logits_TE,
+        local_E,
+        real_T.view(torch.uint8),
+        weights_TC,
+        local_TC,
+        local_E if load_E is None else load_E,
+        experts,
+        CHOICES=choices,
+        BLOCK_C=triton.next_power_of_2(choices),
+        BLOCK_E=block,
+        RENORMALISE=renormalise,
+        COUNT=load_E is not None,
+        PDL=pdl,
+        num_warps=max(1, min(4, block // 128)),
+        launch_pdl=pdl,
+    )
+    return weights_TC, local_TC
+
+
+def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """int32 [G, T] and [G]: of each of ``experts`` local experts the pairs that chose it, ascending, and their number.
+
+    What lies past the number is garbage.
+    """
+    tokens, pairs = local_TC.shape[0], local_TC.numel()
+    order_GT = torch.empty(experts, tokens, dtype=torch.int32, device=local_TC.device)
+    counts_G = torch.empty(experts, dtype=torch.int32, device=local_TC.device)
+    longer = min(_MOST_CHUNK, triton.next_power_of_2(triton.cdiv(pairs, _CHUNKS)))
+    block = max(32, min(max(_CHUNK, longer), triton.next_power_of_2(pairs)))
+    _order_kernel[(experts, triton.cdiv(pairs, block))](
+        local_TC,
+        order_GT,
+        counts_G,
+        tokens,
+        CHOICES=local_TC.shape[1],
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 256)),
+        launch_pdl=pdl,
+    )
+    return order_GT, counts_G

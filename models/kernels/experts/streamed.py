@@ -1,0 +1,133 @@
+"""The experts of a layer for a few tokens, as Triton kernels that read weights without making lists first.
+
+Knows: as grouped.py. Does not know: for how many tokens it is the faster way (tiles.py).
+
+With a handful of pairs every pair reads its expert's weights for itself: no lists, two launches. The second adds up a
+token's experts in the order of its choices, as grouped.py does: no atomics, the same bits every run.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.experts.tiles import largest_power
+
+_PROGRAMS = 512  # of a pair, or of all tokens: with fewer, smaller ones were faster on an H200
+
+
+@triton.jit
+def _streamed_gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    chosen_ptr,
+    hidden_ptr,  # [T * C, I]
+    inner,  # I
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    outs = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    pair = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(chosen_ptr + pair)
+    if expert >= 0:
+        cols = tl.arange(0, CHUNK)
+        gates = weight_ptr + (expert.to(tl.int64) * 2 * inner + outs)[:, None] * K + cols[None, :]
+        x_row = x_ptr + (pair // CHOICES).to(tl.int64) * K + cols
+        gate = tl.zeros((BLOCK_I, CHUNK), tl.float32)
+        up = tl.zeros((BLOCK_I, CHUNK), tl.float32)
+        for chunk in tl.static_range(K // CHUNK):
+            x = tl.load(x_row + chunk * CHUNK).to(tl.float32)[None, :]
+            gate += x * tl.load(gates + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+            up += x * tl.load(gates + inner * K + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+        gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+        result = gate_sum * tl.sigmoid(gate_sum) * up_sum
+        tl.store(hidden_ptr + pair.to(tl.int64) * inner + outs, result.to(hidden_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _streamed_down_kernel(
+    hidden_ptr,  # [T * C, K]
+    weight_ptr,  # [G, N, K]
+    scale_ptr,
+    chosen_ptr,
+    out_ptr,
+    N,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1)
+    cols = tl.arange(0, CHUNK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        pair = token * CHOICES + choice
+        expert = tl.load(chosen_ptr + pair)
+        if expert >= 0:
+            weights = weight_ptr + (expert.to(tl.int64) * N + outs)[:, None] * K + cols[None, :]
+            acc = tl.zeros((BLOCK_N, CHUNK), tl.float32)
+            for chunk in tl.static_range(K // CHUNK):
+                h = tl.load(hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols).to(tl.float32)
+                acc += h[None, :] * tl.load(weights + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+            total += tl.sum(acc, 1) * tl.load(scale_ptr + pair)
+    tl.store(out_ptr + token.to(tl.int64) * N + outs, total.to(out_ptr.dtype.element_ty))
+
+
+def expert_mlp(
+    x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor, pdl: bool
+) -> Tensor:
+    """See the Kernels protocol."""
+    _, hidden, inner = down_GNI.shape
+    tokens, choices = local_TC.shape
+    if tokens == 0:
+        return torch.empty_like(x_TN)
+    hidden_PI = x_TN.new_empty(tokens * choices, inner)
+    block_i = min(largest_power(inner), 4 if inner // 4 >= _PROGRAMS else 2)
+    block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= _PROGRAMS else 4)
+    _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
+        x_TN,
+        gate_up_G2IN,
+        local_TC,
+        hidden_PI,
+        inner,
+        K=hidden,
+        CHOICES=choices,
+        BLOCK_I=block_i,
+        CHUNK=min(largest_power(hidden), 1024),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    out_TN = torch.empty_like(x_TN)
+    _streamed_down_kernel[(hidden // block_n, tokens)](
+        hidden_PI,
+        down_GNI,
+        weights_TC,
+        local_TC,
+        out_TN,
+        hidden,
+        K=inner,
+        CHOICES=choices,
+        BLOCK_N=block_n,
+        CHUNK=min(largest_power(inner), 256),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out_TN

@@ -1,0 +1,178 @@
+"""x @ W^T for one to four rows: a weight-streaming product with the norm folded in front and SiLU-mul behind.
+
+Knows: the arithmetic of one to four activation rows against a row-major weight [O, K].
+Does not know: when it is the best choice (choice_table.py).
+
+A program owns a few rows of W and the whole of K, so there is nothing to reduce between programs. Before ``gdc_wait``
+it loads its first weights and prefetches more to L2: weights are constant, so memory works while the predecessor
+drains. RMSNorm costs no pass of its own: sum(h^2) is accumulated beside the product and scales the finished sums.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.candidates import FIRST_WAVE
+from parallel.comm.matmul_push_triton import counted, push
+from parallel.comm.peer_buffers import Places, push_arguments
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    residual_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    residual_out_ptr,
+    eps,
+    M,
+    outputs,  # rows of the output; a gate-up weight has 2 * outputs rows
+    memory,  # of all ranks, where PUSH (parallel/comm/peer_buffers.py)
+    exchanges_ptr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,  # a power of two that divides K
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    BIAS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns after the first chunk to prefetch, a power of two or 0
+    PREFETCH_PROGRAMS: tl.constexpr,  # later programs start when there is nothing left to wait for
+    PUSH: tl.constexpr,  # the result into the other ranks' places, too
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chunks: tl.constexpr = K // CHUNK
+    pid = tl.program_id(0)
+    outs = pid * BLOCK_O + tl.arange(0, BLOCK_O)
+    if GATE_UP:  # tile rows 2j and 2j+1 are gate row j and up row j
+        tile = tl.arange(0, 2 * BLOCK_O)
+        weight_rows = pid * BLOCK_O + tile // 2 + (tile % 2) * outputs
+    else:
+        weight_rows = outs
+    # Everything is [rows, weight rows, columns] from the start: loads of one layout need no exchange between warps.
+    cols = tl.arange(0, CHUNK)[None, None, :]
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = (rows < M)[:, None, None]
+    weights = weight_ptr + weight_rows.to(tl.int64)[None, :, None] * K + cols
+    inputs = rows.to(tl.int64)[:, None, None] * K + cols
+
+    w = tl.load(weights, eviction_policy="evict_first")
+    if NORM:
+        scale = tl.load(norm_ptr + cols)
+    if PDL:
+        if PREFETCH > 0 and pid < PREFETCH_PROGRAMS:
+            line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+            lines = CHUNK + tl.arange(0, PREFETCH // line) * line
+            prefetch_to_l2(weight_ptr + weight_rows.to(tl.int64)[:, None] * K + lines[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    if PUSH:
+        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+    # A thread's 8 neighbouring products are summed at once: an eighth of the registers that a tile of sums would take.
+    acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // 8), tl.float32)
+    squares = tl.zeros((BLOCK_M, 1, CHUNK // 8), tl.float32)
+    for chunk in tl.static_range(chunks):
+        if chunk + 1 < chunks:
+            w_next = tl.load(weights + (chunk + 1) * CHUNK, eviction_policy="evict_first")
+        x = tl.load(x_ptr + inputs + chunk * CHUNK, mask=row_mask, other=0.0)
+        if ADD:
+            y = tl.load(residual_ptr + inputs + chunk * CHUNK, mask=row_mask, other=0.0)
+            x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+            tl.store(residual_out_ptr + inputs + chunk * CHUNK, x, mask=row_mask & (pid == chunk))
+        h = x.to(tl.float32)
+        if NORM:
+            squares += tl.sum(tl.reshape(h * h, (BLOCK_M, 1, CHUNK // 8, 8)), 3)
+            h = h * scale.to(tl.float32)
+        products = h * w.to(tl.float32)
+        acc += tl.sum(tl.reshape(products, (BLOCK_M, weight_rows.shape[0], CHUNK // 8, 8)), 3)
+        if chunk + 1 < chunks:
+            w = w_next
+            if NORM:
+                scale = tl.load(norm_ptr + (chunk + 1) * CHUNK + cols)
+    result = tl.sum(acc, 2)
+    if NORM:
+        result = result * tl.rsqrt(tl.sum(squares, 2) / K + eps)
+    if GATE_UP:
+        gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_O, 2)))
+        result = gate * tl.sigmoid(gate) * up
+    if BIAS:
+        result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
+    where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
+    result = result.to(out_ptr.dtype.element_ty)
+    if PUSH:
+        push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
+    tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
+
+
+def chunk_width(inner: int, widest: int) -> int:
+    """The widest power of two that divides ``inner`` and is at most ``widest``."""
+    return min(inner & -inner, widest)
+
+
+def gemv(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MK: Tensor | None = None,
+    gate_up: bool = False,
+    block_o: int,
+    chunk: int,
+    warps: int,
+    prefetch: int = 0,
+    places: Places | None = None,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
+
+    ``block_o`` must divide the output's width and ``chunk`` (a power of two) the inner width; ``prefetch`` is 0 or a
+    power of two from 64, at most the columns after the first chunk. residual' is x unless a
+    residual is given, and then a fresh tensor: no input is overwritten, because every program reads all of them.
+    """
+    rows, inner = x_MK.shape
+    out_width = weight_OK.shape[0] // (2 if gate_up else 1)
+    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x_MK.device)
+    residual_out_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
+    _gemv_kernel[(out_width // block_o,)](
+        x_MK,
+        x_MK if residual_MK is None else residual_MK,
+        x_MK if norm_K is None else norm_K,
+        weight_OK,
+        weight_OK if bias_O is None else bias_O,
+        out_MO,
+        residual_out_MK,
+        eps,
+        rows,
+        out_width,
+        K=inner,
+        CHUNK=chunk,
+        BLOCK_M=triton.next_power_of_2(rows),
+        BLOCK_O=block_o,
+        NORM=norm_K is not None,
+        ADD=residual_MK is not None,
+        GATE_UP=gate_up,
+        BIAS=bias_O is not None,
+        PREFETCH=prefetch,
+        PREFETCH_PROGRAMS=FIRST_WAVE,
+        **push_arguments(places),
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_MO, residual_out_MK

@@ -1,0 +1,210 @@
+"""x @ W^T for a few to a few hundred rows on the tensor cores: weights are the tall operand, tokens the narrow one.
+
+Knows: the product as W [O, K] times x^T [K, M], split along K so that every multiprocessor streams weights.
+Does not know: when it is the best choice (choice_table.py).
+
+The split is deterministic: partial sums go to a workspace, and the last program of a tile (told by a counter) adds
+them in split order, so a result never depends on which program came last. The counter returns to zero by itself, which
+keeps a captured graph replayable. Weights are prefetched to L2 before ``gdc_wait``.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.dependent_launch import prefetch_to_l2
+from parallel.comm.matmul_push_triton import counted, push
+from parallel.comm.peer_buffers import Places, push_arguments
+
+COUNTERS = 8192  # tiles a launch may have when it splits K
+
+
+@triton.jit(do_not_specialize_on_alignment=["M"])  # steps of any number of rows run the code of their bucket
+def _skinny_kernel(
+    x_ptr,
+    residual_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    residual_out_ptr,
+    partial_ptr,
+    squares_ptr,  # float32 [SPLIT, tiles, BLOCK_M]
+    counter_ptr,
+    eps,
+    M,
+    outputs,
+    memory,  # of all ranks, where PUSH (parallel/comm/peer_buffers.py)
+    exchanges_ptr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,  # weight rows a tile; the output has half as many columns when GATE_UP
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    BIAS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
+    PUSH: tl.constexpr,  # the result into the other ranks' places, too
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
+    steps: tl.constexpr = K // BLOCK_K // SPLIT
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    block_m = tl.program_id(2)
+    tile_rows = tl.arange(0, BLOCK_O)
+    if GATE_UP:  # tile rows 2j and 2j+1 are gate row j and up row j
+        weight_rows = tile * width + tile_rows // 2 + (tile_rows % 2) * outputs
+    else:
+        weight_rows = tile * width + tile_rows
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_K)
+    first = part * steps * BLOCK_K
+    weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * K + first
+    weights = weight_row_ptrs + cols[None, :]
+    inputs = rows.to(tl.int64)[:, None] * K + first + cols[None, :]
+    row_mask = (rows < M)[:, None]
+    if PDL:
+        if PREFETCH > 0:
+            lines = tl.arange(0, PREFETCH // 64) * 64  # 64 16-bit elements: one 128-byte line
+            prefetch_to_l2(weight_row_ptrs + lines[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    if PUSH:
+        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+    acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        w = tl.load(weights + step * BLOCK_K, eviction_policy="evict_first")
+        x = tl.load(x_ptr + inputs + step * BLOCK_K, mask=row_mask, other=0.0)
+        if ADD:
+            y = tl.load(residual_ptr + inputs + step * BLOCK_K, mask=row_mask, other=0.0)
+            x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+            tl.store(residual_out_ptr + inputs + step * BLOCK_K, x, mask=row_mask & (tile == 0))
+        if NORM:  # the rows' scale is applied to the finished sums
+            h = x.to(tl.float32)
+            squares += tl.sum(h * h, 1)
+            x = (h * tl.load(norm_ptr + first + step * BLOCK_K + cols).to(tl.float32)[None, :]).to(x.dtype)
+        acc = tl.dot(w, tl.trans(x), acc)
+
+    last = True
+    if SPLIT > 1:
+        tiles = tl.num_programs(0) * tl.num_programs(2)
+        here = block_m * tl.num_programs(0) + tile
+        within = tile_rows[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        area: tl.constexpr = BLOCK_O * BLOCK_M
+        tl.store(partial_ptr + (part * tiles + here).to(tl.int64) * area + within, acc)
+        if NORM:
+            tl.store(squares_ptr + (part * tiles + here) * BLOCK_M + tl.arange(0, BLOCK_M), squares)
+        tl.debug_barrier()  # every thread's partial sums are written before one thread counts them
+        last = tl.atomic_add(counter_ptr + here, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if last:
+            acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+            for other in tl.static_range(SPLIT):
+                where = (other * tiles + here).to(tl.int64) * area + within
+                acc += tl.load(partial_ptr + where, cache_modifier=".cg")
+            if NORM:
+                squares = tl.zeros((BLOCK_M,), tl.float32)
+                for other in tl.static_range(SPLIT):
+                    theirs = squares_ptr + (other * tiles + here) * BLOCK_M + tl.arange(0, BLOCK_M)
+                    squares += tl.load(theirs, cache_modifier=".cg")
+            tl.store(counter_ptr + here, 0)
+    if last:
+        outs = tile * width + tl.arange(0, width)
+        result = tl.trans(acc)
+        if NORM:
+            result = result * tl.rsqrt(squares / K + eps)[:, None]
+        if GATE_UP:
+            gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
+            result = gate * tl.sigmoid(gate) * up
+        if BIAS:
+            result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
+        where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
+        result = result.to(out_ptr.dtype.element_ty)
+        if PUSH:
+            push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
+        tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
+
+
+def workspace_floats(rows: int, weight_rows: int, block_m: int, block_o: int, split: int) -> int:
+    """Floats of partial sums that a launch needs."""
+    return 0 if split == 1 else split * (weight_rows + weight_rows // block_o) * triton.cdiv(rows, block_m) * block_m
+
+
+def skinny(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None,
+    partial: Tensor,
+    counters: Tensor,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MK: Tensor | None = None,
+    gate_up: bool = False,
+    block_m: int,
+    block_o: int,
+    block_k: int,
+    split: int,
+    stages: int,
+    warps: int,
+    prefetch: int,
+    places: Places | None = None,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """(y, residual') as models/kernels/matmul/gemv.py ``gemv``: y = x @ W^T + bias [M, O] with, where given,
+    rms_norm(x + residual) in front and SiLU-mul behind; residual' is x or, with a residual, a fresh tensor.
+
+    ``block_o`` must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32 holds
+    workspace_floats(...) at least, ``counters`` int32 [COUNTERS] is zero and is left zero; both are for one stream.
+    """
+    rows, inner = x_MK.shape
+    weight_rows = weight_OK.shape[0]
+    out_width = weight_rows // (2 if gate_up else 1)
+    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x_MK.device)
+    residual_out_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
+    grid = (weight_rows // block_o, split, triton.cdiv(rows, block_m))
+    _skinny_kernel[grid](
+        x_MK,
+        x_MK if residual_MK is None else residual_MK,
+        x_MK if norm_K is None else norm_K,
+        weight_OK,
+        weight_OK if bias_O is None else bias_O,
+        out_MO,
+        residual_out_MK,
+        partial,
+        partial[split * weight_rows * grid[2] * block_m :] if split > 1 else partial,
+        counters,
+        eps,
+        rows,
+        out_width,
+        K=inner,
+        BLOCK_M=block_m,
+        BLOCK_O=block_o,
+        BLOCK_K=block_k,
+        SPLIT=split,
+        STAGES=stages,
+        NORM=norm_K is not None,
+        ADD=residual_MK is not None,
+        GATE_UP=gate_up,
+        BIAS=bias_O is not None,
+        PREFETCH=prefetch,
+        **push_arguments(places),
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_MO, residual_out_MK

@@ -1,0 +1,240 @@
+"""x @ W^T for up to 256 rows, tiles brought by the tensor memory accelerator (TMA): sm_90 and later.
+
+Knows: one program keeps all rows and a tile of the weight's rows that need not be a power of two (192 of 24576 make 128
+programs, one wave of an H200's 132 multiprocessors), and may split K. Does not know: when it is the best choice
+(choice_table.py).
+
+Tokens are the tall operand, weights the narrow one: the other way around from skinny.py, so few rows waste
+tensor cores, which have nothing else to do while weights arrive. Rows beyond the last one are zeros that TMA makes up.
+With SiLU-mul behind it, a tile holds as many gate rows as up rows, which one TMA box of three dimensions brings.
+
+A split is summed as in skinny.py: by the last program of a tile, in split order. Weights are prefetched to L2
+before ``gdc_wait``.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from models.kernels.dependent_launch import prefetch_to_l2
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr,
+    first,
+    outputs,
+    start,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    GATE_UP: tl.constexpr,
+):
+    """PREFETCH columns from ``start`` on of the TILE weight rows that make output columns from ``first`` on."""
+    tile_rows = tl.arange(0, TILE)
+    if GATE_UP:
+        tile_rows = tile_rows % (TILE // 2) + tile_rows // (TILE // 2) * outputs
+    lines = start + tl.arange(0, PREFETCH // 64) * 64
+    prefetch_to_l2(weight_ptr + (first + tile_rows).to(tl.int64)[:, None] * K + lines[None, :])
+
+
+@triton.jit
+def _tile(weight_desc, first, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr, GATE_UP: tl.constexpr):
+    """Weight rows [TILE, BLOCK_K]; where GATE_UP, half of them gate rows and half up rows."""
+    if GATE_UP:
+        rows = weight_desc.load([0, first, k]).reshape(TILE, BLOCK_K)
+    else:
+        rows = weight_desc.load([first, k])
+    return rows
+
+
+@triton.jit
+def _keep(acc, partial_ptr, part, here, tiles, TILE: tl.constexpr, BLOCK_M: tl.constexpr):
+    within = tl.arange(0, BLOCK_M)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(partial_ptr + (part * tiles + here).to(tl.int64) * (BLOCK_M * TILE) + within, acc)
+
+
+@triton.jit
+def _total(partial_ptr, here, tiles, TILE: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr):
+    within = tl.arange(0, BLOCK_M)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    acc = tl.zeros((BLOCK_M, TILE), tl.float32)
+    for part in tl.static_range(SPLIT):
+        acc += tl.load(
+            partial_ptr + (part * tiles + here).to(tl.int64) * (BLOCK_M * TILE) + within, cache_modifier=".cg"
+        )
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc,
+    out_ptr,
+    bias_ptr,
+    first,
+    M,
+    outputs,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Write the output columns from ``first`` on."""
+    width: tl.constexpr = TILE // 2 if GATE_UP else TILE
+    result = acc
+    if GATE_UP:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, width)), (0, 2, 1)))
+        result = gate * tl.sigmoid(gate) * up
+    outs = first + tl.arange(0, width)
+    if BIAS:
+        result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
+    rows = tl.arange(0, BLOCK_M)
+    where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
+    tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None])
+
+
+@triton.jit(do_not_specialize_on_alignment=["M"])  # steps of any number of rows run the code of their bucket
+def _wide_kernel(
+    x_desc,  # boxes of [BLOCK_M, BLOCK_K]
+    first_desc,  # boxes of [FIRST, BLOCK_K], or [2, FIRST / 2, BLOCK_K] of [gate | up, outputs, K] when GATE_UP
+    rest_desc,  # the same with REST
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    outputs,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FIRST: tl.constexpr,  # weight rows of a tile's first sums, and of its second ones: both are powers of two, or 0
+    REST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    BIAS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
+    PDL: tl.constexpr,
+):
+    halves: tl.constexpr = 2 if GATE_UP else 1
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    first = tile * ((FIRST + REST) // halves)
+    second = first + FIRST // halves
+    start = part * (K // SPLIT)
+    if PDL:
+        if PREFETCH > 0:
+            _prefetch(weight_ptr, first, outputs, start, K, FIRST, PREFETCH, GATE_UP)
+            if REST > 0:
+                _prefetch(weight_ptr, second, outputs, start, K, REST, PREFETCH, GATE_UP)
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_M, FIRST), tl.float32)
+    if REST > 0:
+        more = tl.zeros((BLOCK_M, REST), tl.float32)
+    for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
+        x = x_desc.load([0, k])
+        acc = tl.dot(x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP).T, acc)
+        if REST > 0:
+            more = tl.dot(x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP).T, more)
+
+    last = True
+    if SPLIT > 1:
+        tiles = tl.num_programs(0)
+        rest_ptr = partial_ptr + SPLIT * tiles * (BLOCK_M * FIRST)
+        _keep(acc, partial_ptr, part, tile, tiles, FIRST, BLOCK_M)
+        if REST > 0:
+            _keep(more, rest_ptr, part, tile, tiles, REST, BLOCK_M)
+        tl.debug_barrier()  # every thread's partial sums are written before one thread counts them
+        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if last:
+            acc = _total(partial_ptr, tile, tiles, FIRST, BLOCK_M, SPLIT)
+            if REST > 0:
+                more = _total(rest_ptr, tile, tiles, REST, BLOCK_M, SPLIT)
+            tl.store(counter_ptr + tile, 0)
+    if last:
+        _finish(acc, out_ptr, bias_ptr, first, M, outputs, FIRST, BLOCK_M, GATE_UP, BIAS)
+        if REST > 0:
+            _finish(more, out_ptr, bias_ptr, second, M, outputs, REST, BLOCK_M, GATE_UP, BIAS)
+
+
+def sums_of(block_o: int) -> tuple[int, int]:
+    """A tile's weight rows as (FIRST, REST): a power of two, and half of it or nothing. ValueError for another size."""
+    first = 1 << (block_o.bit_length() - 1)
+    if block_o not in (first, first + first // 2):
+        raise ValueError(f"a tile of {block_o} weight rows is neither a power of two nor one and a half of it")
+    return first, block_o - first
+
+
+def workspace_floats(weight_rows: int, block_m: int, split: int) -> int:
+    """Floats of partial sums that a launch needs."""
+    return 0 if split == 1 else split * weight_rows * block_m
+
+
+def wide(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None,
+    partial: Tensor,
+    counters: Tensor,
+    *,
+    gate_up: bool = False,
+    block_m: int,
+    block_o: int,
+    block_k: int,
+    split: int,
+    stages: int,
+    warps: int,
+    prefetch: int,
+    pdl: bool,
+) -> Tensor:
+    """y = x @ W^T + bias [M, O], of 16-bit dtype, with SiLU-mul behind where asked (then [M, O / 2]); M <= ``block_m``.
+
+    ``block_o`` (see ``sums_of``) must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32
+    holds workspace_floats(...) at least, ``counters`` int32, one a tile, is zero and is left zero; both are for one
+    stream.
+    """
+    rows, inner = x_MK.shape
+    weight_rows = weight_OK.shape[0]
+    first, rest = sums_of(block_o)
+    out_width = weight_rows // (2 if gate_up else 1)
+    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x_MK.device)
+
+    def boxes(size: int) -> TensorDescriptor:
+        if gate_up:
+            return TensorDescriptor.from_tensor(weight_OK.view(2, out_width, inner), [2, size // 2, block_k])
+        return TensorDescriptor.from_tensor(weight_OK, [size, block_k])
+
+    _wide_kernel[weight_rows // block_o, split](
+        TensorDescriptor.from_tensor(x_MK, [block_m, block_k]),
+        boxes(first),
+        boxes(rest or first),
+        weight_OK,
+        weight_OK if bias_O is None else bias_O,
+        out_MO,
+        partial,
+        counters,
+        rows,
+        out_width,
+        K=inner,
+        BLOCK_M=block_m,
+        FIRST=first,
+        REST=rest,
+        BLOCK_K=block_k,
+        SPLIT=split,
+        STAGES=stages,
+        GATE_UP=gate_up,
+        BIAS=bias_O is not None,
+        PREFETCH=prefetch,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_MO

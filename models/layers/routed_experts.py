@@ -1,0 +1,102 @@
+"""RoutedExperts: the sparse layers of a mixture of experts, read from config.json; unknown routers are refused by name.
+
+Knows: how Qwen3-MoE and Mixtral spell their experts, and the router options of other families that are not implemented.
+Does not know: the rest of the model (models/config.py), or how experts are placed on ranks
+(parallel/layers/experts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.config_reader import ConfigReader
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """``count`` experts a sparse layer, ``per_token`` of which serve a token; each is a gated MLP of
+    ``intermediate_size``. ``renormalise``: the weights of the chosen ones are scaled to a sum of 1.
+    ``layers``: numbers of the layers that have experts, ascending; the others have one dense MLP.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    renormalise: bool
+    layers: tuple[int, ...]
+
+
+def read_routed_experts(architecture: str, config: Mapping[str, Any]) -> RoutedExperts | None:
+    """The experts of config.json's ``architecture``; None where it has none. Raises ValueError naming the key."""
+    if architecture not in _FAMILIES:
+        return None
+    _refuse_other_routers(config)
+    found = _FAMILIES[architecture](config, ConfigReader(config))
+    if found.per_token > found.count:
+        raise ValueError(f"'num_experts_per_tok' is {found.per_token}, but a layer has only {found.count} experts")
+    return found
+
+
+def _qwen3_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
+    layers = read.size("num_hidden_layers")
+    step, dense = read.size("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in dense):
+        raise ValueError(f"'mlp_only_layers' must list layer numbers from 0 to {layers - 1}, not {dense!r}")
+    return RoutedExperts(
+        count=_count(config, read, "num_experts"),
+        per_token=read.size("num_experts_per_tok"),
+        intermediate_size=read.size("moe_intermediate_size"),
+        renormalise=read.flag("norm_topk_prob"),
+        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0),
+    )
+
+
+def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
+    if config.get("sliding_window") is not None:
+        raise ValueError(
+            f"'sliding_window' is {config['sliding_window']}, but sliding-window attention is not supported; "
+            "checkpoints with 'sliding_window': null are"
+        )
+    return RoutedExperts(
+        count=_count(config, read, "num_local_experts"),
+        per_token=read.size("num_experts_per_tok", 2),
+        intermediate_size=read.size("intermediate_size"),
+        renormalise=True,
+        layers=tuple(range(read.size("num_hidden_layers"))),
+    )
+
+
+_FAMILIES = {"Qwen3MoeForCausalLM": _qwen3_moe, "MixtralForCausalLM": _mixtral}
+
+
+def _count(config: Mapping[str, Any], read: ConfigReader, key: str) -> int:
+    """transformers 5 writes 'num_local_experts' for every family, transformers 4 each family's own key."""
+    other = "num_local_experts" if key == "num_experts" else "num_experts"
+    return read.size(other if config.get(key) is None and config.get(other) is not None else key)
+
+
+# Router option -> the values under which it changes nothing, and what it would ask for otherwise.
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "n_group": ((0, 1), "choosing experts from the best groups only (group-limited top-k)"),
+    "topk_group": ((0, 1), "choosing experts from the best groups only (group-limited top-k)"),
+    "n_shared_experts": ((0,), "experts that serve every token (shared experts)"),
+    "num_shared_experts": ((0,), "experts that serve every token (shared experts)"),
+    "shared_expert_intermediate_size": ((0,), "an expert that serves every token (shared expert)"),
+    "routed_scaling_factor": ((1, 1.0), "scaling the sum of the experts"),
+    "scoring_func": (("softmax",), "scores of another kind than softmax"),
+    "topk_method": (("greedy",), "a choice by corrected scores (e_score_correction_bias) or by groups"),
+    "use_routing_bias": ((False,), "a bias on the router's scores (e_score_correction_bias)"),
+}
+
+
+def _refuse_other_routers(config: Mapping[str, Any]) -> None:
+    for key, (neutral, meaning) in _NEUTRAL.items():
+        value = config.get(key)
+        if value is not None and value not in neutral:
+            groups = f" (with 'topk_group' {config.get('topk_group')})" if key == "n_group" else ""
+            raise ValueError(
+                f"{key!r} is {value!r}{groups}, which asks for {meaning}; this is not implemented, only "
+                f"{neutral[-1]!r} is: type --model with the folder of a checkpoint without it"
+            )

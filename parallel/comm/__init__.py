@@ -1,0 +1,1 @@
+"""Communication between GPUs: collectives over NCCL or gloo, and kernels over symmetric memory."""

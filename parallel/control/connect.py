@@ -1,0 +1,166 @@
+"""Opens the control plane of a rank: who leads, who follows, over which sockets.
+
+Knows: how a rank's place becomes meetings, links and machines.
+Does not know: where place, directory, store and identity come from (launch/ranks/rendezvous.py).
+
+One node: rank 0 meets the others over Unix sockets. Several: the first rank of each node meets the others of its node,
+then rank 0 over ZeroMQ, and speaks for its node; nobody starts before everybody is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from parallel.control.errors import ControlError
+from parallel.control.follower_plane import FollowerPlane
+from parallel.control.interface import ControlPlane, LeaderLink, SingleRankControl, Watch
+from parallel.control.leader_plane import LeaderPlane
+from parallel.control.node_relay import RelayPlane
+from parallel.control.protocol.follower import Follower
+from parallel.control.protocol.handshake import CHANNELS, Identity
+from parallel.control.protocol.leader import Leader
+from parallel.control.protocol.states import Limits
+from parallel.control.transport.combined_links import BothLinks, EitherReady
+from parallel.control.transport.rendezvous_local import LocalMeeting, join
+from parallel.control.transport.rendezvous_nodes import FarJoining, FarMeeting, Store
+from parallel.control.transport.uds import socket_path
+
+
+class Place(Protocol):
+    """Where a rank is: what this needs of parallel/topology.py's Topology, which control may not import."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def node_leader(self) -> int: ...
+    @property
+    def node_leaders(self) -> tuple[int, ...]: ...
+    @property
+    def node_ranks(self) -> tuple[int, ...]: ...
+    def ranks_led_by(self, node_leader: int) -> tuple[int, ...]: ...
+
+
+def open_control(
+    place: Place,
+    identity: Identity,
+    directory: Path,
+    limits: Limits | None = None,
+    store: Store | None = None,
+    address: str = "127.0.0.1",
+    groups: int = 1,
+) -> ControlPlane:
+    """Meets the other ranks and returns when all are there and of one identity.
+
+    ``directory`` is this user's own on this node, the same for all ranks of the node (uds.private_directory says what
+    it must be). With several nodes, ``store`` is the job's rendezvous store, and rank 0 listens on ``address``, an
+    interface of its node that the other nodes reach. ``groups``: runs of world / groups consecutive ranks that plan for
+    themselves; the ranks of one run make identical plans. Raises a ControlError naming the rank that differs or is
+    missing; SocketPlaceError for the directory; ValueError when ``groups`` does not divide the world.
+    """
+    limits = limits or Limits()
+    if groups < 1 or place.world % groups:
+        raise ValueError(
+            f"control plane: {groups} groups do not divide {place.world} ranks: choose from "
+            f"{[n for n in range(1, place.world + 1) if place.world % n == 0]}"
+        )
+    identity = replace(identity, groups=groups)
+    if identity.world != place.world:
+        raise ValueError(f"control plane: identity of a world of {identity.world}, place in a world of {place.world}")
+    if place.world == 1:
+        return SingleRankControl(0)  # nobody has to hear of an event before it takes effect
+    if place.nodes > 1 and store is None:
+        raise ValueError(f"control plane: {place.nodes} nodes need the job's rendezvous store to exchange keys")
+    path = socket_path(directory, identity.job, identity.epoch, f"node{place.node_rank}")
+    if place.rank != place.node_leader:
+        return _follow(place, identity, path, limits)
+    meeting = LocalMeeting(path, identity, place.rank, place.node_ranks[1:], limits)
+    try:
+        if place.rank != 0:
+            assert store is not None
+            return _relay(place, identity, meeting, store, limits)
+        return _lead(place, identity, meeting, store, address, limits)
+    finally:
+        meeting.close()
+
+
+def _follow(place: Place, identity: Identity, path: Path, limits: Limits) -> ControlPlane:
+    rank, leader, codec = place.rank, place.node_leader, identity.codec()
+    joined = join(path, identity, rank, leader, limits)
+    watch = Watch(codec, rank, up=joined.links["watch"], leader=leader)
+    machine = Follower(codec, rank, identity.horizon, limits, leader=leader, groups=identity.groups)
+    plane = FollowerPlane(machine, joined.links["step"], watch)
+    plane.clock_offset_ns = joined.offsets_ns[rank]
+    return plane
+
+
+def _lead(
+    place: Place, identity: Identity, meeting: LocalMeeting, store: Store | None, address: str, limits: Limits
+) -> ControlPlane:
+    covers: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in place.node_ranks[1:]}
+    offsets: dict[int, int] = {}
+    far: FarMeeting | None = None
+    if place.nodes > 1 and store is not None:
+        other_nodes = {rank: place.ranks_led_by(rank) for rank in place.node_leaders if rank != 0}
+        covers |= other_nodes
+        far = FarMeeting(address, store, identity, other_nodes, limits)
+    try:
+        try:
+            meeting.gather()
+        except ControlError as error:
+            if far is not None:
+                far.refuse(error.verdict)
+            raise
+        if far is not None:
+            try:
+                far.gather()
+            except ControlError as error:
+                meeting.refuse(error.verdict)
+            offsets |= far.offsets()
+        offsets |= meeting.handshake.offset_ns
+        near = meeting.start(offsets)
+        links: dict[str, LeaderLink] = dict(near)
+        if far is not None:
+            distant = far.start()
+            links = {channel: BothLinks(near[channel], distant[channel]) for channel in CHANNELS}
+    finally:
+        if far is not None:
+            far.close()
+    codec = identity.codec()
+    watch = Watch(codec, 0, down=links["watch"], covers=covers)
+    machine = Leader(codec, identity.horizon, limits, groups=identity.groups)
+    return LeaderPlane(machine, links["step"], watch, covers)
+
+
+def _relay(place: Place, identity: Identity, meeting: LocalMeeting, store: Store, limits: Limits) -> ControlPlane:
+    rank, codec = place.rank, identity.codec()
+    try:
+        far = FarJoining(store, identity, rank, place.node_ranks, limits)
+    except ControlError as error:
+        meeting.refuse(error.verdict)
+    try:
+        meeting.gather()
+    except ControlError as error:
+        far.decline(error.verdict)
+        raise
+    try:
+        far.finish()
+        far.await_start()
+    except ControlError as error:
+        meeting.refuse(error.verdict)
+    up, offsets_ns = far.links, far.machines["step"].offsets_ns
+    down = meeting.start(dict(enumerate(offsets_ns)))
+    covers = {r: (r,) for r in place.node_ranks[1:]}
+    watch = Watch(codec, rank, down=down["watch"], up=up["watch"], covers=covers)
+    machine = Follower(codec, rank, identity.horizon, limits, groups=identity.groups)
+    either = EitherReady(down["step"], up["step"].socket)
+    plane = RelayPlane(machine, up["step"], down["step"], either, watch)
+    plane.clock_offset_ns = offsets_ns[rank]
+    return plane

@@ -1,0 +1,285 @@
+"""The control plane as an engine holds it: one object a rank, one call a turn.
+
+Knows: what an engine may ask of it and what it promises; the whole of it for a world of one.
+Does not know: how several ranks keep the promises (leader_plane.py, follower_plane.py), events (payloads are opaque
+bytes).
+
+    plane = open_control(...)                                    # connect.py
+    plane.explain_with(scheduler.digest.recent)
+    while not plane.stopped:
+        if idle: plane.wait_for_events(ready)                    # the leader sleeps here, followers in exchange
+        for event in decode(plane.exchange(turn, digest.value, encode(new_events))):
+            scheduler.submit(event)
+        most = plane.agree_max(turn, numbers)                    # where groups of ranks plan differently
+        plane.tell(outputs)                                      # anybody to the leader, which looks into plane.told()
+        ...
+
+One thread calls a plane, the engine's. ``plane.watch`` is a second set of connections for the watchdog's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from parallel.control.errors import FrameError
+from parallel.control.protocol.divergence import Recent
+from parallel.control.protocol.max_rounds import checked
+from parallel.control.protocol.reliable_messages import refuse_oversized
+from parallel.control.wire.frames import Codec, Frame
+
+IDLE_SLICE = 0.25  # an idle leader looks around this often, in seconds
+LAST_WORDS = 1.0  # seconds that a final message may take to leave
+
+
+class LeaderLink(Protocol):
+    """Connections to the ranks that a leader speaks to directly (uds_links.py, zeromq.py)."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    def broadcast(self, frame: bytes) -> int: ...
+    def send(self, rank: int, frame: bytes) -> None: ...
+    def receive(self, timeout: float = 0.0) -> list[tuple[int, bytes | FrameError | None]]: ...
+    def behind(self, number: int) -> tuple[int, ...]: ...
+    def process(self, rank: int) -> int | None: ...
+    def close(self) -> None: ...
+
+
+class FollowerLink(Protocol):
+    """The connection of a rank to its leader."""
+
+    def send(self, frame: bytes) -> None: ...
+    def receive(self, timeout: float) -> bytes | None: ...
+    def process(self) -> int | None: ...
+    def flush(self, timeout: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class Watch:
+    """A rank's connections on the watch channel, for the watchdog's thread: to its followers, to its leader, or both.
+
+    ``covers`` says which ranks a directly connected rank may speak for. ``explain`` makes a follower's DECISIONS frame
+    for a step, so that its watchdog can answer for an engine that hangs; ``requests`` (rank, frame) and ``answers``
+    carry such frames between the leader's engine and the leader's watchdog.
+
+    Whoever starts a watchdog on it sets ``taken`` and closes it; otherwise the plane does.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        rank: int,
+        down: LeaderLink | None = None,
+        up: FollowerLink | None = None,
+        leader: int = 0,
+        covers: Mapping[int, Collection[int]] | None = None,
+    ) -> None:
+        self.codec = codec
+        self.rank = rank
+        self.down = down
+        self.up = up
+        self.leader = leader
+        self.covers = covers or {}
+        self.taken = False
+        self.explain: Callable[[int], bytes] | None = None
+        self.requests: deque[tuple[int, bytes]] = deque()
+        self.answers: deque[Frame] = deque()
+
+    def close(self) -> None:
+        if self.down is not None:
+            self.down.close()
+        if self.up is not None:
+            self.up.close()
+
+    def close_unless_taken(self) -> None:
+        if not self.taken:
+            self.close()
+
+
+class ControlPlane(Protocol):
+    """What an engine needs of agreement, whatever carries it.
+
+    ``turns`` counts signs of life of the whole plane (turns, and keep-alives while idle): the watchdog reads it.
+    ``clock_offset_ns``: the leader's wall clock minus this rank's, as the handshake measured it. For reports only.
+    """
+
+    rank: int
+    world: int
+    horizon: int
+    turns: int
+    clock_offset_ns: int
+
+    @property
+    def stopped(self) -> bool:
+        """The agreed stop is in effect: take no further turn."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Something was submitted that is not in effect yet (leader only): go on taking turns, idle or not."""
+        ...
+
+    @property
+    def watch(self) -> Watch | None:
+        """Connections for the watchdog; None in a world of one."""
+        ...
+
+    def explain_with(self, recent: Recent) -> None:
+        """Where a report of a disagreement finds this rank's last decisions."""
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Tells the others of an exception (``abort``), and closes."""
+        ...
+
+    def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
+        """Begins turn ``step`` (0, 1, 2, ...): returns the payload that takes effect now, the same on every rank.
+
+        ``digest``: the rank's rolling digest at this point. ``payload``: the leader's new events, in effect
+        ``horizon`` turns later; followers pass nothing. Raises a ControlError when the ranks no longer agree.
+        """
+        ...
+
+    def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The elementwise maximum of all ranks' ``numbers``. All ranks call it, at most once, after ``exchange(step)``.
+
+        Each is at least 0 and below 2**63; ranks of one group must propose the same, and all ranks equally many:
+        Disagreement names the rank that does not. MissedDeadline names a rank that does not come.
+        """
+        ...
+
+    def tell(self, payload: bytes) -> None:
+        """Hands ``payload`` to the leader, in order and for certain, without waiting for anything.
+
+        Raises ValueError above MAX_PAYLOAD bytes (frames.py), and BufferError when the leader takes nothing any more.
+        """
+        ...
+
+    def told(self) -> list[tuple[int, bytes]]:
+        """What ranks told since the last call: (rank, payload), each rank's in its order. Empty but on the leader."""
+        ...
+
+    def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
+        """Called when there is nothing to run. The leader sleeps until ``ready(seconds)`` is true or a rank told
+        something; followers return.
+
+        ``ready`` waits up to that many seconds for new work (threading.Event.wait does). Returns whether to take a
+        turn now; False after ``timeout`` seconds, when the caller may still take one.
+        """
+        ...
+
+    def stop(self) -> None:
+        """The leader agrees on the end: ``stopped`` becomes true on all ranks, ``horizon`` turns after the next."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """This rank ends, and says why: the others raise Aborted with that reason. Does not raise; call it last."""
+        ...
+
+    def close(self) -> None:
+        """Closes everything. Without an agreed stop before it, the others raise Aborted.
+
+        After one the leader stays until every rank has begun its last turn; raises the ControlError of one that does
+        not get there.
+        """
+        ...
+
+
+class Closing:
+    """``with plane:`` tells the others of an exception, and closes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def abort(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class SingleRankControl(Closing):
+    """A world of one: agreement with oneself. ``horizon`` may be 0 here: events take effect in their own turn."""
+
+    rank = 0
+    world = 1
+    watch = None
+    clock_offset_ns = 0
+
+    def __init__(self, horizon: int = 0) -> None:
+        self.horizon = horizon
+        self.turns = 0
+        self.stopped = False
+        self._agreed = -1
+        self._told: list[tuple[int, bytes]] = []
+        self._coming: deque[tuple[bytes, bool]] = deque((b"", False) for _ in range(horizon))
+        self._stop = False
+
+    @property
+    def pending(self) -> bool:
+        return self._stop or any(payload or stop for payload, stop in self._coming)
+
+    def explain_with(self, recent: Recent) -> None:
+        pass  # nobody to disagree with
+
+    def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
+        if step != self.turns:
+            raise ValueError(f"control plane: turn {step} after turn {self.turns - 1}; turns are taken one by one")
+        if self.stopped:
+            raise ValueError(f"control plane: turn {step} after the agreed stop")
+        self.turns += 1
+        self._coming.append((payload, self._stop))
+        self._stop = False
+        effect, self.stopped = self._coming.popleft()
+        return effect
+
+    def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
+        if step != self.turns - 1 or step == self._agreed:
+            raise ValueError(
+                f"control plane: agree_max of step {step} in turn {self.turns - 1}, last of step {self._agreed}; "
+                "it is called at most once a turn, for that turn's step"
+            )
+        maximum = checked(numbers)
+        self._agreed = step
+        return maximum
+
+    def tell(self, payload: bytes) -> None:
+        refuse_oversized(payload)
+        self._told.append((0, payload))
+
+    def told(self) -> list[tuple[int, bytes]]:
+        told, self._told = self._told, []
+        return told
+
+    def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
+        if self.pending or self._told:
+            return True
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = IDLE_SLICE if until is None else min(IDLE_SLICE, until - time.monotonic())
+            if ready(max(left, 0.0)):
+                return True
+            if left <= 0.0:
+                return False
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def abort(self, reason: str) -> None:
+        self.stopped = True
+
+    def close(self) -> None:
+        self.stopped = True

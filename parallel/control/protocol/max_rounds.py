@@ -1,0 +1,114 @@
+"""The maximum that all ranks agree on in a step: what is proposed, whether it fits together, and what comes of it.
+
+Knows: which numbers may be proposed, what contradicts what, who is missing. Pure.
+Does not know: what the numbers mean (runtime/groups/step_sync.py), states (states.py), frames, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parallel.control.errors import Cause, FrameError, Verdict
+from parallel.control.protocol.divergence import odd_one
+from parallel.control.wire.frames import MOST, MOST_NUMBERS
+
+Proposed = tuple[int, ...]
+
+
+def checked(numbers: Sequence[int]) -> Proposed:
+    """``numbers`` as they are proposed. Raises ValueError for one below 0 or above MOST, and for too many."""
+    if len(numbers) > MOST_NUMBERS:
+        raise ValueError(f"control plane: {len(numbers)} numbers to agree on, the limit is {MOST_NUMBERS}")
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= MOST:
+        raise ValueError(f"control plane: {tuple(numbers)} cannot be agreed on: only numbers from 0 to {MOST} can")
+    return tuple(numbers)
+
+
+@dataclass(slots=True)
+class Round:
+    """The proposals for one step. ``by_group``: what the first rank of a group that spoke has proposed.
+
+    ``contradicted``: since when, in seconds, they are known not to fit together.
+    """
+
+    by_rank: dict[int, Proposed] = field(default_factory=dict)
+    by_group: dict[int, Proposed] = field(default_factory=dict)
+    contradicted: float | None = None
+
+
+class Proposals:
+    """The leader's view of all ranks' proposals, for as many steps as ranks are ahead. Groups are runs of ``size``."""
+
+    def __init__(self, world: int, size: int) -> None:
+        self.world = world
+        self.size = size
+        self._rounds: dict[int, Round] = {}
+
+    def add(self, rank: int, step: int, numbers: Proposed, now: float) -> None:
+        """Notes a proposal. It may come again; raises FrameError when it is another one then."""
+        found = self._rounds.get(step)
+        if found is None:
+            found = self._rounds[step] = Round()
+        if found.by_rank.setdefault(rank, numbers) != numbers:
+            raise FrameError("step", f"rank {rank} proposes {numbers} at step {step}, and {found.by_rank[rank]} before")
+        of_group = found.by_group.setdefault(rank // self.size, numbers)
+        of_anybody = next(iter(found.by_group.values()))
+        if found.contradicted is None and (numbers != of_group or len(numbers) != len(of_anybody)):
+            found.contradicted = now
+
+    def maximum(self, step: int) -> Proposed | None:
+        """The elementwise maximum, which ends this round; None until all ranks have proposed what fits together."""
+        found = self._rounds[step]
+        if len(found.by_rank) < self.world or found.contradicted is not None:
+            return None
+        del self._rounds[step]
+        return tuple(map(max, zip(*found.by_group.values(), strict=True)))
+
+    def missing(self, step: int) -> tuple[int, ...]:
+        """The ranks that have not proposed for ``step``."""
+        found = self._rounds[step].by_rank
+        return tuple(rank for rank in range(self.world) if rank not in found)
+
+    def left_open(self, step: int) -> tuple[int, int]:
+        """Who proposed for the earliest step for which there is no maximum, and that step; (-1, step) for nobody."""
+        if not self._rounds:
+            return -1, step
+        earliest = min(self._rounds)
+        return next(iter(self._rounds[earliest].by_rank)), earliest
+
+    def contradiction(self, now: float, patience: float) -> Verdict | None:
+        """What does not fit together, once all who matter have spoken or ``patience`` seconds after it was seen."""
+        for step, found in self._rounds.items():
+            if found.contradicted is not None:
+                return self._verdict(step, found, patient=now - found.contradicted < patience)
+        return None
+
+    def _verdict(self, step: int, found: Round, patient: bool) -> Verdict | None:
+        for number in sorted(found.by_group):
+            ranks = range(number * self.size, (number + 1) * self.size)
+            said = {rank: found.by_rank[rank] for rank in ranks if rank in found.by_rank}
+            if len(set(said.values())) > 1:
+                who = "ranks" if self.size == self.world else f"ranks of group {number}"
+                culprit = odd_one(next(iter(said)), said, self.size)
+                return None if patient and len(said) < self.size else _disagree(who, step, culprit, said)
+        groups = self.world // self.size
+        spoke = {rank // self.size: rank for rank in sorted(found.by_rank, reverse=True)}
+        said = {spoke[number]: found.by_rank[spoke[number]] for number in sorted(spoke)}
+        culprit = odd_one(next(iter(said)), {rank: len(numbers) for rank, numbers in said.items()}, groups)
+        return None if patient and len(said) < groups else _disagree("ranks", step, culprit, said)
+
+
+def _disagree(who: str, step: int, culprit: int, said: dict[int, Proposed]) -> Verdict:
+    proposed = ", ".join(f"rank {rank} proposes {numbers}" for rank, numbers in said.items())
+    text = f"{who} disagree on the numbers of step {step}: {proposed}. Rank {culprit} is the odd one"
+    return Verdict(Cause.DISAGREEMENT, culprit, step, text)
+
+
+def one_sided(proposes: int, other: int, culprit: int, step: int) -> Verdict:
+    """A rank proposes numbers for a step in which another one went on without."""
+    text = (
+        f"ranks disagree at step {step}: rank {proposes} proposes numbers for it, rank {other} goes on to step "
+        f"{step + 1} without. Rank {culprit} is the odd one"
+    )
+    return Verdict(Cause.DISAGREEMENT, culprit, step, text)

@@ -1,0 +1,292 @@
+"""The agreement: its rules, and the states of a leader and of a follower as two tables.
+
+Knows: which input is legal in which state, what follows, and the time limits.
+Does not know: what the machines do then (leader.py, follower.py: pure, no sockets, no clock, no threads), how frames
+travel (control/interface.py, uds.py, zeromq.py), what the events in a payload mean.
+
+Rules
+ 1. A *turn* is one pass of the engine's loop. Turns are numbered 0, 1, 2, ... by ``step``; every rank takes each once.
+ 2. What the leader submits in turn N takes effect in turn N + L on every rank (L is the horizon). The leader sends it
+    in the record of step N; a follower needs that record only in turn N + L, so it normally lies there already.
+ 3. The digest of step N is the rolling digest a rank has when it begins turn N: after plan(N-1), before any event of
+    turn N. The leader's travels in record N, a follower's in its acknowledgement of step N.
+ 4. A follower compares when it takes a record; the leader compares when it reads an acknowledgement (or, if the
+    follower is ahead, when it gets there itself). Whoever sees a difference first, the leader asks for the follower's
+    last decisions, lets every rank speak for a moment, and ends the job with one verdict that all ranks raise.
+ 5. Stopping is agreed like an event: a record with the STOP flag, in effect L turns later.
+ 6. Frames may come late, twice, out of order or not at all: a record is taken once, in its turn, or not at all.
+    A follower that misses one asks again; the leader keeps what some rank may still need.
+ 7. Ranks form groups, runs of consecutive ranks. Those of one group make the same plans and have the same digest: it is
+    compared within the group, with the group's *reference*: the leader, or the group's first rank.
+ 8. After its turn began, and at most once a turn, all ranks may agree on the elementwise maximum of numbers. Everybody
+    proposes, the leader answers when it has heard all. What ranks propose must fit: equally many numbers, the same
+    ones within a group, in the same step. The answer to a step is the same however often it is asked for.
+ 9. What a rank tells the leader is numbered and kept until the leader's engine has taken it.
+10. Time only ends things: a rank that is silent for ``deadline`` seconds ends the job by name. Times are the local
+    clock of the rank, passed in; only differences are used, so clocks may disagree by any amount.
+
+Everything that changes a state goes through the two tables below. An input that the table has no entry for raises
+IllegalInput, which names state and input, and nothing has changed. docs/draw_control.py draws the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, TypeVar
+
+from parallel.control.errors import IllegalInput
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """All times of the control plane, in seconds.
+
+    ``deadline``: longest silence of a live rank. ``resend``: a follower asks again for a missing record this often.
+    ``dispute``: how long the leader waits for the other side's decisions. ``spin``: how long a receive polls before it
+    sleeps; spinning is quickest but keeps a core busy. ``start``: the handshake, which waits for the slowest import,
+    and then each rank's first turn, which waits for the slowest model load.
+    """
+
+    deadline: float = 30.0
+    resend: float = 1.0
+    dispute: float = 2.0
+    spin: float = 50e-6
+    start: float = 120.0
+
+    @property
+    def keepalive(self) -> float:
+        """How often an idle leader says that it is there."""
+        return self.deadline / 4
+
+
+class LeaderState(StrEnum):
+    RUNNING = "running"
+    AGREEING = "agreeing"  # waiting for all ranks' numbers
+    DISPUTED = "disputed"  # digests differ; waiting for what the ranks have to say
+    STOPPED = "stopped"  # the agreed stop is in effect
+    FINISHING = "finishing"  # agreeing, in the last turn
+    ENDED = "ended"  # there is a verdict
+
+
+class LeaderInput(StrEnum):
+    TURN = "turn"  # the engine begins a turn
+    STOP_TURN = "stop turn"  # ... in which a stop takes effect
+    SUBMIT_STOP = "submit stop"
+    SAME = "same"  # a rank acknowledged a step with our digest (or one we have not reached)
+    DIFFERS = "differs"  # ... with another digest
+    RESEND = "resend"
+    PROPOSE = "propose"  # this rank has its numbers
+    PROPOSED = "proposed"  # a rank sent its numbers
+    AGREED = "agreed"  # all numbers are here
+    CONTRADICTS = "contradicts"  # they do not fit together
+    EXPLAINED = "explained"  # a rank told its decisions
+    SETTLED = "settled"  # the dispute has its verdict
+    LEFT = "left"  # a rank closed its connection after the agreed stop took effect for it
+    LOST = "lost"  # a rank closed it before
+    LATE = "late"  # a rank's deadline passed
+    END = "end"  # a rank says that it ends, or sent what is no frame
+    LEAVE = "leave"  # this rank ends
+
+
+_L, _LI = LeaderState, LeaderInput
+LEADER_TABLE: Final[Mapping[LeaderState, Mapping[LeaderInput, LeaderState]]] = {
+    _L.RUNNING: {
+        _LI.TURN: _L.RUNNING,
+        _LI.STOP_TURN: _L.STOPPED,
+        _LI.SUBMIT_STOP: _L.RUNNING,
+        _LI.SAME: _L.RUNNING,
+        _LI.DIFFERS: _L.DISPUTED,
+        _LI.RESEND: _L.RUNNING,
+        _LI.PROPOSE: _L.AGREEING,
+        _LI.PROPOSED: _L.RUNNING,
+        _LI.CONTRADICTS: _L.ENDED,
+        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.LEFT: _L.RUNNING,
+        _LI.LOST: _L.ENDED,
+        _LI.LATE: _L.ENDED,
+        _LI.END: _L.ENDED,
+        _LI.LEAVE: _L.ENDED,
+    },
+    _L.AGREEING: {
+        _LI.SUBMIT_STOP: _L.AGREEING,
+        _LI.SAME: _L.AGREEING,
+        _LI.DIFFERS: _L.DISPUTED,
+        _LI.RESEND: _L.AGREEING,
+        _LI.PROPOSED: _L.AGREEING,
+        _LI.AGREED: _L.RUNNING,
+        _LI.CONTRADICTS: _L.ENDED,
+        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.LOST: _L.ENDED,
+        _LI.LATE: _L.ENDED,
+        _LI.END: _L.ENDED,
+        _LI.LEAVE: _L.ENDED,
+    },
+    _L.DISPUTED: {
+        _LI.SAME: _L.DISPUTED,
+        _LI.DIFFERS: _L.DISPUTED,
+        _LI.RESEND: _L.DISPUTED,
+        _LI.PROPOSED: _L.DISPUTED,
+        _LI.CONTRADICTS: _L.DISPUTED,
+        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.SETTLED: _L.ENDED,
+        _LI.LEFT: _L.DISPUTED,
+        _LI.LOST: _L.DISPUTED,  # the rank in dispute may have given up already; the verdict still comes
+        _LI.END: _L.DISPUTED,
+        _LI.LEAVE: _L.ENDED,
+    },
+    _L.STOPPED: {
+        _LI.SAME: _L.STOPPED,
+        _LI.DIFFERS: _L.DISPUTED,
+        _LI.RESEND: _L.STOPPED,
+        _LI.PROPOSE: _L.FINISHING,
+        _LI.PROPOSED: _L.STOPPED,
+        _LI.CONTRADICTS: _L.ENDED,
+        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.LEFT: _L.STOPPED,
+        _LI.LOST: _L.ENDED,
+        _LI.LATE: _L.ENDED,
+        _LI.END: _L.ENDED,
+        _LI.LEAVE: _L.STOPPED,
+    },
+    _L.FINISHING: {
+        _LI.SAME: _L.FINISHING,
+        _LI.DIFFERS: _L.DISPUTED,
+        _LI.RESEND: _L.FINISHING,
+        _LI.PROPOSED: _L.FINISHING,
+        _LI.AGREED: _L.STOPPED,
+        _LI.CONTRADICTS: _L.ENDED,
+        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.LOST: _L.ENDED,
+        _LI.LATE: _L.ENDED,
+        _LI.END: _L.ENDED,
+        _LI.LEAVE: _L.ENDED,
+    },
+    _L.ENDED: {
+        _LI.SAME: _L.ENDED,
+        _LI.DIFFERS: _L.ENDED,
+        _LI.RESEND: _L.ENDED,
+        _LI.PROPOSED: _L.ENDED,
+        _LI.CONTRADICTS: _L.ENDED,
+        _LI.EXPLAINED: _L.ENDED,
+        _LI.LEFT: _L.ENDED,
+        _LI.LOST: _L.ENDED,
+        _LI.LATE: _L.ENDED,
+        _LI.END: _L.ENDED,
+        _LI.LEAVE: _L.ENDED,
+    },
+}
+
+
+class FollowerState(StrEnum):
+    PLANNING = "planning"  # between turns
+    WAITING = "waiting"  # in a turn whose record is not here
+    AGREEING = "agreeing"  # in a turn whose maximum is not here
+    DISPUTED = "disputed"  # our digest differs; waiting for the leader's verdict
+    STOPPED = "stopped"
+    FINISHING = "finishing"  # agreeing, in the last turn
+    ENDED = "ended"
+
+
+class FollowerInput(StrEnum):
+    TURN = "turn"  # the engine begins a turn
+    RECORD = "record"  # one arrived and lies in store
+    ALIVE = "alive"  # the leader is there and has nothing to run
+    EFFECT = "effect"  # the turn's record is here: its events take effect
+    STOP_EFFECT = "stop effect"  # ... and it is the last
+    DIFFERS = "differs"  # the record's digest is not ours
+    PROPOSE = "propose"  # this rank has its numbers
+    AGREED = "agreed"  # the maximum of all ranks' is here
+    EXPLAIN = "explain"  # the leader asks for our decisions
+    VERDICT = "verdict"  # the leader ends the job
+    LOST = "lost"  # the leader's connection closed
+    LATE = "late"  # the leader's deadline passed
+    LEAVE = "leave"  # this rank ends
+
+
+_F, _FI = FollowerState, FollowerInput
+FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerState]]] = {
+    _F.PLANNING: {
+        _FI.TURN: _F.WAITING,
+        _FI.PROPOSE: _F.AGREEING,
+        _FI.RECORD: _F.PLANNING,
+        _FI.ALIVE: _F.PLANNING,
+        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.ENDED,
+        _FI.LEAVE: _F.ENDED,
+    },
+    _F.WAITING: {
+        _FI.RECORD: _F.WAITING,
+        _FI.ALIVE: _F.WAITING,
+        _FI.EFFECT: _F.PLANNING,
+        _FI.STOP_EFFECT: _F.STOPPED,
+        _FI.DIFFERS: _F.DISPUTED,
+        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.ENDED,
+        _FI.LATE: _F.ENDED,
+        _FI.LEAVE: _F.ENDED,
+    },
+    _F.AGREEING: {
+        _FI.RECORD: _F.AGREEING,
+        _FI.ALIVE: _F.AGREEING,
+        _FI.AGREED: _F.PLANNING,
+        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.ENDED,
+        _FI.LATE: _F.ENDED,
+        _FI.LEAVE: _F.ENDED,
+    },
+    _F.DISPUTED: {
+        _FI.RECORD: _F.DISPUTED,
+        _FI.ALIVE: _F.DISPUTED,
+        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.ENDED,
+        _FI.LATE: _F.ENDED,
+        _FI.LEAVE: _F.ENDED,
+    },
+    _F.STOPPED: {
+        _FI.PROPOSE: _F.FINISHING,
+        _FI.RECORD: _F.STOPPED,
+        _FI.ALIVE: _F.STOPPED,
+        _FI.EXPLAIN: _F.STOPPED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.STOPPED,
+        _FI.LEAVE: _F.STOPPED,
+    },
+    _F.FINISHING: {
+        _FI.RECORD: _F.FINISHING,
+        _FI.ALIVE: _F.FINISHING,
+        _FI.AGREED: _F.STOPPED,
+        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.ENDED,
+        _FI.LATE: _F.ENDED,
+        _FI.LEAVE: _F.ENDED,
+    },
+    _F.ENDED: {
+        _FI.RECORD: _F.ENDED,
+        _FI.ALIVE: _F.ENDED,
+        _FI.EXPLAIN: _F.ENDED,
+        _FI.VERDICT: _F.ENDED,
+        _FI.LOST: _F.ENDED,
+        _FI.LEAVE: _F.ENDED,
+    },
+}
+
+_State = TypeVar("_State", bound=StrEnum)
+_Input = TypeVar("_Input", bound=StrEnum)
+
+
+def following(table: Mapping[_State, Mapping[_Input, _State]], state: _State, given: _Input) -> _State:
+    """The state after ``given``; raises IllegalInput, naming both and what would have been legal."""
+    after = table[state].get(given)
+    if after is None:
+        legal = ", ".join(table[state])
+        raise IllegalInput(
+            f"{type(state).__name__} {state.value!r} does not take input {given.value!r}; it takes: {legal}"
+        )
+    return after

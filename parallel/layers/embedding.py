@@ -1,0 +1,76 @@
+"""The vocabulary split over a tensor-parallel group: token embedding, output head, and the gather of logits.
+
+Knows: which token ids a rank holds and what happens to the padding rows.
+Does not know: models, sampling, or who asks for gathered or local logits.
+Shape letters: T tokens, R rows that need logits, N hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.comm.collectives import Collectives
+from parallel.layers.shard import Placement, Shard, ShardedModule, VocabShard, along_rows
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if there are several."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement):
+        super().__init__()
+        self.placement = placement
+        self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
+        self.weight = _vocab_parameter(self.vocab, hidden_size, placement)
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        if self.vocab.size == 1:
+            return F.embedding(token_ids_T, self.weight)
+        local_T = token_ids_T - self.vocab.start
+        foreign_T = (local_T < 0) | (local_T >= self.vocab.rows)
+        x_TN = F.embedding(local_T.masked_fill(foreign_T, 0), self.weight)
+        return self.placement.collectives.all_reduce(x_TN.masked_fill(foreign_T.unsqueeze(-1), 0.0))
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": along_rows(self.weight[: self.vocab.rows], self.vocab.vocab_size, self.vocab.start)}
+
+
+class LMHead(ShardedModule):
+    """Logits of this rank's token ids, [R, N] -> [R, V_local]; padding logits are -inf; no communication.
+
+    ``tied_to`` shares the parameter of an embedding; the head then has no checkpoint tensor of its own.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, placement: Placement, tied_to: VocabParallelEmbedding | None = None
+    ) -> None:
+        super().__init__()
+        self.placement = placement
+        self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
+        self.tied = tied_to is not None
+        self.weight = tied_to.weight if tied_to else _vocab_parameter(self.vocab, hidden_size, placement)
+
+    def forward(self, hidden_RN: Tensor) -> Tensor:
+        logits_RV = self.placement.kernels.linear(hidden_RN, self.weight)
+        if self.vocab.rows < self.vocab.width:
+            logits_RV[:, self.vocab.rows :] = float("-inf")
+        return logits_RV
+
+    def shards(self) -> dict[str, Shard]:
+        if self.tied:
+            return {}
+        return {"weight": along_rows(self.weight[: self.vocab.rows], self.vocab.vocab_size, self.vocab.start)}
+
+
+def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
+    """Every rank's local logits [R, V_local] -> [R, V] in token-id order on every rank, padding cut off."""
+    return collectives.all_gather(local_RV)[..., :vocab_size]
+
+
+def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: Placement) -> nn.Parameter:
+    """[width, N] with the padding rows zero: they are multiplied like the others, so they must be finite."""
+    parameter = placement.parameter(vocab.width, hidden_size)
+    with torch.no_grad():
+        parameter[vocab.rows :].zero_()
+    return parameter

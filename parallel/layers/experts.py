@@ -1,0 +1,180 @@
+"""The experts of a sparse layer split over a group: whole experts a rank (expert parallelism), or a share of each.
+
+Knows: which experts a rank holds, how much of each, and the checkpoint tensors they come from, in either of two forms.
+Does not know: routing, how an expert is computed (models/kernels), or what an order is made from (expert_balance.py).
+Shape letters: E experts of the layer, G those on this rank, N hidden size, I this rank's intermediate features.
+
+Every rank of the group has the same tokens and the same routing, computes the terms of what it holds, and one
+all-reduce makes the sum: the same communication either way. Whole experts keep their products wide, but a batch may ask
+one rank for more of them than another; shares are always balanced, and narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parallel.comm.collectives import Unsummed
+from parallel.comm.ep_exchange import TokenExchange
+from parallel.layers.shard import Placement, ScatteredShard, Shard, ShardedModule, divisors, even_share, whole
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSplit:
+    """How the experts of a model lie on a group. ``whole``: each rank has whole experts; otherwise a share of each.
+
+    ``orders``: layer number -> all expert ids of that layer, the first rank's first. Layers that are not listed have
+    0, 1, 2, ... Only whole experts have an order. ``exchange``: several such groups, with tokens of their own, share
+    the experts, which then are whole and lie on the ranks of all groups, the first group's ranks first.
+    """
+
+    whole: bool = False
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    exchange: TokenExchange | None = None
+
+    def __post_init__(self) -> None:
+        if self.exchange is not None and not self.whole:
+            raise ValueError("groups that share experts have whole ones: type --expert-parallel")
+        if self.orders and not self.whole:
+            raise ValueError(
+                "an expert map says which rank has which expert, but every rank has a share of each: "
+                "type --expert-parallel, or leave out --expert-map"
+            )
+
+
+class Router(ShardedModule):
+    """The matrix [E, N] that scores experts; every rank holds it in full, so that all route alike."""
+
+    def __init__(self, experts: int, hidden: int, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.parameter(experts, hidden)
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": whole(self.weight)}
+
+
+class ExpertWeights(ShardedModule):
+    """This rank's experts: ``gate_up`` [G, 2I, N] with gate's rows first, ``down`` [G, N, I].
+
+    ``local_E`` int32 is each expert's number among the G, -1 for those that other ranks hold. ``layer`` is the number
+    of the layer they serve. Raises ValueError where the experts, or their features, cannot be split evenly.
+    """
+
+    local_E: Tensor
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        placement: Placement,
+        *,
+        layer: int,
+        split: ExpertSplit,
+    ) -> None:
+        super().__init__()
+        self.placement = placement
+        self.exchange = split.exchange
+        self.experts = experts
+        self.intermediate = intermediate
+        self.held = tuple(range(experts))
+        self.share = intermediate
+        self.start = 0  # of this rank's features in an expert's
+        if split.whole:
+            before, groups = (split.exchange.index, split.exchange.groups) if split.exchange is not None else (0, 1)
+            rank, size = before * placement.size + placement.rank, groups * placement.size
+            self.held = held_experts(experts, rank, size, split.orders.get(layer))
+        else:
+            self.share = even_share("intermediate features of an expert", intermediate, placement.size)
+            self.start = placement.rank * self.share
+        self.gate_up = placement.parameter(len(self.held), 2 * self.share, hidden)
+        self.down = placement.parameter(len(self.held), hidden, self.share)
+        number = {expert: local for local, expert in enumerate(self.held)}
+        local = torch.tensor([number.get(expert, -1) for expert in range(experts)], dtype=torch.int32)
+        self.register_buffer("local_E", local, persistent=False)
+
+    def gather(self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All groups' tokens and choices, each group's padded to ``rows`` with tokens of no choice. One gather.
+
+        ``ids_TC`` are numbers among all experts, -1 for none; the last result has this rank's own numbers, or -1.
+        """
+        if self.exchange is None:
+            raise RuntimeError("there is nobody to gather from")
+        return self.exchange.gather_choices(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
+
+    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | Unsummed:
+        """This group's ``tokens`` of the sum of all ranks' terms. One scatter-sum, and one all-reduce in the group."""
+        if self.exchange is None:
+            raise RuntimeError("there is nobody to combine with")
+        return self.combine(self.exchange.scatter_sum(partial_YN)[:tokens])
+
+    def combine(self, partial_TN: Tensor) -> Tensor | Unsummed:
+        """The sum of the terms of the group's ranks, the same on each of them. One all-reduce, as in RowParallel."""
+        return self.placement.collectives.sum_before_norm(partial_TN)
+
+    def shards(self) -> dict[str, Shard]:
+        """Three matrices an expert. Those of another rank's experts are there too, with nothing to copy."""
+        found: dict[str, Shard] = {}
+        number = {expert: local for local, expert in enumerate(self.held)}
+        for expert in range(self.experts):
+            local = number.get(expert)
+            gate_up, down = (self.gate_up[local], self.down[local]) if local is not None else (None, None)
+            found[f"{expert}.gate.weight"] = self._rows(None if gate_up is None else gate_up[: self.share])
+            found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[self.share :])
+            found[f"{expert}.down.weight"] = self._columns(down)
+        return found
+
+    def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
+        """As three matrices an expert, or as transformers 5 fuses them: [E, 2 * all I, N] and [E, N, all I]."""
+        return self.shards(), self._fused()
+
+    def _fused(self) -> dict[str, ScatteredShard]:
+        """Of the fused tensors only the held experts are read, one at a time."""
+        hidden, share, total = self.down.shape[1], self.share, self.intermediate
+        gate_up, down = [], []
+        for local, expert in enumerate(self.held):
+            here, held = slice(expert, expert + 1), slice(local, local + 1)
+            for half in (0, 1):
+                rows = slice(half * total + self.start, half * total + self.start + share)
+                target = self.gate_up[held, half * share : (half + 1) * share]
+                gate_up.append(Shard((self.experts, 2 * total, hidden), (here, rows, slice(0, hidden)), target))
+            columns = slice(self.start, self.start + share)
+            ranges = (here, slice(0, hidden), columns)
+            down.append(Shard((self.experts, hidden, total), ranges, self.down[held]))
+        return {"gate_up_proj": ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down))}
+
+    def _rows(self, target: Tensor | None) -> Shard:
+        """Of gate or up, [all I, N]."""
+        hidden = self.down.shape[1]
+        if target is None:
+            return Shard((self.intermediate, hidden), (slice(0, 0), slice(0, hidden)), self.gate_up[0, :0])
+        rows = slice(self.start, self.start + self.share)
+        return Shard((self.intermediate, hidden), (rows, slice(0, hidden)), target)
+
+    def _columns(self, target: Tensor | None) -> Shard:
+        """Of down, [N, all I]."""
+        hidden = self.down.shape[1]
+        if target is None:
+            return Shard((hidden, self.intermediate), (slice(0, 0), slice(0, self.share)), self.down[0, :0])
+        columns = slice(self.start, self.start + self.share)
+        return Shard((hidden, self.intermediate), (slice(0, hidden), columns), target)
+
+
+def held_experts(experts: int, rank: int, size: int, order: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The ids of the whole experts of one rank: its even part of ``order`` (default 0, 1, 2, ...).
+
+    Raises ValueError where the ranks do not divide the experts, or ``order`` does not list each of them once.
+    """
+    if experts % size:
+        raise ValueError(
+            f"{experts} experts cannot be split evenly over {size} expert-parallel ranks; use a tensor-parallel size "
+            f"out of {divisors(experts)}, or leave out --expert-parallel to give every rank a share of each expert"
+        )
+    order = order if order is not None else tuple(range(experts))
+    if sorted(order) != list(range(experts)):
+        raise ValueError(f"an expert order must list each of {experts} experts once, but lists {len(order)}: {order}")
+    count = experts // size
+    return tuple(order[rank * count : (rank + 1) * count])

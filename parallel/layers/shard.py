@@ -1,0 +1,214 @@
+"""Shard arithmetic: which piece of a checkpoint tensor a tensor-parallel rank holds, and how it gets there.
+
+Knows: even splits, head replication, vocabulary padding, and the copy of one piece into one parameter.
+Does not know: files (models/weights.py), checkpoint names (the table beside each model) or matrix products (linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel.comm.collectives import Collectives
+from parallel.comm.peer_buffers import Places
+
+
+class Sliceable(Protocol):
+    """A whole checkpoint tensor of which pieces can be read: a torch tensor, or a safetensors slice."""
+
+    def __getitem__(self, ranges: tuple[slice, ...], /) -> Tensor: ...
+
+
+class LinearKernel(Protocol):
+    """What parallel layers need from a set of kernels."""
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x @ weight^T (+ bias), [T, O]."""
+        ...
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What every parallel layer is built with: its group, its matrix product and the dtype of its parameters.
+
+    The device is torch's default device at construction (``with torch.device(device): ...``).
+    """
+
+    collectives: Collectives
+    kernels: LinearKernel
+    dtype: torch.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.rank
+
+    @property
+    def size(self) -> int:
+        return self.collectives.size
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter without gradient on the default device."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """``target`` (a view of a parameter) holds ``full[ranges]``, where ``full`` is one tensor of the checkpoint.
+
+    ``centre`` is the mean of dummy weights: 1 for norms, 0 elsewhere.
+    """
+
+    full_shape: tuple[int, ...]
+    ranges: tuple[slice, ...]
+    target: Tensor
+    centre: float = 0.0
+
+    def load(self, full: Sliceable) -> None:
+        """Read this rank's piece only and copy it, converting the dtype if needed."""
+        if self.target.numel():
+            self.target.copy_(full[self.ranges])
+
+    @property
+    def pieces(self) -> tuple[Shard, ...]:
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredShard:
+    """What a rank holds of one checkpoint tensor where that is several pieces (at least one), each with its target."""
+
+    pieces: tuple[Shard, ...]
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.pieces[0].full_shape
+
+    def load(self, full: Sliceable) -> None:
+        """Read and copy piece after piece."""
+        for piece in self.pieces:
+            piece.load(full)
+
+
+class ShardedModule(nn.Module):
+    """A module that owns parameters and says which checkpoint tensors fill them."""
+
+    def shards(self) -> dict[str, Shard]:
+        """Part name (``weight``, ``q.bias``, ...) -> shard. Together they cover every parameter exactly once."""
+        raise NotImplementedError
+
+    def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
+        """The sets of checkpoint tensors that may fill the module, each alone; the first is ``shards``."""
+        return (self.shards(),)
+
+
+def whole(parameter: Tensor, centre: float = 0.0) -> Shard:
+    """The shard of a tensor that every rank holds in full."""
+    return Shard(tuple(parameter.shape), tuple(slice(0, n) for n in parameter.shape), parameter, centre)
+
+
+def along_rows(parameter_view: Tensor, total: int, start: int) -> Shard:
+    """The shard [start, start + rows) of a tensor with ``total`` rows (dim 0); other dims are whole."""
+    rows, *rest = parameter_view.shape
+    return Shard((total, *rest), (slice(start, start + rows), *(slice(0, n) for n in rest)), parameter_view)
+
+
+def divisors(number: int) -> list[int]:
+    """Every size that splits ``number`` evenly, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def even_share(what: str, total: int, size: int) -> int:
+    """``total / size``, or ValueError naming the sizes that divide ``total``."""
+    if total % size:
+        raise ValueError(
+            f"{total} {what} cannot be split evenly over {size} tensor-parallel ranks; "
+            f"use a tensor-parallel size out of {divisors(total)}"
+        )
+    return total // size
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """The query and key/value heads of one rank (grouped-query attention, Ainslie et al. 2023).
+
+    With more ranks than key/value heads each of these is replicated on ``size / kv_heads`` neighbouring ranks, which
+    hold the query heads of its group between them.
+    """
+
+    heads: int
+    kv_heads: int
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        legal = self.legal_sizes(self.heads, self.kv_heads)
+        if self.size not in legal:
+            raise ValueError(
+                f"{self.heads} query heads and {self.kv_heads} key/value heads cannot be split evenly over {self.size} "
+                f"tensor-parallel ranks; use a tensor-parallel size out of {legal}"
+            )
+
+    @staticmethod
+    def legal_sizes(heads: int, kv_heads: int) -> list[int]:
+        """Group sizes that split the query heads evenly and either split or replicate the key/value heads."""
+        return [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+
+    @property
+    def local_heads(self) -> int:
+        return self.heads // self.size
+
+    @property
+    def local_kv_heads(self) -> int:
+        return max(1, self.kv_heads // self.size)
+
+    @property
+    def first_head(self) -> int:
+        return self.rank * self.local_heads
+
+    @property
+    def first_kv_head(self) -> int:
+        return self.rank * self.kv_heads // self.size
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The token ids [start, end) of one rank.
+
+    Every rank's shard has ``width`` rows, of which those past the vocabulary are padding; shards concatenated in rank
+    order give the padded vocabulary, in which token id = row.
+    """
+
+    vocab_size: int
+    rank: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        return -(-self.vocab_size // self.size)
+
+    @property
+    def padded_size(self) -> int:
+        return self.width * self.size
+
+    @property
+    def start(self) -> int:
+        return min(self.rank * self.width, self.vocab_size)
+
+    @property
+    def end(self) -> int:
+        return min(self.start + self.width, self.vocab_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows of this shard that are real tokens."""
+        return self.end - self.start

@@ -1,0 +1,205 @@
+"""From options to an engine that is ready for its first request: load, size, warm up.
+
+Knows: which part needs what, and in which order. Does not know: argv, the environment, other ranks' addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from models.config import DTYPES, ModelConfig
+from models.expert_load import start_counting
+from models.kernels.select import select_kernels
+from models.weights import Progress, load_model
+from parallel.comm.collectives import Collectives
+from parallel.comm.ep_exchange import TokenExchange
+from parallel.control.interface import ControlPlane
+from runtime.config import ConfigError, EngineConfig
+from runtime.engine import Engine, ServedModel
+from runtime.execute.device.protocol import open_device
+from runtime.execute.executor import Executor, ExecutorLimits
+from runtime.execute.landing import StepTiming
+from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.step.prefill_graphs import prefill_buckets
+from runtime.gc_freeze import freeze_heap
+from runtime.groups.expert_placement import expert_split, load_report
+from runtime.groups.load_balancer import Assignment
+from runtime.groups.request_router import Dealer
+from runtime.groups.step_sync import Groups, exchange_ladder
+from runtime.observe.observer import StepObserver
+from runtime.observe.ranges import around, open_ranges
+from runtime.observe.timeline import Timeline
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.watchdog.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+CAPTURE_SECONDS = 300.0  # patience with a variant that is captured late: its kernels may have to be compiled
+WARM_VARIANTS = {
+    "greedy": SamplingFeatures(),
+    "random": SamplingFeatures(random=True),
+    "filtered": SamplingFeatures(random=True, filters=True),
+    "penalised": SamplingFeatures(random=True, filters=True, penalties=True),
+}
+SLOTS_PER_ROW = 2  # successors are seated while the last tokens of those before them are in flight
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    control: ControlPlane,
+    collectives: Collectives,
+    agree_min: Callable[[int], int],
+    device: str,
+    exchange: TokenExchange | None = None,
+    share: Callable[[Callable[[], str]], str] | None = None,
+    kernel_cache: Path | None = None,
+    progress: Progress | None = None,
+    on_timing: Callable[[StepTiming], None] | None = None,
+    watchdog: Watchdog | None = None,
+) -> Engine:
+    """Load this rank's share of the model, size its memory, capture its graphs.
+
+    ``collectives``: of this rank's tensor-parallel group. ``exchange``: with the other groups, where
+    ``config.data_parallel`` is more than 1. ``agree_min`` gives the least of a number over all ranks, ``share(make)``
+    what ``make()`` returned on rank 0: with it, kernels are chosen by measurement, and ``kernel_cache`` remembers them.
+    ``device`` is ``cpu`` or ``cuda:N``. ``on_timing`` gets each step's device times, from the landing worker. Raises
+    ConfigError, models.config.ModelConfigError, models.weights.WeightsError or kv_pool.KvMemoryError, each saying what
+    to change.
+    """
+    model_config = ModelConfig.from_folder(Path(config.model))
+    served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
+    dtype = _dtype(config, model_config)
+    split = expert_split(config, model_config, agree_min, exchange)
+    ranges = open_ranges(config.nvtx)
+    timeline = None
+    if config.timeline is not None:
+        offset_ns = control.clock_offset_ns
+        timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
+    observe = StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
+    opened = open_device(device)
+    began = time.perf_counter()
+    try:
+        model = load_model(
+            model_config,
+            config.model,
+            load_format=config.load_format,
+            dtype=dtype,
+            device=opened.torch_device,
+            collectives=collectives,
+            kernels=select_kernels(torch.device(device), dtype, model_config.head_dim, config.prefill_attention),
+            experts=split,
+            seed=config.seed,
+            progress=progress,
+        )
+        if config.expert_load is not None:
+            start_counting(model)
+        loaded = time.perf_counter()
+        log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
+        executor = Executor(
+            opened,
+            model,
+            _limits(config, served, agree_min, share, kernel_cache, exchange),
+            on_timing=observe.on_timing if observe.timed else None,
+            stage_range=around(ranges, "stage"),
+        )
+        log.info(
+            "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",
+            executor.graphs.counters.captured + executor.prefill_graphs.captured,
+            time.perf_counter() - loaded,
+        )
+    except BaseException:
+        opened.close()
+        raise
+    scheduler = Scheduler(_schedule(config, served, executor))
+    if watchdog is not None:
+        watchdog.attend(scheduler.digest, observe.recent)
+        executor.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
+    at_end = load_report(config, model, split)
+    groups, dealer = _groups(config, control, exchange)
+    thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
+    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, dealer, thaw)
+
+
+def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    """ "auto" is the checkpoint's dtype on a GPU, and float32 on a CPU, where it is both exact and faster."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if config.device == "cpu" else model.dtype
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len or model.max_length
+    if wanted > model.max_length:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the positions of {config.model} end at {model.max_length}: type "
+            f"--max-model-len {model.max_length}"
+        )
+    return wanted
+
+
+def _limits(
+    config: EngineConfig,
+    served: ServedModel,
+    agree_min: Callable[[int], int],
+    share: Callable[[Callable[[], str]], str] | None,
+    kernel_cache: Path | None,
+    exchange: TokenExchange | None,
+) -> ExecutorLimits:
+    return ExecutorLimits(
+        rows=config.max_num_seqs,
+        slots=SLOTS_PER_ROW * config.max_num_seqs,
+        block_size=config.block_size,
+        max_model_len=served.max_model_len,
+        depth=config.chain_depth,
+        width=config.width,
+        max_prefill_tokens=config.max_prefill_tokens,
+        decode_buckets=config.decode_buckets,
+        memory_fraction=config.memory_fraction,
+        num_blocks=config.num_blocks,
+        agree_min=agree_min,
+        share=share,
+        kernel_cache=kernel_cache,
+        warm_variants=tuple(WARM_VARIANTS[kind] for kind in config.warm),
+        exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
+        prefill_buckets=_prefill_buckets(config) if exchange is None else (),
+    )
+
+
+def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
+    """Captured on GPUs; a CPU would compute the padding and gain nothing. Not where groups prefill by turns, either:
+    each step's rows of the exchange would be one more dimension of graphs."""
+    return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
+
+
+def _groups(
+    config: EngineConfig, control: ControlPlane, exchange: TokenExchange | None
+) -> tuple[Groups | None, Dealer | None]:
+    """What several groups need to step together and to share out requests; nothing where there is one."""
+    if exchange is None:
+        return None, None
+    assignment = Assignment(exchange.index, exchange.groups)
+    groups = Groups(control, config.decode_buckets, config.max_prefill_tokens, assignment)
+    return groups, Dealer(control, assignment)
+
+
+def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> SchedulerConfig:
+    return SchedulerConfig(
+        rows=config.max_num_seqs,
+        slots=SLOTS_PER_ROW * config.max_num_seqs,
+        blocks=executor.sizing.num_blocks,
+        block_size=config.block_size,
+        max_model_len=served.max_model_len,
+        depth=config.chain_depth,
+        width=config.width,
+        max_prefill_tokens=config.max_prefill_tokens,
+        decode_buckets=config.decode_buckets,
+        prefill_burst=config.prefill_burst,
+        prefix_caching=config.prefix_caching,
+        max_waiting=config.max_waiting,
+    )

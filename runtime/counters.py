@@ -1,0 +1,42 @@
+"""Everything that an engine counts, by name.
+
+Knows: where each part keeps its counters. Does not know: who reads them.
+"""
+
+from __future__ import annotations
+
+from runtime.execute.executor import Executor
+from runtime.groups.request_router import Dealer
+from runtime.schedule.scheduler import Scheduler
+
+
+def engine_counters(scheduler: Scheduler, executor: Executor, dealer: Dealer | None) -> dict[str, int | float]:
+    """Counted so far; a labelled counter is ``name{label}``.
+
+    Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,
+    ``group_idle_steps{g}``: steps that group g launched for the others' sake, without a row of its own.
+    """
+    schedule, staging, landing = scheduler.counters, executor.staging.counters, executor.landing.counters
+    counted: dict[str, int | float] = {
+        "steps": schedule.prefill_steps + schedule.decode_steps,
+        "prefill_steps": schedule.prefill_steps,
+        "decode_steps": schedule.decode_steps,
+        "void_steps": schedule.void_steps,
+        "chained_steps": schedule.chained_steps,
+        "ghost_rows": schedule.ghost_rows,
+        "wasted_tokens": schedule.wasted_tokens,
+        "evictions": schedule.evictions,
+        "stalls": schedule.stalls,
+        "fenced_blocks": schedule.fenced_blocks,
+        "prefix_hit_tokens": schedule.prefix_hit_tokens,
+        "host_to_device_bytes": staging.host_to_device_bytes,
+        "host_to_device_copies": staging.copies,
+        "device_to_host_bytes": landing.device_to_host_bytes,
+        "graph_captures_after_warmup": executor.graphs.counters.after_warmup,
+        "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
+    }
+    counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
+    if dealer is not None:
+        counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(dealer.assignment.requests)}
+        counted |= {f"group_idle_steps{{{g}}}": count for g, count in enumerate(dealer.idle_steps)}
+    return counted

@@ -1,0 +1,1 @@
+"""Sampling: inputs by row, penalties, filters, draws, log-probabilities; torch references and Triton kernels."""

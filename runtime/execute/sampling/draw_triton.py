@@ -1,0 +1,329 @@
+"""Gumbel-argmax over logits, and the end of a step's sampling, in one Triton launch each.
+
+Knows: float32 or bfloat16 logits [B, V] in rows of any stride, per-row parameters as columns of any stride (views of
+the slot records), and the packed candidates of runtime/execute/sampling/packed_argmax.py. Its torch reference is
+sampler.py there with counter_rng.py and exact_math.py, whose arithmetic it repeats operation by operation: every
+kernel is launched without fused multiply-add, so noise, scores and tokens have the same bits.
+Does not know: slots, filters (filters_triton.py finds their threshold), what a finish code means to a host.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NO_CANDIDATE = -(2**63)
+EXACT = {"enable_fp_fusion": False}  # a * b + c must round twice, as it does in torch
+_BLOCK = 2048
+_PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
+_PURPOSE_STEP = 0xDA942042E4DD58B5
+
+
+@triton.jit
+def shift_log(x):
+    """(fraction, exponent) with x = (1 + fraction) * 2**exponent; x positive and normal."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    return (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0, exponent
+
+
+@triton.jit
+def finish_log(f, exponent):
+    series = f * 0.08740852028131485 + -0.14316493272781372
+    series = series * f + 0.14919838309288025
+    series = series * f + -0.16569489240646362
+    series = series * f + 0.19961819052696228
+    series = series * f + -0.25001785159111023
+    series = series * f + 0.3333395719528198
+    series = series * f + -0.49999991059303284
+    series = series * f + 1.0
+    return exponent.to(tl.float32) * 0.693147182464599609375 + series * f
+
+
+@triton.jit
+def log(x):
+    """exact_math.log."""
+    fraction, exponent = shift_log(x)
+    return finish_log(fraction, exponent)
+
+
+@triton.jit
+def exp_weights(x):
+    """exact_math.exp_weights."""
+    x = tl.where(x > -40.0, x, -40.0)
+    doublings = tl.floor(x * 1.44269502162933349609375 + 0.5)
+    r = x - doublings * 0.693359375
+    r = r - doublings * -2.12194440e-4
+    series = r * 0.0013843538472428918 + 0.00837425421923399
+    series = series * r + 0.041668009012937546
+    series = series * r + 0.16666430234909058
+    series = series * r + 0.4999999403953552
+    series = series * r + 1.0
+    series = series * r + 1.0
+    return ((series * 16777216.0).to(tl.int64) << 20) >> (-doublings).to(tl.int64)
+
+
+@triton.jit
+def splitmix(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def lowbias(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_key(seed, position, PURPOSE: tl.constexpr):
+    """(low, high) halves, uint32, of counter_rng.row_keys. ``PURPOSE`` is (purpose + 1) * _PURPOSE_STEP mod 2**64."""
+    seeded = splitmix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    key = splitmix(seeded ^ (position.to(tl.uint64) * 0xD1342543DE82EF95 + PURPOSE))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def gumbel(low, high, ids):
+    """counter_rng.gumbel_noise of int32 ids."""
+    words = lowbias(lowbias(ids.to(tl.uint32) ^ low) + high)
+    u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    u = tl.minimum(u, 0.999999940395355224609375)
+    fraction, exponent = shift_log(1.0 - u)
+    exponential = -finish_log(tl.where(exponent == 0, -u, fraction), exponent)
+    return -log(exponential)
+
+
+@triton.jit
+def ordered(score):
+    """Scores as int32 in the same order, -0.0 equal to 0.0, NaN above everything (candidates.pack)."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(score != score, 0x7FC00000, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def inverse_temperature(temperature):
+    """(factor of the logits, 1.0 or 0.0: whether the row is random)."""
+    is_random = temperature >= 1e-6
+    factor = tl.where(is_random, tl.div_rn(1.0, tl.maximum(temperature, 1e-6)), 1.0)
+    return factor, is_random.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["position_stride"])
+def _best_kernel(
+    logits_ptr,
+    keys_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    threshold_ptr,
+    logits_stride,
+    temperature_stride,
+    seed_stride,
+    position_stride,
+    vocab,
+    vocab_start,
+    per_program,
+    PURPOSE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, part = tl.program_id(0), tl.program_id(1)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    if RANDOM:
+        factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
+        seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
+        low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
+    if FILTERED:
+        threshold = tl.load(threshold_ptr + row)
+    best = tl.full([BLOCK], -2147483648, tl.int32)  # below every score: lanes that saw nothing
+    best_column = tl.zeros([BLOCK], tl.int32)
+    for start in range(part * per_program, tl.minimum((part + 1) * per_program, vocab), BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocab
+        score = tl.load(row_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if RANDOM:
+            score = score * factor
+        noisy = score
+        if RANDOM:
+            noisy = score + gumbel(low, high, column + vocab_start) * is_random
+        if FILTERED:
+            noisy = tl.where(score >= threshold, noisy, float("-inf"))
+        rank = ordered(noisy)
+        better = (rank > best) & inside
+        best = tl.where(better, rank, best)
+        best_column = tl.where(better, column, best_column)
+    keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - (best_column + vocab_start)).to(tl.int64)
+    tl.store(keys_ptr + row * tl.num_programs(1) + part, tl.max(keys, 0))
+
+
+@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["evidence_ptr", "finish_ptr"])
+def _conclude_kernel(
+    keys_ptr,
+    evidence_ptr,
+    stop_ids_ptr,
+    position_ptr,
+    min_length_ptr,
+    max_length_ptr,
+    finished_ptr,
+    token_ptr,
+    ok_ptr,
+    count_ptr,
+    finish_ptr,
+    keys_stride,
+    candidates,
+    stop_ids_stride,
+    stop_id_stride,
+    stop_ids,
+    position_stride,
+    min_length_stride,
+    max_length_stride,
+    finished_stride,
+    STOP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ERROR: tl.constexpr,
+    HAS_EVIDENCE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    STOP_IDS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    index = tl.arange(0, CANDIDATES)
+    keys = tl.load(keys_ptr + row * keys_stride + index, mask=index < candidates, other=-9223372036854775808)
+    key = tl.max(keys, 0)
+    rank = (key >> 32).to(tl.int32)
+    if HAS_EVIDENCE:
+        bits = tl.load(evidence_ptr + row).to(tl.int32, bitcast=True)
+    else:
+        bits = rank ^ ((rank >> 31) & 0x7FFFFFFF)
+    ok = (bits & 0x7F800000) != 0x7F800000
+    token = tl.where(ok, 0x7FFFFFFF - (key & 0xFFFFFFFF), 0)
+
+    position = tl.load(position_ptr + row * position_stride).to(tl.int64)
+    columns = tl.arange(0, STOP_IDS)
+    stop_ptr = stop_ids_ptr + row * stop_ids_stride + columns * stop_id_stride
+    stops = tl.load(stop_ptr, mask=columns < stop_ids, other=-1)
+    hits = tl.sum((stops == token).to(tl.int32), 0)
+    is_stop = (hits > 0) & (position >= tl.load(min_length_ptr + row * min_length_stride))
+    is_full = position + 1 >= tl.load(max_length_ptr + row * max_length_stride)
+    live = tl.load(finished_ptr + row * finished_stride).to(tl.int32) == 0
+    finish = tl.where(is_stop, STOP, tl.where(is_full, LENGTH, 0))
+    finish = tl.where(live, tl.where(ok, finish, ERROR), 0)
+    tl.store(token_ptr + row, token)
+    tl.store(ok_ptr + row, ok)
+    tl.store(count_ptr + row, (ok & live).to(tl.int32))
+    tl.store(finish_ptr + row, finish)
+
+
+def split_rows(rows: int, vocab: int, block: int = _BLOCK) -> tuple[int, int]:
+    """(programs a row, columns a program): enough programs to fill the device, whole blocks each."""
+    blocks = triton.cdiv(vocab, block)
+    each = triton.cdiv(blocks, min(blocks, triton.cdiv(_PROGRAMS, rows)))
+    return triton.cdiv(blocks, each), each * block
+
+
+def best_candidates(
+    logits_BV: Tensor,
+    vocab_start: int,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    *,
+    random: bool,
+    purpose: int = 0,
+    threshold_B: Tensor | None = None,
+) -> Tensor:
+    """Candidates int64 [B, P], of which the largest of a row is its best; P depends on the shape alone.
+
+    temperature float32, seed int64, position any integer type; with ``random`` False they are not read.
+    ``threshold_B`` float32, contiguous: only scores (before noise) at or above it survive.
+    """
+    rows, vocab = logits_BV.shape
+    if vocab == 0:
+        return torch.full((rows, 1), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
+    if logits_BV.stride(1) != 1:
+        logits_BV = logits_BV.contiguous()
+    parts, per_program = split_rows(rows, vocab)
+    keys_BP = torch.empty(rows, parts, dtype=torch.int64, device=logits_BV.device)
+    _best_kernel[(rows, parts)](
+        logits_BV,
+        keys_BP,
+        temperature_B,
+        seed_B,
+        position_B,
+        temperature_B if threshold_B is None else threshold_B,
+        logits_BV.stride(0),
+        temperature_B.stride(0),
+        seed_B.stride(0),
+        position_B.stride(0),
+        vocab,
+        vocab_start,
+        per_program,
+        PURPOSE=(_PURPOSE_STEP * (purpose + 1)) % 2**64,
+        RANDOM=random,
+        FILTERED=threshold_B is not None,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        **EXACT,
+    )
+    return keys_BP
+
+
+def conclude(
+    keys_BP: Tensor,
+    stop_ids_BK: Tensor,
+    position_B: Tensor,
+    min_length_B: Tensor,
+    max_length_B: Tensor,
+    finished_B: Tensor,
+    *,
+    codes: tuple[int, int, int],
+    evidence_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(token int64, ok bool, count int32, finish int32), each [B]: sampler.merge_best and sampler.stop_check together.
+
+    ``codes``: the finish codes of STOP, LENGTH and ERROR. ``evidence_B`` float32, contiguous: finite where the row's
+    logits were usable; without it the best score says so. P at most 4096; finished bool or integer.
+    """
+    rows, candidates = keys_BP.shape
+    device = keys_BP.device
+    token_B = torch.empty(rows, dtype=torch.int64, device=device)
+    ok_B = torch.empty(rows, dtype=torch.bool, device=device)
+    count_B, finish_B = torch.empty(2, rows, dtype=torch.int32, device=device)
+    _conclude_kernel[(rows,)](
+        keys_BP.contiguous(),
+        token_B if evidence_B is None else evidence_B,
+        stop_ids_BK,
+        position_B,
+        min_length_B,
+        max_length_B,
+        finished_B,
+        token_B,
+        ok_B,
+        count_B,
+        finish_B,
+        candidates,
+        candidates,
+        stop_ids_BK.stride(0),
+        stop_ids_BK.stride(1),
+        stop_ids_BK.shape[1],
+        position_B.stride(0),
+        min_length_B.stride(0),
+        max_length_B.stride(0),
+        finished_B.stride(0),
+        STOP=codes[0],
+        LENGTH=codes[1],
+        ERROR=codes[2],
+        HAS_EVIDENCE=evidence_B is not None,
+        CANDIDATES=triton.next_power_of_2(candidates),
+        STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])),
+        num_warps=1,
+    )
+    return token_B, ok_B, count_B, finish_B

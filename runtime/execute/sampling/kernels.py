@@ -1,0 +1,45 @@
+"""Which implementation of sampling runs on a tensor: Triton on CUDA where it is installed, torch otherwise.
+
+Knows: how to find the kernels. Does not know: what they compute; their files say so, and name their torch references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SamplingKernels(NamedTuple):
+    """Entry points of models/kernels/{sampling,sampling_filters,penalties,logprobs}_triton.py."""
+
+    best_candidates: Callable[..., Tensor]
+    conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    survival_threshold: Callable[..., tuple[Tensor, Tensor]]
+    shape_logits: Callable[..., Tensor]
+    token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def kernels_for(tensor: Tensor) -> SamplingKernels | None:
+    """The Triton kernels if they run on this tensor's device, None where the torch code is to be used."""
+    return triton_kernels() if tensor.is_cuda else None
+
+
+@cache
+def triton_kernels() -> SamplingKernels | None:
+    """The Triton kernels, None without Triton."""
+    try:
+        from runtime.execute.sampling import draw_triton as sampling_triton
+        from runtime.execute.sampling import filters_triton as sampling_filters_triton
+        from runtime.execute.sampling import logprobs_triton, penalties_triton
+    except ImportError:
+        return None
+    return SamplingKernels(
+        best_candidates=sampling_triton.best_candidates,
+        conclude=sampling_triton.conclude,
+        survival_threshold=sampling_filters_triton.survival_threshold,
+        shape_logits=penalties_triton.shape_logits,
+        token_logprobs=logprobs_triton.token_logprobs,
+    )

@@ -1,0 +1,92 @@
+"""Tokens seen by slot and what they, and min_tokens, do to logits.
+
+Knows: the formulas of Hugging Face and vLLM: repetition (Keskar et al. 2019) over prompt and output, frequency and
+presence (OpenAI) over the output only; how tokens are entered into the tables.
+Does not know: which row has which slot (slot_state.py owns the tables; the caller gathers by its own slots tensor).
+With tensor parallelism a rank may hold only its share of the vocabulary: ``vocab_start`` is the first id of the share.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.execute.sampling.inputs import SamplingRows
+
+_PADDING_SLOT = 0
+_MOST = 32767  # an int16 count stays there instead of wrapping
+
+
+class SeenTokens(NamedTuple):
+    """Tables by slot, or rows of them: ``counts`` int16 [N, V], times generated; ``prompt`` bool [N, V]."""
+
+    counts: Tensor
+    prompt: Tensor
+
+    def select(self, index_B: Tensor) -> SeenTokens:
+        """The rows ``index_B`` (int64), as fresh tensors."""
+        return SeenTokens(self.counts.index_select(0, index_B), self.prompt.index_select(0, index_B))
+
+
+def reset_slots_(tables: SeenTokens, slots_N: Tensor) -> None:
+    """Forget what ``slots_N`` (int64; pad with slot 0) have seen."""
+    tables.counts.index_fill_(0, slots_N, 0)
+    tables.prompt.index_fill_(0, slots_N, False)
+
+
+def load_tokens_(
+    tables: SeenTokens, slots_T: Tensor, tokens_T: Tensor, in_prompt_T: Tensor, live_T: Tensor, vocab_start: int = 0
+) -> None:
+    """Enter the known tokens of freshly reset slots: the prompt's, and the generated ones of a recomputed request.
+
+    slots_T and tokens_T int64, in_prompt_T and live_T bool; tokens may repeat. Fixed shape: pad with live False.
+    What is not live, or not in this share of the vocabulary, goes to slot 0, which nobody reads.
+    """
+    vocab = tables.counts.shape[1]
+    column_T, inside_T = _columns(tokens_T, live_T, vocab_start, vocab)
+    prompt_slots_T = torch.where(inside_T & in_prompt_T, slots_T, _PADDING_SLOT)
+    tables.prompt.view(-1).index_fill_(0, prompt_slots_T * vocab + column_T, True)
+    generated_T = (inside_T & ~in_prompt_T).to(torch.int16)
+    tables.counts.view(-1).scatter_add_(0, slots_T * vocab + column_T, generated_T)
+
+
+def count_tokens_(tables: SeenTokens, slots_B: Tensor, tokens_B: Tensor, live_B: Tensor, vocab_start: int = 0) -> None:
+    """Count one drawn token a row; rows that are not live count nothing.
+
+    slots_B int64, of which only slot 0 may repeat; tokens_B int64; live_B bool.
+    """
+    vocab = tables.counts.shape[1]
+    column_B, inside_B = _columns(tokens_B, live_B, vocab_start, vocab)
+    flat, index_B = tables.counts.view(-1), slots_B * vocab + column_B
+    counted_B = (flat.gather(0, index_B).to(torch.int32) + inside_B).clamp(max=_MOST)
+    flat.scatter_(0, index_B, counted_B.to(torch.int16))
+
+
+def apply_penalties(logits_BV: Tensor, seen: SeenTokens, rows: SamplingRows) -> Tensor:
+    """Penalised copy of float32 logits: repetition, then frequency, then presence. ``seen``: the rows' [B, V] counts.
+
+    Positive logits of seen tokens are divided by the repetition penalty, others multiplied. Rows with neutral
+    penalties come out as they went in.
+    """
+    generated_BV = seen.counts > 0
+    repetition_BV = torch.where(generated_BV | seen.prompt, rows.repetition_penalty[:, None], 1.0)
+    penalised_BV = torch.where(logits_BV > 0, logits_BV / repetition_BV, logits_BV * repetition_BV)
+    penalised_BV -= seen.counts * rows.frequency_penalty[:, None]
+    penalised_BV -= generated_BV * rows.presence_penalty[:, None]
+    return penalised_BV
+
+
+def mask_stop_ids(logits_BV: Tensor, rows: SamplingRows, vocab_start: int = 0) -> Tensor:
+    """Copy of the logits with the stop ids of rows under their min_length at -inf (NaN and +inf still show as NaN)."""
+    vocab = logits_BV.shape[1]
+    early_B1 = (rows.position < rows.min_length)[:, None]
+    column_BK, masked_BK = _columns(rows.stop_ids.to(torch.int64), early_B1 & (rows.stop_ids >= 0), vocab_start, vocab)
+    return logits_BV.scatter_add(1, column_BK, torch.where(masked_BK, float("-inf"), 0.0))
+
+
+def _columns(tokens: Tensor, live: Tensor, vocab_start: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """(column of each token, clamped into the share; whether the token is live and in the share)."""
+    column = tokens - vocab_start
+    return column.clamp(0, vocab - 1), live & (column >= 0) & (column < vocab)

@@ -1,0 +1,122 @@
+"""Penalties and the min_tokens mask in one launch: logits in, shaped float32 logits out.
+
+Knows: the formulas of runtime/execute/sampling/penalties.py, its torch reference, bit for bit (true divisions, no fused
+multiply-add). Does not know: slots, draws.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runtime.execute.sampling.draw_triton import EXACT
+
+_BLOCK = 2048
+
+
+@triton.jit(do_not_specialize=["position_stride"])
+def _shape_kernel(
+    logits_ptr,
+    out_ptr,
+    counts_ptr,
+    prompt_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    stop_ids_ptr,
+    position_ptr,
+    min_length_ptr,
+    logits_stride,
+    counts_stride,
+    prompt_stride,
+    repetition_stride,
+    frequency_stride,
+    presence_stride,
+    stop_ids_stride,
+    stop_id_stride,
+    stop_ids,
+    position_stride,
+    min_length_stride,
+    vocab,
+    vocab_start,
+    PENALTIES: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    score = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if PENALTIES:
+        count = tl.load(counts_ptr + row * counts_stride + column, mask=inside, other=0)
+        prompt = tl.load(prompt_ptr + row * prompt_stride + column, mask=inside, other=0)
+        seen = (count > 0) | (prompt != 0)
+        repetition = tl.where(seen, tl.load(repetition_ptr + row * repetition_stride), 1.0)
+        score = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
+        score = score - count.to(tl.float32) * tl.load(frequency_ptr + row * frequency_stride)
+        score = score - (count > 0).to(tl.float32) * tl.load(presence_ptr + row * presence_stride)
+    if MIN_TOKENS:  # noqa: SIM102 (settled when compiling; the inner one when running)
+        if tl.load(position_ptr + row * position_stride) < tl.load(min_length_ptr + row * min_length_stride):
+            for index in range(stop_ids):
+                stop = tl.load(stop_ids_ptr + row * stop_ids_stride + index * stop_id_stride)
+                score = tl.where(column + vocab_start == stop, score + float("-inf"), score)
+    tl.store(out_ptr + row * vocab + column, score, mask=inside)
+
+
+def shape_logits(
+    logits_BV: Tensor,
+    vocab_start: int,
+    *,
+    seen: tuple[Tensor, Tensor] | None,
+    penalties: tuple[Tensor, Tensor, Tensor],
+    min_tokens: bool,
+    stop_ids_BK: Tensor,
+    position_B: Tensor,
+    min_length_B: Tensor,
+) -> Tensor:
+    """Shaped copy of float32 or bfloat16 logits, float32 [B, V]. Parameter columns may be strided.
+
+    ``seen``: (counts int16 [B, V], prompt bool [B, V]) of the rows, None without penalties. ``penalties``: the rows'
+    repetition, frequency and presence penalties. ``min_tokens``: whether stop ids are masked under min_length.
+    """
+    rows, vocab = logits_BV.shape
+    if logits_BV.stride(1) != 1:
+        logits_BV = logits_BV.contiguous()
+    shaped_BV = torch.empty(rows, vocab, dtype=torch.float32, device=logits_BV.device)
+    counts_BV, prompt_BV = seen if seen is not None else (logits_BV, logits_BV)
+    repetition_B, frequency_B, presence_B = penalties
+    _shape_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+        logits_BV,
+        shaped_BV,
+        counts_BV,
+        prompt_BV,
+        repetition_B,
+        frequency_B,
+        presence_B,
+        stop_ids_BK,
+        position_B,
+        min_length_B,
+        logits_BV.stride(0),
+        counts_BV.stride(0),
+        prompt_BV.stride(0),
+        repetition_B.stride(0),
+        frequency_B.stride(0),
+        presence_B.stride(0),
+        stop_ids_BK.stride(0),
+        stop_ids_BK.stride(1),
+        stop_ids_BK.shape[1],
+        position_B.stride(0),
+        min_length_B.stride(0),
+        vocab,
+        vocab_start,
+        PENALTIES=seen is not None,
+        MIN_TOKENS=min_tokens,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        **EXACT,
+    )
+    return shaped_BV

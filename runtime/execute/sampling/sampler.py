@@ -1,0 +1,213 @@
+"""Drawing the next token of every row on the device, and deciding whether the row ends with it.
+
+Knows: the order of things: penalties, stop ids masked under min_length, temperature, filters, Gumbel-argmax (the argmax
+of logit + Gumbel noise is a draw from the softmax; Gumbel 1954), stop check. Greedy is the same with no noise.
+Does not know: slots, steps, the ranks' exchange; how noise is made (counter_rng.py).
+
+Every function is graph-safe: fixed shapes, nothing is read back by the host. A row's token is a function of its own
+logits and parameters: neither the batch, its place there, the feature variant nor the tensor-parallel degree matters.
+On CUDA the Triton kernels of models/kernels do the same arithmetic in a few launches; without Triton, torch does it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
+from runtime.execute.sampling.filters import survival_threshold
+from runtime.execute.sampling.inputs import SamplingFeatures, SamplingRows
+from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
+from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
+from runtime.execute.sampling.penalties import SeenTokens, apply_penalties, mask_stop_ids
+from runtime.schedule.request import FinishReason
+
+MIN_TEMPERATURE = 1e-6
+_CODES = (int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ERROR))
+
+
+class Draw(NamedTuple):
+    """``token_B`` int64; ``ok_B`` bool: the row's logits were usable. A row that is not ok has token 0.
+
+    Not usable: any NaN or +inf, or nothing but -inf (or finite logits that overflow when divided by the temperature).
+    """
+
+    token_B: Tensor
+    ok_B: Tensor
+
+
+class Verdict(NamedTuple):
+    """``count_B`` int32: tokens the row gained, 0 or 1. ``finish_B`` int32: a FinishReason value."""
+
+    count_B: Tensor
+    finish_B: Tensor
+
+
+def sample(logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None) -> Draw:
+    """One token a row from full logits (float32 or bfloat16; not modified). Ties go to the lowest id.
+
+    seen: the rows' token counts (penalties.py), needed with features.penalties.
+    """
+    return merge_best(*_candidates(logits_BV, 0, rows, features, seen))
+
+
+def sample_and_check(
+    logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None
+) -> tuple[Draw, Verdict]:
+    """``sample`` and ``stop_check`` in the fewest launches."""
+    return merge_and_check(*_candidates(logits_BV, 0, rows, features, seen), rows=rows)
+
+
+def local_best(
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingRows,
+    features: SamplingFeatures,
+    seen: SeenTokens | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """The best candidate of each row within one share of the vocabulary: int64 [B], packed (score, global id).
+
+    logits_BV are the logits of ids [vocab_start, vocab_start + V); those at or past ``vocab_size`` are padding and
+    ignored. ``seen`` covers the same ids. Gather the results of all ranks as [B, tp] and give them to ``merge_best``
+    or ``merge_and_check``: the token is the one that ``sample`` draws from the full logits.
+    Raises ValueError when a feature needs the whole row.
+    """
+    if features.filters:
+        raise ValueError("top-k, top-p and min-p need whole rows of logits: gather them and call sample()")
+    if vocab_size is not None:
+        real = max(0, vocab_size - vocab_start)
+        logits_BV = logits_BV[:, :real]
+        seen = SeenTokens(seen.counts[:, :real], seen.prompt[:, :real]) if seen else None
+    if logits_BV.shape[1] == 0:
+        return torch.full((logits_BV.shape[0],), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
+    keys_BP, _ = _candidates(logits_BV, vocab_start, rows, features, seen)
+    return keys_BP.amax(dim=1) if keys_BP.shape[1] > 1 else keys_BP[:, 0]
+
+
+def merge_best(keys_BP: Tensor, evidence_B: Tensor | None = None) -> Draw:
+    """The winner among each row's candidates (int64 [B, P], in any order; of parts, of ranks, or of both).
+
+    ``evidence_B``: finite exactly where the row is usable; without it the best score says so.
+    """
+    score_B, token_B = unpack(keys_BP.amax(dim=1))
+    ok_B = (score_B if evidence_B is None else evidence_B).isfinite()
+    return Draw(torch.where(ok_B, token_B, 0), ok_B)
+
+
+def stop_check(token_B: Tensor, rows: SamplingRows, ok_B: Tensor) -> Verdict:
+    """Whether each row ends with the token just drawn.
+
+    A finished row gains nothing and reports NONE. Otherwise, first match: ERROR if its logits were not usable (it
+    gains nothing); STOP if the token is one of its stop ids and position >= min_length; LENGTH if the sequence is now
+    max_length tokens long. The stop token itself counts as gained.
+    """
+    live_B = rows.finished == 0
+    is_stop_B = (token_B[:, None] == rows.stop_ids).any(dim=1) & (rows.position >= rows.min_length)
+    is_full_B = rows.position + 1 >= rows.max_length
+    finish_B = torch.where(is_full_B, int(FinishReason.LENGTH), int(FinishReason.NONE))
+    finish_B = torch.where(is_stop_B, int(FinishReason.STOP), finish_B)
+    finish_B = torch.where(ok_B, finish_B, int(FinishReason.ERROR))
+    finish_B = torch.where(live_B, finish_B, int(FinishReason.NONE))
+    return Verdict((ok_B & live_B).to(torch.int32), finish_B.to(torch.int32))
+
+
+def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: SamplingRows) -> tuple[Draw, Verdict]:
+    """``merge_best`` and ``stop_check`` together; one launch on CUDA."""
+    if (kernels := kernels_for(keys_BP)) is None:
+        draw = merge_best(keys_BP, evidence_B)
+        return draw, stop_check(draw.token_B, rows, draw.ok_B)
+    token_B, ok_B, count_B, finish_B = kernels.conclude(
+        keys_BP,
+        rows.stop_ids,
+        rows.position,
+        rows.min_length,
+        rows.max_length,
+        rows.finished,
+        codes=_CODES,
+        evidence_B=evidence_B,
+    )
+    return Draw(token_B, ok_B), Verdict(count_B, finish_B)
+
+
+def _candidates(
+    logits_BV: Tensor, vocab_start: int, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None
+) -> tuple[Tensor, Tensor | None]:
+    """(candidates int64 [B, P], evidence or None) of a share of the logits; what ``merge_best`` takes."""
+    if features.penalties and seen is None:
+        raise ValueError("penalties need the rows' token counts: pass seen")
+    if (kernels := kernels_for(logits_BV)) is not None:
+        return _triton_candidates(kernels, logits_BV, vocab_start, rows, features, seen)
+    logits_BV = logits_BV.to(torch.float32)
+    if features.penalties and seen is not None:
+        logits_BV = apply_penalties(logits_BV, seen, rows)
+    if features.min_tokens:
+        logits_BV = mask_stop_ids(logits_BV, rows, vocab_start)
+    scaled_BV = _scaled(logits_BV, rows, features)
+    noisy_BV = scaled_BV + _noise(scaled_BV, vocab_start, rows) if features.random else scaled_BV
+    largest_B = None
+    if features.filters:
+        threshold_B, largest_B = survival_threshold(scaled_BV, rows)
+        noisy_BV = torch.where(scaled_BV >= threshold_B[:, None], noisy_BV, float("-inf"))
+    score_B, index_B = noisy_BV.max(dim=1)
+    return pack(score_B, index_B + vocab_start)[:, None], largest_B
+
+
+def _triton_candidates(
+    kernels: SamplingKernels,
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingRows,
+    features: SamplingFeatures,
+    seen: SeenTokens | None,
+) -> tuple[Tensor, Tensor | None]:
+    """``_candidates`` in a few launches; makes float32 logits only where they are changed."""
+    if features.penalties or features.min_tokens:
+        logits_BV = kernels.shape_logits(
+            logits_BV,
+            vocab_start,
+            seen=seen if features.penalties else None,
+            penalties=(rows.repetition_penalty, rows.frequency_penalty, rows.presence_penalty),
+            min_tokens=features.min_tokens,
+            stop_ids_BK=rows.stop_ids,
+            position_B=rows.position,
+            min_length_B=rows.min_length,
+        )
+    threshold_B = largest_B = None
+    if features.filters:
+        threshold_B, largest_B = kernels.survival_threshold(
+            logits_BV, rows.temperature, rows.top_k, rows.top_p, rows.min_p
+        )
+    keys_BP = kernels.best_candidates(
+        logits_BV,
+        vocab_start,
+        rows.temperature,
+        rows.seed,
+        rows.position,
+        random=features.random,
+        purpose=int(Purpose.TOKEN),
+        threshold_B=threshold_B,
+    )
+    return keys_BP, largest_B
+
+
+def _is_random(rows: SamplingRows) -> Tensor:
+    return rows.temperature >= MIN_TEMPERATURE
+
+
+def _scaled(logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures) -> Tensor:
+    """Logits times 1 / temperature; greedy rows are multiplied by 1."""
+    if not features.random:
+        return logits_BV
+    factor_B = torch.where(_is_random(rows), rows.temperature.clamp(min=MIN_TEMPERATURE).reciprocal(), 1.0)
+    return logits_BV * factor_B[:, None]
+
+
+def _noise(score_BV: Tensor, vocab_start: int, rows: SamplingRows) -> Tensor:
+    """Gumbel noise of the row's draw, 0 for greedy rows."""
+    last = vocab_start + score_BV.shape[1]
+    ids_V = torch.arange(vocab_start, last, dtype=torch.int32, device=score_BV.device)
+    noise_BV = gumbel_noise(row_keys(rows.seed, rows.position, Purpose.TOKEN), ids_V)
+    return noise_BV.mul_(_is_random(rows)[:, None])

@@ -1,0 +1,224 @@
+"""The two ends of a step in Triton, one launch each: rows gathered by slot, and what was drawn written back by slot.
+
+Knows: the arithmetic of runtime/execute/step/step_io.py, which holds the torch reference. Does not know: which words
+of a record mean what (columns come as tensors, strides included), the forward pass and the draw between the two.
+
+Both are plain launches, without programmatic dependent launch: what ``begin`` writes has landed before the embedding
+behind it starts. See models/kernels/dependent_launch.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PAGES = 1024  # of a row's page table that one program copies
+_ROWS = 256  # that the one program of ``finish`` takes at a time
+
+
+@triton.jit
+def _begin_kernel(
+    rows_ptr,
+    records_ptr,
+    last_token_ptr,
+    length_ptr,
+    finished_ptr,
+    pages_ptr,
+    out_records_ptr,
+    out_pages_ptr,
+    token_ptr,
+    position_ptr,
+    kv_length_ptr,
+    kv_slot_ptr,
+    drawn_ptr,
+    live_ptr,
+    ended_ptr,
+    words,
+    last_token_stride,
+    max_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(rows_ptr + row)
+    page_index = part * PAGES + tl.arange(0, PAGES)
+    in_table = page_index < max_blocks
+    pages = tl.load(pages_ptr + slot * max_blocks + page_index, mask=in_table, other=0)
+    if part == 0:
+        word = tl.arange(0, WORDS)
+        record = tl.load(records_ptr + slot * words + word, mask=word < words, other=0)
+        token = tl.load(last_token_ptr + slot * last_token_stride)
+        length = tl.load(length_ptr + slot * words)
+        live = tl.load(finished_ptr + slot * words) == 0
+        position = tl.where(live, length - 1, 0)
+        page = tl.load(pages_ptr + slot * max_blocks + position // BLOCK_SIZE, mask=live, other=0)
+        tl.store(out_records_ptr + row * words + word, record, mask=word < words)
+        tl.store(token_ptr + row, token)
+        tl.store(position_ptr + row, position.to(tl.int64))
+        tl.store(kv_length_ptr + row, tl.where(live, length, 1))
+        tl.store(kv_slot_ptr + row, page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(drawn_ptr + row, length.to(tl.int64))
+        tl.store(live_ptr + row, live)
+        tl.store(ended_ptr + row, live == 0)
+    tl.store(out_pages_ptr + row * max_blocks + page_index, pages, mask=in_table)
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["rows_ptr", "drawn_token_ptr", "count_ptr", "finish_ptr"],
+)
+def _finish_kernel(
+    rows_ptr,
+    drawn_token_ptr,
+    count_ptr,
+    finish_ptr,
+    old_token_ptr,
+    old_length_ptr,
+    old_finished_ptr,
+    last_token_ptr,
+    length_ptr,
+    finished_ptr,
+    ring_ptr,
+    appended_ptr,
+    rows,
+    words,
+    last_token_stride,
+    ring_stride,
+    entries,
+    stamps,
+    BLOCK: tl.constexpr,
+):
+    appended = tl.load(appended_ptr)
+    entry_ptr = ring_ptr + (appended.to(tl.int32) % entries).to(tl.int64) * ring_stride
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < rows
+        slot = tl.load(rows_ptr + row, mask=inside, other=0)
+        token = tl.load(drawn_token_ptr + row, mask=inside, other=0)
+        count = tl.load(count_ptr + row, mask=inside, other=0)
+        finish = tl.load(finish_ptr + row, mask=inside, other=0)
+        old_token = tl.load(old_token_ptr + row * last_token_stride, mask=inside, other=0)
+        old_length = tl.load(old_length_ptr + row * words, mask=inside, other=0)
+        old_finished = tl.load(old_finished_ptr + row * words, mask=inside, other=0)
+        # Padding rows share slot 0: all of them write the values that it has.
+        tl.store(last_token_ptr + slot * last_token_stride, tl.where(count > 0, token, old_token), mask=inside)
+        tl.store(length_ptr + slot * words, old_length + count, mask=inside)
+        tl.store(finished_ptr + slot * words, tl.where(old_finished == 0, finish, old_finished), mask=inside)
+        tl.store(entry_ptr + 1 + row, token.to(tl.int32), mask=inside)
+        tl.store(entry_ptr + 1 + rows + row, count, mask=inside)
+        tl.store(entry_ptr + 1 + 2 * rows + row, finish, mask=inside)
+    tl.store(entry_ptr, appended.to(tl.int32))
+    tl.debug_barrier()  # every thread has read the counter before one of them moves it on
+    tl.store(appended_ptr, tl.where(appended + 1 == stamps, 0, appended + 1))
+
+
+class Begun(NamedTuple):
+    """What ``begin`` fills: records int32 [B, words], pages int32 [B, max_blocks], and [B] each the rest.
+
+    token, position, kv_slot and drawn int64, kv_length int32, live and ended bool; step_ends.Gathered tells what for.
+    """
+
+    records: Tensor
+    pages: Tensor
+    token: Tensor
+    position: Tensor
+    kv_length: Tensor
+    kv_slot: Tensor
+    drawn: Tensor
+    live: Tensor
+    ended: Tensor
+
+
+def begin(
+    rows_B: Tensor,
+    records_SX: Tensor,
+    last_token_S: Tensor,
+    length_S: Tensor,
+    finished_S: Tensor,
+    block_table_SP: Tensor,
+    block_size: int,
+) -> Begun:
+    """All that a decode step reads of slots ``rows_B`` (int64, contiguous), as new tensors.
+
+    records int32 and block table int32, contiguous; last_token int64, length and finished int32 are columns of records.
+    """
+    rows, (_, words), (_, max_blocks) = len(rows_B), records_SX.shape, block_table_SP.shape
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=rows_B.device)
+
+    begun = Begun(
+        records=empty(rows, words, dtype=torch.int32),
+        pages=empty(rows, max_blocks, dtype=torch.int32),
+        token=empty(rows),
+        position=empty(rows),
+        kv_length=empty(rows, dtype=torch.int32),
+        kv_slot=empty(rows),
+        drawn=empty(rows),
+        live=empty(rows, dtype=torch.bool),
+        ended=empty(rows, dtype=torch.bool),
+    )
+    pages = min(_PAGES, triton.next_power_of_2(max_blocks))
+    _begin_kernel[(rows, triton.cdiv(max_blocks, pages))](
+        rows_B,
+        records_SX,
+        last_token_S,
+        length_S,
+        finished_S,
+        block_table_SP,
+        *begun,
+        words,
+        last_token_S.stride(0),
+        max_blocks,
+        BLOCK_SIZE=block_size,
+        WORDS=triton.next_power_of_2(words),
+        PAGES=pages,
+        num_warps=4,
+    )
+    return begun
+
+
+def finish(
+    rows_B: Tensor,
+    token_B: Tensor,
+    count_B: Tensor,
+    finish_B: Tensor,
+    old: tuple[Tensor, Tensor, Tensor],
+    table: tuple[Tensor, Tensor, Tensor],
+    ring_EX: Tensor,
+    appended_1: Tensor,
+    stamps: int,
+) -> None:
+    """Write what a step drew into slots ``rows_B`` and into the ring's next entry, and move the ring's counter on.
+
+    rows and token int64, count and finish int32, contiguous; ring int32, its rows contiguous; appended int64.
+    ``old`` and ``table``: last_token int64, length and finished int32, columns of the gathered records and of the slot
+    table; a column has the same stride in both. appended is below stamps, at most 2**31. One program does it all, so
+    that the counter moves once.
+    """
+    last_token, length, _ = table
+    _finish_kernel[(1,)](
+        rows_B,
+        token_B,
+        count_B,
+        finish_B,
+        *old,
+        *table,
+        ring_EX,
+        appended_1,
+        len(rows_B),
+        length.stride(0),
+        last_token.stride(0),
+        ring_EX.stride(0),
+        len(ring_EX),
+        stamps,
+        BLOCK=_ROWS,
+        num_warps=8,
+    )

@@ -1,0 +1,1 @@
+"""Between callers and the engine: validation, tokenizing, chat templates, outputs as text."""

@@ -1,0 +1,74 @@
+"""What a front end needs of an engine: the verbs of the leader's loop, and the one verb of a follower.
+
+Knows: names and promises. Does not know: how an engine keeps them (runtime/engine.py); tests keep them with a fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from runtime.config import EngineConfig
+from runtime.schedule.plan import StepOutput
+from runtime.schedule.request import FinishReason, Request
+
+
+class ModelFacts(Protocol):
+    """What a front end must know of the model to check a request."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class EngineInterface(Protocol):
+    """One per rank. ``add``, ``cancel``, ``step`` and ``stop`` are the leader's; ``follow`` is everybody else's.
+
+    Every added request is reported in ``StepOutput.finished`` exactly once, with all its tokens, whatever happens.
+    ``StepOutput.logprobs``, when not None, is a StepLogprobs (runtime/execute/landing.py) aligned with the rows, and
+    ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/prompt_logprobs.py) or None for each
+    row. ``counters`` has at least ``steps``, ``chained_steps``, ``ghost_rows``, ``wasted_tokens`` and one
+    ``chain_breaks{reason}`` for each reason that occurred; where there are groups (EngineConfig.data_parallel), also
+    ``group_requests{g}`` and ``group_idle_steps{g}``, while the rest is of the leader's group.
+    """
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def model_config(self) -> ModelFacts: ...
+    @property
+    def is_leader(self) -> bool: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def counters(self) -> Mapping[str, int | float]: ...
+
+    def add(self, request: Request) -> None:
+        """Make the arrival of ``request`` an agreed event. Its ``request_id`` is new."""
+        ...
+
+    def cancel(self, request_id: int, reason: FinishReason) -> None:
+        """End a request soon; unknown and ended ids are ignored."""
+        ...
+
+    def step(self) -> StepOutput:
+        """Advance by one step; the output is empty when nothing landed."""
+        ...
+
+    def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
+        """Called instead of ``step`` while there is nothing to run, so that the other ranks know that all is well.
+
+        ``ready(seconds)`` waits up to that long for new work and says whether there is some; at most ``timeout``.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Agree on the end: every follower's ``follow`` returns."""
+        ...
+
+    def follow(self) -> None:
+        """Run the leader's steps until it stops."""
+        ...

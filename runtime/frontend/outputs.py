@@ -1,0 +1,83 @@
+"""What a finished request looks like to the person who asked: text, token ids, reason, timing.
+
+Knows: the shape of an answer. Does not know: how it is put together (output_processor.py) or written down
+(launch/api/response.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from runtime.schedule.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token and, most likely first, of the likeliest ones in its place.
+
+    There are ``logprobs`` of those for a generated token, ``prompt_logprobs`` for one of the prompt.
+
+    ``rank`` is 1 for the most likely token of the vocabulary.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One of a request's ``n`` answers.
+
+    ``token_ids`` ends with the token that ended it (the eos or stop id, or the token that completed a stop string);
+    ``text`` ends before the stop. ``logprobs`` is aligned with ``token_ids``; None when nobody asked.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. ``queued``: from arrival until handed to the engine. ``ttft``: from there to the first token of any
+    answer. ``tpot``: (last token - first token) / (tokens - 1), the mean over the answers; None with one token.
+    ``e2e``: from arrival to the end.
+    """
+
+    queued: float
+    ttft: float | None
+    tpot: float | None
+    e2e: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request that ended. ``key`` is the caller's own id; ``prompt`` is None when ids were given instead of text.
+
+    ``prompt_logprobs`` is aligned with ``prompt_token_ids``; None when nobody asked. Its first entry is None, for
+    nothing predicts the first token, and so are those that a request which ended early did not come to.
+    """
+
+    key: Hashable
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def failed(self) -> Completion | None:
+        """The first answer that ended without a result (not by stop or length), or None."""
+        fine = (FinishReason.STOP, FinishReason.LENGTH)
+        return next((c for c in self.completions if c.finish_reason not in fine), None)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)

@@ -1,0 +1,235 @@
+"""Between text and token ids: a folder's tokenizer, text that grows token by token, and stop strings.
+
+Knows: when a token's text is final, and when it could still turn into a stop string.
+Does not know: requests, sampling, the engine; chat templates (chat_template.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import tokenizers
+
+_REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+_CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an answer starts with a space
+_LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
+_OPEN_TOKENS: Final = 16  # of those, the last that stay open
+_OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has more bytes
+
+
+class TokenizerError(ValueError):
+    """A model folder's tokenizer files are missing or cannot be read."""
+
+
+class Tokenizer:
+    """tokenizer.json of a model folder: text to ids and back."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        kinds = _decoder_kinds(backend)
+        # A byte-level decoder joins bytes and nothing else. Others look at what comes before: they strip the first
+        # space of a text, and a run of <0xNN> tokens is a character or rubbish only as a whole.
+        self.context_free = kinds == {"ByteLevel"}
+        self.byte_ids: frozenset[int] = frozenset()
+        if "ByteFallback" in kinds:
+            ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+            self.byte_ids = frozenset(i for i in ids if i is not None)
+        # Special tokens have no text, and what stands around them is decoded as if it stood together.
+        added = backend.get_added_tokens_decoder()
+        self.silent_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Raises TokenizerError when tokenizer.json is missing or not readable."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path} does not exist: save the model with its fast tokenizer")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception for every malformed file
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; with ``add_special_tokens`` also what the tokenizer puts around a text, such as BOS."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str:
+        """Text of ``token_ids`` without special tokens, as it reads after ``context`` (the end of the prompt)."""
+        before = self._usable_context(context)
+        text = self._backend.decode([*before, *token_ids], skip_special_tokens=True)
+        return text[len(self._backend.decode(before, skip_special_tokens=True)) :] if before else text
+
+    def _usable_context(self, context: Sequence[int]) -> list[int]:
+        """The part of ``context`` that matters: nothing where it cannot, or where it ends inside a character."""
+        if self.context_free or not context:
+            return []
+        tail = list(context[-_CONTEXT_TOKENS:])
+        last = next((token for token in reversed(tail) if token not in self.silent_ids), None)
+        if last in self.byte_ids or self._backend.decode(tail, skip_special_tokens=True).endswith(_REPLACEMENT):
+            return []
+        return tail
+
+
+class Detokenizer:
+    """Text of a growing list of token ids: ``"".join(push(t) for t in ids) + flush() == decode(ids, context)``.
+
+    Text is given out once it can no longer change: not while its last bytes are the beginning of a character, nor
+    inside a run of byte tokens. Only a short window is decoded for each token: ``ids[start:]``, where ``start`` is the
+    settled point before the last one, so that what a decoder does to the beginning of a text happens to a part
+    that is already out. (The two-offset method of Hugging Face's text-generation-inference and of vLLM.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = tokenizer._usable_context(context)
+        self._settled = len(self._window)  # the window's ids before this are out completely
+        self._shown = len(tokenizer.decode(self._window))  # characters of the window's text that are out
+        self._in_byte_run = False
+
+    def push(self, token_id: int) -> str:
+        """Append one token; returns the text that became final."""
+        self._window.append(token_id)
+        if token_id not in self._tokenizer.silent_ids:
+            self._in_byte_run = token_id in self._tokenizer.byte_ids
+        if self._in_byte_run:
+            return ""
+        text = self._tokenizer.decode(self._window)
+        final = text.rstrip(_REPLACEMENT)
+        if len(self._window) - self._settled > _LONGEST_WAIT and len(final) < len(text):
+            return self._close_most(text)
+        if len(final) <= self._shown:
+            return ""
+        fresh = final[self._shown :]
+        self._shown = len(final)
+        if len(final) == len(text):
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._shown = len(self._tokenizer.decode(self._window))
+        return fresh
+
+    def _close_most(self, text: str) -> str:
+        """A model may write rubbish for ever, and the window must not grow with it: all but its last tokens are cut off
+        where that changes nothing. A character that stands across the cut shows, because its halves read otherwise; one
+        that begins after it cannot reach further back.
+        """
+        cut = len(self._window) - _OPEN_TOKENS
+        closed, still_open = self._tokenizer.decode(self._window[:cut]), self._tokenizer.decode(self._window[cut:])
+        if closed + still_open != text or len(still_open) < _OPEN_CHARACTERS:
+            return ""  # the next token tries again
+        fresh, shown = closed[self._shown :], max(0, self._shown - len(closed))
+        self._window, self._settled, self._shown = self._window[cut:], 0, shown
+        return fresh
+
+    def flush(self) -> str:
+        """No token follows: returns what was held, with a replacement character for bytes that are no character."""
+        text = self._tokenizer.decode(self._window)
+        fresh = text[self._shown :]
+        self._shown = len(text)
+        return fresh
+
+
+class StopMatcher:
+    """Finds the first stop string in a growing text, and holds back what could be the beginning of one.
+
+    Of several, the one that is complete first counts; of those that end together, the longest. So the
+    result does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        if "" in self._stops:
+            raise ValueError("a stop string is empty: leave it out")
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Append text; returns the part that may be shown. After a match nothing more is ever shown."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        keep = len(text) - self._hold(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def flush(self) -> str:
+        """No text follows: returns what was held."""
+        text, self._held = self._held, ""
+        return text
+
+    def _hold(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """The text of one answer while its tokens arrive, ended by the first stop string.
+
+    ``kept`` tokens belong to the answer: after a stop, those up to the one that completed the stop string, which is
+    where a serial engine would have ended. A stop string counts only in text of tokens after the first ``min_tokens``.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0, context: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, context)
+        self._matcher = StopMatcher(stop)
+        self._min_tokens = min_tokens
+        self._pieces: list[str] = []
+        self.kept = 0
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher.matched is not None
+
+    @property
+    def text(self) -> str:
+        """Everything that may be shown so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_id: int) -> str:
+        """Append one token; returns the text that may be shown now. Tokens after a stop are ignored."""
+        if self.stopped:
+            return ""
+        self.kept += 1
+        text = self._detokenizer.push(token_id)
+        if text and self.kept > self._min_tokens:
+            text = self._matcher.push(text)
+        self._pieces.append(text)
+        return text
+
+    def finish(self) -> str:
+        """No token follows; returns the rest that may be shown."""
+        if self.stopped:
+            return ""
+        text = self._detokenizer.flush()
+        if text and self.kept > self._min_tokens:
+            text = self._matcher.push(text)
+        text += self._matcher.flush()
+        self._pieces.append(text)
+        return text
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+    """Names of the decoder's parts, as tokenizer.json has them."""
+    if backend.decoder is None:
+        return set()
+    decoder = json.loads(backend.decoder.__getstate__())  # JSON, and without the vocabulary that to_str() writes
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return {part["type"] for part in parts}

@@ -1,0 +1,67 @@
+"""How one rank's engine gets on: where it is, how long it has made no progress there, and how long it may.
+
+Knows: what counts as progress, phases with a patience of their own.
+Does not know: who looks at it and when (watchdog.py), other ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from parallel.control.interface import ControlPlane
+
+
+class Health(NamedTuple):
+    """``ok`` means progress, not a living process. ``still_for`` and ``limit`` are seconds."""
+
+    ok: bool
+    still_for: float
+    limit: float
+    step: int
+    place: str
+
+
+class Progress:
+    """Set ``place`` and ``step`` while the engine works; the turns of ``control`` count by themselves.
+
+    ``limit``: seconds without progress that are fine where the engine is. The engine's thread only stores into
+    attributes here; any thread may read.
+    """
+
+    def __init__(self, control: ControlPlane, limit: float) -> None:
+        self.place = "load"
+        self.step = 0
+        self.limit = limit
+        self.turns = -1  # with the marks, when they were last looked at
+        self._control = control
+        self._marks = 0
+        self._since = time.monotonic()
+
+    def mark(self) -> None:
+        """Progress that is no turn, while loading or compiling."""
+        self._marks += 1
+
+    @contextmanager
+    def phase(self, place: str, limit: float) -> Iterator[None]:
+        """A part of the program with a patience of its own: ``with watchdog.phase("load", 600): ...``
+
+        ``phase("idle", math.inf)`` is for a front end that waits for its user.
+        """
+        before = self.place, self.limit
+        self.place, self.limit = place, limit
+        self._marks += 1
+        try:
+            yield
+        finally:
+            self._marks += 1
+            self.place, self.limit = before
+
+    def still_for(self, now: float) -> float:
+        """Seconds until ``now``, by time.monotonic, since somebody who looked first saw the latest progress."""
+        turns = self._control.turns + self._marks
+        if turns != self.turns:
+            self.turns, self._since = turns, now
+        return now - self._since

@@ -1,0 +1,292 @@
+"""Everything that docs/measurements.md says of GPUs, from one command: each part in a process of its own, with a limit.
+
+    python3 -m tests.bench.measure --out FOLDER                 # the parts for this many GPUs, most wanted first
+    python3 -m tests.bench.measure --out FOLDER --parts engine-tests latency-8b --seconds 540
+    python3 -m tests.bench.measure --out FOLDER --gpus 1        # one after the other: the host to itself
+    python3 -m tests.bench.measure --out FOLDER --restore SMALL --archive SMALL --caches
+    python3 -m tests.bench.measure --list
+
+Knows: which commands there are, on how many GPUs each runs and how long it may take, what is kept of it.
+Does not know: what they measure, or how they share the host's GPUs (lanes.py): parts that need fewer than there are run
+side by side. A part that fails or runs out of time does not keep the others from running; one for which too little of
+``--seconds`` or too few GPUs are left is not begun, and named at the end.
+
+FOLDER gets summary.md (what ran, exit codes, seconds, what ran beside it: they share the host's cores), a log of each
+part, and the benchmarks' own files. SMALL, for a machine from which few files come back, gets the summary, logs.tar.gz
+and results.tar.gz after each part and, with --caches, at the end caches.tar.gz: compiled kernels, which --restore puts
+where the next machine looks for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.bench.archives import pack, pack_kernels, unpack_kernels
+from tests.bench.lanes import Job, Outcome, Ran, run_jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 40
+_BENCH = "-m launch bench"
+_TESTS = " ".join(
+    f"tests/gpu/test_{name}.py"
+    for name in (
+        "generate_gpu",
+        "observe_gpu",
+        "prompt_logprobs_gpu",
+        "device_gpu",
+        "sampler_gpu",
+        "models",
+        "doctor_gpu",
+    )
+)
+_KERNEL_TESTS = " ".join(f"tests/gpu/test_{name}.py" for name in ("kernels", "expert_kernels", "rotation"))
+_PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
+_BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
+_PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
+_ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
+_FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
+_EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
+_TILES = "-m tests.bench.experts --out {out}/results --compile-workers 13"
+# About 35 s when each was timed once, with FlashInfer's module built before; rounds add some 20 s. No build fits in.
+_FLASHINFER = "-m tests.bench.flashinfer_experts --out {out}/results"
+_GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
+_AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
+_THREE = "--decode-buckets 1,32,256"
+_TUNE_FEW = "--rows 1 8 32 --seconds 0.2"
+_TUNE_MANY = "--rows 128 256 64 --seconds 0.4 --finalists 4 --sample"  # longer, for the clock of many rows falls
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``command`` is what Python is given. ``seconds``: its limit. ``torchrun``: it is one rank of ``gpus``."""
+
+    name: str
+    gpus: int
+    seconds: int
+    command: str
+    torchrun: bool = False
+
+    def argv(self, out: Path) -> list[str]:
+        words = shlex.split(self.command.format(out=out))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
+        return [sys.executable, *(launcher if self.torchrun else ()), *words]
+
+
+PARTS = (
+    # one GPU
+    Part("doctor", 1, 60, "-m launch doctor"),
+    Part("engine-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_engine_gpu.py tests/gpu/test_stall.py"),
+    Part("latency-8b", 1, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}"),
+    Part("latency-0.6b", 1, 80, f"{_BENCH} latency --model qwen3-0.6b {_FEW} {_BOTH}"),
+    Part("anatomy-8b", 1, 140, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
+    Part("anatomy-0.6b", 1, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
+    Part("profile-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}"),
+    Part("generate", 1, 280, f"{_PYTEST} -s -m gpu tests/gpu/test_generate_gpu.py"),
+    Part(
+        "observe-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_observe_gpu.py tests/gpu/test_prompt_logprobs_gpu.py"
+    ),
+    Part("kernel-tests", 1, 240, f"{_PYTEST} -n 8 -m gpu {_KERNEL_TESTS}"),
+    Part("prefill-tests", 1, 200, f"{_PYTEST} -n 8 -m gpu -k not(flashinfer) tests/gpu/test_prefill_kernels.py"),
+    Part("prefill-tests-flashinfer", 1, 240, f"{_PYTEST} -n 4 -m gpu -k flashinfer tests/gpu/test_prefill_kernels.py"),
+    Part("gpu-tests", 1, 240, f"{_PYTEST} -n 4 -m gpu {_TESTS}"),
+    Part("device-tests", 1, 150, f"{_PYTEST} -m gpu tests/gpu/test_device_gpu.py tests/gpu/test_sampler_gpu.py"),
+    Part("model-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_models.py tests/gpu/test_doctor_gpu.py"),
+    Part("experts", 1, 160, f"{_TILES} --rows 1 8 --tiles 32 128 256"),
+    Part("experts-mixtral", 1, 160, f"{_TILES} --shape mixtral-8x7b --rows 1 8 --tiles 32 128 256 2048"),
+    Part("experts-kernels", 1, 90, f"{_TILES} --kernels --rows 1 2 4 8 12 256 1024 2048 4096 8192"),
+    Part(
+        "mixtral-kernels", 1, 90, f"{_TILES} --shape mixtral-8x7b --kernels --rows 1 2 4 512 1024 2048 3000 4096 8192"
+    ),
+    Part("experts-flashinfer", 1, 150, _FLASHINFER),
+    Part("mixtral-flashinfer", 1, 150, f"{_FLASHINFER} --shape mixtral-8x7b"),
+    Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),
+    Part("startup-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b --batch-size 1 --num-iters 1 --num-warmups 0"),
+    Part("cold-8b", 1, 120, "-m tests.bench.cold_start --out {out}"),
+    Part("prefill-attention", 1, 100, "-m tests.bench.prefill --out {out}/results"),
+    Part("host", 1, 120, "-m tests.runtime.engine.bench_host --device cuda"),
+    Part("bare-chain", 1, 90, "-m tests.bench.device"),
+    Part("sampler", 1, 120, "-m tests.bench.sampler"),
+    Part(
+        "tune",
+        1,
+        180,
+        "-m tests.bench.tune --out {out}/results --models 8B 8B-tp2 --rows 32 128 256 --compile-workers 13 --sample",
+    ),
+    *(  # what one rank of several computes: each on one GPU, for the table that merge_choices.py makes
+        Part(
+            f"tune-{model.lower()}-{rows}",
+            1,
+            150,
+            f"-m tests.bench.tune --out {{out}}/results/tune-{model.lower()}-{rows} --models {model} "
+            f"--compile-workers 14 {options}",
+        )
+        for model in ("8B-tp8", "32B-tp8", "8B-tp4", "32B-tp4", "8B-tp2", "32B-tp2")
+        for rows, options in (("few", _TUNE_FEW), ("many", _TUNE_MANY))
+    ),
+    Part("step", 1, 120, "-m tests.bench.kernels --out {out}/results --part step --compile-workers 13 --profile"),
+    Part("attention", 1, 180, "-m tests.bench.kernels --out {out}/results --part attention --compile-workers 13"),
+    Part("attention-in-layer", 1, 110, "-m tests.bench.attention --out {out}/results --compile-workers 13"),
+    Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
+    Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
+    Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
+    Part("exchange-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_exchange_gpu.py"),
+    # two GPUs
+    Part("all-reduce", 2, 90, "-m tests.bench.all_reduce --out {out}/results", True),
+    Part("exchange", 2, 120, "-m tests.bench.exchange --out {out}/results", True),
+    Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
+    Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_sums_gpu.py"),
+    Part("push", 2, 150, "-m tests.bench.push --out {out}/results --compile-workers 26", True),
+    Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s -m multigpu tests/gpu/test_engine_two_gpus.py"),
+    Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
+    Part("models-tp2", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_models.py"),
+    Part("experts-tests", 2, 180, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
+    Part("latency-8b-tp2", 2, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
+    Part("anatomy-0.6b-tp2", 2, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}", True),
+    Part("anatomy-8b-tp2", 2, 130, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
+    Part("profile-8b-tp2", 2, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}", True),
+    Part("profile-30b-ep2", 2, 120, f"{_EXPERTS.format('latency')} {_THREE} {_PROFILE}", True),
+    Part("latency-30b-ep2", 2, 130, f"{_EXPERTS.format('latency')} {_FEW} {_BOTH}", True),
+    Part("anatomy-30b-ep2", 2, 150, f"{_EXPERTS.format('anatomy')} {_THREE} {_ANATOMY}", True),
+    Part(
+        "latency-30b-dp2",
+        2,
+        120,
+        f"{_GROUPS} --batch-size 32,256 --max-num-seqs 128 --decode-buckets 16,128 {_BOTH}",
+        True,
+    ),
+    Part("faults-nccl", 2, 200, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
+    Part("control-host", 2, 100, f"{_BENCH} control --output {{out}}/results/control-host.json"),
+    Part("control", 2, 60, f"{_BENCH} control --ranks 2 {_AGAINST_NCCL} --output {{out}}/results/control.json"),
+    Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
+    # four and eight
+    Part("all-reduce-4", 4, 90, "-m tests.bench.all_reduce --out {out}/results", True),
+    Part("exchange-4", 4, 120, "-m tests.bench.exchange --out {out}/results", True),
+    Part("exchange-tests-4", 4, 150, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
+    Part("symmetric-4", 4, 120, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("symmetric-8", 8, 150, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("exchange-8", 8, 150, "-m tests.bench.exchange --out {out}/results", True),
+    Part("control-4", 4, 120, f"{_BENCH} control --ranks 2,4 --output {{out}}/results/control-4.json"),  # every way
+    Part("control-8", 8, 200, f"{_BENCH} control --output {{out}}/results/control-8.json"),
+    *(
+        Part(f"latency-{model}-tp{gpus}", gpus, 240, f"{_BENCH} latency --model qwen3-{model} {_FEW} {_BOTH}", True)
+        for gpus in (4, 8)
+        for model in ("8b", "32b")
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for what comes of it")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="which, in this order (default: for these GPUs)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="in all, begun parts included")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="use N (default: all of this host; 1 where none is found)"
+    )
+    parser.add_argument("--archive", type=Path, metavar="SMALL", help="folder for the same as a few archives")
+    parser.add_argument("--caches", action="store_true", help="compiled kernels into the archive, too")
+    parser.add_argument("--restore", type=Path, metavar="SMALL", help="take over its compiled kernels first")
+    parser.add_argument("--list", action="store_true", help="print the parts and leave")
+    args = parser.parse_args()
+    if args.list:
+        for part in PARTS:
+            print(f"{part.name:20} {part.gpus} GPU(s)  {part.seconds:4} s at most  {part.command}")
+        return 0
+    if args.out is None:
+        parser.error("--out is needed: where results go")
+    if args.caches and args.archive is None:
+        parser.error("--caches go into an archive: name its folder with --archive")
+    known = {part.name: part for part in PARTS}
+    unknown = [name for name in args.parts or () if name not in known]
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(known)}")
+    twice = sorted({name for name in args.parts or () if args.parts.count(name) > 1})
+    if twice:
+        parser.error(f"named more than once: {', '.join(twice)}; a part has one log")
+    try:
+        gpus = gpu_names(args.gpus)
+    except ValueError as error:
+        parser.error(str(error))
+    parts = [known[name] for name in args.parts] if args.parts else [p for p in PARTS if p.gpus == len(gpus)]
+    out = args.out.resolve()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    (out / "results").mkdir(exist_ok=True)
+    if args.restore is not None:
+        print(f"restored: {unpack_kernels(args.restore, Path.home())} files of compiled kernels", flush=True)
+    outcome = run_all(parts, out, gpus, args.seconds, args.archive)
+    if args.caches:
+        args.archive.mkdir(parents=True, exist_ok=True)
+        pack_kernels(args.archive, Path.home())
+    if outcome.late:
+        print(f"not begun, too late: --parts {' '.join(outcome.late)}")
+    if outcome.too_large:
+        print(f"not begun, more GPUs needed than the {len(gpus)} in use: --parts {' '.join(outcome.too_large)}")
+    return int(bool(outcome.late or outcome.too_large) or any(one.code for one in outcome.ran))
+
+
+def run_all(
+    parts: Sequence[Part], out: Path, gpus: Sequence[str], seconds: float, archive: Path | None = None
+) -> Outcome:
+    """What ran on ``gpus``, and what was not begun and why. All files grow with each part that ends."""
+    summary = out / "summary.md"
+    summary.write_text("| part | exit code | s | ran beside it |\n| --- | ---: | ---: | --- |\n")
+
+    def began(job: Job, its: Sequence[str]) -> None:
+        print(f"==> {job.name} on GPU {','.join(its)}", flush=True)
+
+    def ended(job: Job, one: Ran) -> None:
+        lines = job.log.read_text(errors="replace").replace("\r", "\n").splitlines()[-LAST_LINES:]
+        last = f"<== {one.name}: exit code {one.code}, {one.seconds:.0f} s"
+        print("\n".join([f"--- last lines of {one.name}", *lines, last]), flush=True)
+        with summary.open("a") as file:
+            file.write(f"| {one.name} | {one.code} | {one.seconds:.0f} | {', '.join(one.beside) or '-'} |\n")
+        if archive is not None:
+            archive.mkdir(parents=True, exist_ok=True)
+            shutil.copy(summary, archive)
+            for folder in ("logs", "results"):
+                pack(archive / f"{folder}.tar.gz", out, sorted((out / folder).rglob("*")))
+
+    jobs = [
+        Job(part.name, part.gpus, part.seconds, part.argv(out), out / "logs" / f"{part.name}.log") for part in parts
+    ]
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return run_jobs(jobs, gpus, seconds, ROOT, environ, began, ended)
+
+
+def gpu_names(asked: int | None) -> list[str]:
+    """The GPUs to use, as CUDA_VISIBLE_DEVICES names them: those it names already, else by number as nvidia-smi counts.
+
+    Raises ValueError for fewer than one, and for more than CUDA_VISIBLE_DEVICES names.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(f"--gpus is {asked}: at least 1 is needed")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return [str(number) for number in range(asked or _gpus_here() or 1)]
+    names = visible.split(",")
+    if asked is not None and asked > len(names):
+        raise ValueError(
+            f"--gpus is {asked}, but CUDA_VISIBLE_DEVICES={visible} names {len(names)}: unset it, or ask less"
+        )
+    return names[:asked]
+
+
+def _gpus_here() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

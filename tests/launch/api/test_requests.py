@@ -1,0 +1,228 @@
+"""Input lines: what they become, and that nothing in them can do harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.api.parser import BadLine, Form, PreparedRequest, RequestParser
+from launch.generate.input_file import Settled, count_lines, read_lines, read_requests
+from runtime.execute.slot_state import DEFAULT_STOP_IDS
+from runtime.frontend.output_processor import drawn_seed
+from runtime.frontend.validation import MAX_STOP_TOKEN_IDS
+from runtime.schedule.request import SamplingParams
+from tests.launch.api import bad_lines
+from tests.launch.generate import batches
+from tests.launch.generate.fake_engine import FakeModel
+from tests.runtime.frontend import small_tokenizers
+
+LIMIT = 1 << 20
+
+
+def read(data: bytes, settled: Settled | None = None, limit: int = LIMIT) -> list[PreparedRequest | BadLine]:
+    return list(read_requests(io.BytesIO(data), batches.parser(), settled or Settled(), limit))
+
+
+def test_a_simple_line() -> None:
+    line = b'{"id": "a", "prompt": "the dog", "max_tokens": 5, "temperature": 0, "stop": ["x"], "seed": 3, "n": 2}'
+    request = batches.prepared(line)
+    ids = tuple(small_tokenizers.byte_level().encode("the dog"))
+    assert (request.line, request.id, request.form, request.prompt) == (1, "a", Form.SIMPLE, "the dog")
+    assert request.prompt_token_ids == ids
+    assert request.sampling == SamplingParams(max_tokens=5, temperature=0.0, stop=("x",), seed=3, n=2)
+
+
+def test_a_line_of_token_ids_without_an_id_is_named_after_its_number() -> None:
+    request = batches.prepared(b'{"prompt_token_ids": [5, 6]}', number=7)
+    assert (request.id, request.prompt, request.prompt_token_ids) == ("line-7", None, (5, 6))
+    assert request.sampling.max_tokens == 16
+
+
+def test_a_completions_line() -> None:
+    body = {"model": "m", "prompt": [5, 6, 7], "logprobs": 2, "stream": False, "user": "u", "top_p": None}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+    request = batches.prepared(line)
+    assert (request.form, request.model, request.prompt_token_ids) == (Form.COMPLETION, "m", (5, 6, 7))
+    assert (request.sampling.logprobs, request.sampling.top_p, request.sampling.max_tokens) == (2, 1.0, 16)
+
+
+def test_a_chat_line_is_rendered_and_may_use_what_fits() -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    body = {"messages": [{"role": "user", "content": parts}], "logprobs": True, "top_logprobs": 4}
+    line = json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}).encode()
+    request = batches.prepared(line)
+    assert request.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert request.sampling.max_tokens == 64 - len(request.prompt_token_ids)
+    assert request.sampling.logprobs == 4
+    assert request.prompt_token_ids[0] == 1, "special tokens of the template are single tokens"
+
+
+def test_max_completion_tokens_wins_over_max_tokens() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "max_completion_tokens": 3}
+    line = json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}).encode()
+    assert batches.prepared(line).sampling.max_tokens == 3
+
+
+def test_the_run_s_defaults_apply_where_a_line_is_silent() -> None:
+    defaults = SamplingParams(temperature=0.0, top_k=4)
+    request = batches.prepared(b'{"prompt": "a", "top_k": 2}', defaults=defaults, max_tokens=7)
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_tokens) == (0.0, 2, 7)
+
+
+def test_max_tokens_is_cut_to_what_fits_behind_the_prompt() -> None:
+    request = batches.prepared(b'{"prompt_token_ids": [5, 6, 7, 8], "max_tokens": 1000000, "min_tokens": 500}')
+    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (60, 60)
+
+
+def test_drawn_seeds_depend_on_the_run_s_seed_and_the_id_alone() -> None:
+    seeds = {batches.prepared(b'{"id": "a", "prompt": "x"}', number=n).sampling.seed for n in (1, 2)}
+    assert seeds == {drawn_seed(0, "a")}
+    others = {drawn_seed(base, key) for base in range(20) for key in ("a", "b", 1, "1")}
+    assert len(others) == 80
+    assert all(0 <= seed < 2**63 for seed in others)
+
+
+def test_stop_ids_fit_a_slot() -> None:
+    assert MAX_STOP_TOKEN_IDS == DEFAULT_STOP_IDS
+
+
+@pytest.mark.parametrize(("line", "words"), bad_lines.HAND_WRITTEN, ids=range(len(bad_lines.HAND_WRITTEN)))
+def test_a_bad_line_is_one_bad_line_that_says_why(line: bytes, words: str) -> None:
+    found = read(b'{"id": "before", "prompt": "a"}\n' + line + b'\n{"id": "after", "prompt": "a"}\n')
+    assert [type(item) for item in found] == [PreparedRequest, BadLine, PreparedRequest]
+    bad = found[1]
+    assert isinstance(bad, BadLine)
+    assert bad.line == 2
+    assert words in bad.message
+    assert "\n" not in bad.message
+    assert len(bad.message) < 1000
+
+
+def test_generated_bad_lines_are_all_bad() -> None:
+    """Each by itself: together they would be bad for their common id."""
+    parser = batches.parser()
+    parsed = [(line, parser.parse(1, line, parser.peek(1, line))) for line in bad_lines.generated(2000)]
+    assert [line for line, found in parsed if not isinstance(found, BadLine)] == []
+
+
+@given(st.binary(max_size=60))
+@settings(derandomize=True, max_examples=300, deadline=None, database=None)
+def test_no_bytes_can_raise(data: bytes) -> None:
+    for item in read(data):
+        assert isinstance(item, BadLine)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["prompt", "prompt_token_ids", "max_tokens", "temperature", "stop", "seed", "n", "id"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3),
+            max_leaves=4,
+        ),
+    )
+)
+@settings(derandomize=True, max_examples=300, deadline=None, database=None)
+def test_whatever_the_fields_hold_a_request_that_passes_is_legal(fields: dict[str, Any]) -> None:
+    for item in read(json.dumps(fields).encode()):
+        if isinstance(item, PreparedRequest):
+            assert 1 <= len(item.prompt_token_ids) < 64
+            assert all(0 <= token < 360 for token in item.prompt_token_ids)
+            assert 1 <= item.sampling.max_tokens <= 64 - len(item.prompt_token_ids)
+            assert item.sampling.seed is not None
+
+
+def test_a_duplicate_id_names_the_first_line_even_if_that_one_was_bad() -> None:
+    found = read(b'{"id": "a", "prompt": "x", "n": 0}\n\n{"id": "a", "prompt": "x"}\n{"id": 1, "prompt": "x"}\n')
+    assert [(item.line, isinstance(item, BadLine)) for item in found] == [(1, True), (3, True), (4, False)]
+    duplicate = found[1]
+    assert isinstance(duplicate, BadLine)
+    assert (duplicate.code, duplicate.id) == ("duplicate_id", "a")
+    assert "line 1" in duplicate.message
+
+
+def test_a_line_that_is_too_long_is_passed_over_without_being_held() -> None:
+    class Endless(io.RawIOBase):
+        """A line of 100 MB that is made while it is read, between two good ones."""
+
+        def __init__(self) -> None:
+            self.parts = [b'{"prompt": "a"}\n{"prompt": "', *[b"x" * (1 << 20)] * 100, b'"}\n{"prompt": "b"}\n']
+            self.rest = b""
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            if not self.rest and self.parts:
+                self.rest = self.parts.pop(0)
+            piece, self.rest = self.rest[: len(buffer)], self.rest[len(buffer) :]
+            buffer[: len(piece)] = piece
+            return len(piece)
+
+    stream, parser = io.BufferedReader(Endless()), batches.parser()
+    tracemalloc.start()
+    try:
+        found = list(read_requests(stream, parser, Settled(), LIMIT))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [(item.line, type(item)) for item in found] == [(1, PreparedRequest), (2, BadLine), (3, PreparedRequest)]
+    bad = found[1]
+    assert isinstance(bad, BadLine)
+    assert bad.code == "line_too_long"
+    assert str(LIMIT) in bad.message
+    assert peak < 8 * LIMIT
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+def test_line_ends_blank_lines_and_a_byte_order_mark(ending: bytes) -> None:
+    data = b"\xef\xbb\xbf" + ending.join((b'{"prompt": "a"}', b"  ", b"", b'{"prompt": "b"}'))
+    assert [line.number for line in read_lines(io.BytesIO(data), LIMIT)] == [1, 4]
+    assert [type(item) for item in read(data)] == [PreparedRequest] * 2
+
+
+@pytest.mark.parametrize("length", [9, 10, 11, 12])
+def test_the_limit_is_exact_and_does_not_count_the_line_end(length: int) -> None:
+    for end in (b"\n", b"\r\n", b""):
+        lines = list(read_lines(io.BytesIO(b"x" * length + end), 10))
+        assert [line.data is None for line in lines] == [length > 10]
+        if end:
+            assert [line.number for line in read_lines(io.BytesIO(b"x" * length + end + b"y"), 10)] == [1, 2]
+
+
+def test_lines_that_are_settled_are_passed_over() -> None:
+    data = b'{"id": "a", "prompt": "x"}\n{\n{"id": "b", "n": 0, "prompt": "x"}\n{"id": "b", "prompt": "x"}\n'
+    settled = Settled(ids={"a"}, errors={2: None, 3: "b"})
+    assert [item.line for item in read(data, settled)] == [4]
+    assert [type(item) for item in read(data, settled)] == [BadLine], "line 3 has used the id, though it is settled"
+
+
+def test_count_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"a\n\n  \nb\n" + b"c" * 100)
+    assert count_lines(path) == 3
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
+    bare = RequestParser(FakeModel(), None)
+    outcomes = {}
+    for line in (
+        b'{"prompt": "a"}',
+        b'{"prompt_token_ids": [5]}',
+        b'{"prompt_token_ids": [5], "stop": "x"}',
+        b'{"custom_id": "c", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "a"}]}}',
+    ):
+        found = bare.parse(1, line, bare.peek(1, line))
+        outcomes[line] = found.message if isinstance(found, BadLine) else ""
+    reasons = list(outcomes.values())
+    assert "no tokenizer.json" in reasons[0]
+    assert reasons[1] == ""
+    assert "stop strings need a tokenizer" in reasons[2]
+    assert "no chat template" in reasons[3]

@@ -1,0 +1,102 @@
+"""The floor of a decode step against independently published figures, and the shapes that they are for."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S
+from launch.bench.roofline import Shape, decode_floor
+from launch.bench.session import SHAPES
+from models.config import ModelConfig
+
+PEERS = json.loads((Path(__file__).parents[3] / "docs" / "peers.json").read_text())
+FOLDERS = {"8B": "qwen3-8b", "0.6B": "qwen3-0.6b", "30B-A3B": "qwen3-30b-a3b"}
+
+
+def floor_ms(shape: Shape, batch: int, ranks: int, length: float = 640) -> float:
+    """As peers.json says that its floors were made."""
+    floor = decode_floor(
+        shape,
+        batch=batch,
+        length=length,
+        ranks=ranks,
+        value_bytes=2,
+        bytes_per_s=H200_BYTES_PER_S,
+        flop_per_s=H200_FLOP_PER_S,
+    )
+    return floor.seconds * 1e3
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "batch", "expected"),
+    [
+        (result["model"], result["tp"], int(batch), expected)
+        for result in PEERS["results"]
+        for batch, expected in result["roofline_floor_ms"].items()
+    ],
+)
+def test_floors_are_those_of_the_peers_file(model: str, tp: int, batch: int, expected: float) -> None:
+    """Within 3 %, or within what was lost when the figure was rounded to the digits that it has."""
+    rounding = 0.5 * 10.0 ** -len(str(expected).partition(".")[2])
+    found = floor_ms(Shape.from_config(PEERS["models"][model]), batch, tp)
+    assert found == pytest.approx(expected, rel=0.03, abs=rounding)
+
+
+@pytest.mark.parametrize("model", sorted(FOLDERS))
+def test_shape_folders_are_the_peers_models(model: str) -> None:
+    config: dict[str, Any] = json.loads((SHAPES / FOLDERS[model] / "config.json").read_text())
+    assert config | PEERS["models"][model] == config
+    assert Shape.from_folder(SHAPES / FOLDERS[model]) == Shape.from_config(PEERS["models"][model])
+
+
+def test_the_32b_shape_has_its_size() -> None:
+    shape = Shape.from_folder(SHAPES / "qwen3-32b")
+    config = ModelConfig.from_folder(SHAPES / "qwen3-32b")
+    embedding = config.vocab_size * config.hidden_size
+    assert (config.layers, config.hidden_size, config.heads, config.kv_heads) == (64, 5120, 64, 8)
+    assert shape.dense + embedding == pytest.approx(32.8e9, rel=0.005)
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in SHAPES.glob("*/config.json")))
+def test_every_shape_is_a_model_folder(folder: str) -> None:
+    config = ModelConfig.from_folder(SHAPES / folder)
+    assert config.max_length >= 4096
+    assert config.vocab_size == 151_936
+
+
+def test_a_byte_bound_step_and_a_compute_bound_one() -> None:
+    shape = Shape(dense=1000, expert=0, experts=0, experts_per_token=0, kv_heads=2, kv_per_head=5)
+    floor = partial(decode_floor, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
+    one = floor(shape, batch=1, ranks=1)
+    assert (one.weight_bytes, one.kv_bytes) == (2000, 2 * 10 * 2 * 5)
+    assert one.seconds == pytest.approx(2000 / 100 + 200 / 100)
+    many = floor(shape, batch=1000, ranks=1)
+    assert many.seconds == pytest.approx(2 * 1000 * 1000 / 10_000 + 200_000 / 100)
+    four = floor(shape, batch=1, ranks=4)
+    assert four.weight_bytes == 500
+    assert four.kv_bytes == 100, "two heads cannot be shared by four ranks"
+
+
+def test_groups_have_rows_of_their_own_and_share_experts() -> None:
+    """Four ranks as two groups of two: what is no expert's, for the rows of the fuller group."""
+    shape = Shape(dense=1000, expert=7, experts=16, experts_per_token=2, kv_heads=4, kv_per_head=5)
+    floor = partial(decode_floor, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=1e12)
+    alone = floor(shape, batch=1000, ranks=4)
+    groups = floor(shape, batch=1000, ranks=4, groups=2)
+    assert groups.weight_bytes - alone.weight_bytes == pytest.approx(2 * (1000 / 2 - 1000 / 4))
+    assert groups.kv_bytes == alone.kv_bytes, "half the rows, twice the heads"
+    assert floor(shape, batch=3, ranks=4, groups=2).kv_bytes == 2 * 2 * 10 * 2 * 5
+
+
+def test_all_experts_are_read_once_many_tokens_ask() -> None:
+    shape = Shape(dense=0, expert=7, experts=16, experts_per_token=2, kv_heads=1, kv_per_head=0)
+    floor = partial(decode_floor, length=1.0, value_bytes=1, bytes_per_s=1.0, flop_per_s=1e9)
+    assert floor(shape, batch=1, ranks=1).weight_bytes == pytest.approx(7 * 2)
+    assert floor(shape, batch=10_000, ranks=1).weight_bytes == pytest.approx(7 * 16)
+    assert floor(shape, batch=10_000, ranks=2).weight_bytes == pytest.approx(7 * 8)
+    assert 7 * 1 < floor(shape, batch=1, ranks=2).weight_bytes < 7 * 2

@@ -1,0 +1,30 @@
+"""Thirty kills of `generate`, of real processes, over both engines; the long form is `make test-kill`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("engine", "kills", "lines"), [("fake", 24, 30), ("real", 6, 12)])
+def test_whenever_it_is_killed_it_ends_as_if_it_had_not_been(engine: str, kills: int, lines: int) -> None:
+    """A program of its own, because runs are forked and pytest's process has threads."""
+    options = ["--engine", engine, "--kills", str(kills), "--lines", str(lines), "--fresh-every", "0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.launch.generate.kill_anywhere", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"{engine} engine: {kills} kills" in ended.stdout
+    assert "0 rows lost, 0 doubled, 0 torn" in ended.stdout

@@ -1,0 +1,268 @@
+"""A world that is only planned: what is checked of it, and that the checks bite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.bench.options import BenchCommand
+from launch.scale.command import jobs_text, plan_topologies
+from launch.scale.control import HopCosts, control_tree, rehearse
+from launch.scale.hops import far_costs, near_costs
+from launch.scale.shards import Part, check_coverage, coordinates, plan_part
+from launch.sweep.command import run
+from launch.sweep.options import SweepCommand
+from models.config import ModelConfig
+from parallel.layers.shard import HeadShard, Shard, VocabShard
+from parallel.topology import Sharing
+from runtime.schedule.digest import RollingDigest
+from runtime.schedule.plan import StepPlan
+from runtime.schedule.scheduler import Scheduler
+from tests.launch.api.parsed import parsed
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def config_of(shape: str, layers: int = 2) -> ModelConfig:
+    """A shape that comes with Lockstride, with fewer of its layers, which are alike."""
+    config = ModelConfig.from_folder(ROOT / "models" / "shapes" / shape)
+    experts = config.experts
+    fewer = None if experts is None else replace(experts, layers=tuple(range(layers)))
+    return replace(config, layers=layers, experts=fewer)
+
+
+def parts_of(config: ModelConfig, sharing: Sharing) -> dict[tuple[int, int], Part]:
+    return {place: plan_part(config, torch.bfloat16, sharing, place) for place in sorted(set(coordinates(sharing)))}
+
+
+def errors_of(config: ModelConfig, sharing: Sharing) -> tuple[str, ...]:
+    return check_coverage(sharing, parts_of(config, sharing)).errors
+
+
+# ---- shards ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "world", "tensor", "expert"),
+    [
+        ("qwen3-8b", 1024, 8, 1),
+        ("qwen3-8b", 96, 32, 1),  # more ranks than key/value heads: these are copied
+        ("qwen3-0.6b", 16, 16, 1),  # the vocabulary has padding rows
+        ("qwen3-30b-a3b", 64, 4, 1),
+        ("qwen3-30b-a3b", 64, 8, 8),
+        ("qwen3-30b-a3b", 64, 2, 16),  # groups that share experts
+        ("qwen3-8b", 1, 1, 1),
+    ],
+)
+def test_every_element_is_where_it_belongs(shape: str, world: int, tensor: int, expert: int) -> None:
+    sharing = Sharing(world, tensor, expert)
+    parts = parts_of(config_of(shape), sharing)
+    coverage = check_coverage(sharing, parts)
+    assert coverage.errors == ()
+    assert coverage.split + coverage.copied == coverage.tensors
+    assert coverage.parts == len(parts) == max(tensor, expert)
+    assert len(coordinates(sharing)) == world
+
+
+def test_bytes_of_a_rank() -> None:
+    config = config_of("qwen3-8b")
+    (whole,) = parts_of(config, Sharing()).values()
+    expected = 2 * (2 * config.vocab_size * config.hidden_size + config.hidden_size)
+    expected += (
+        2
+        * config.layers
+        * (
+            config.hidden_size * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+            + 3 * config.hidden_size * config.intermediate_size
+            + 2 * config.hidden_size
+            + 2 * config.head_dim
+        )
+    )
+    assert whole.weight_bytes == expected
+    assert whole.kv_bytes_per_token == 2 * config.layers * config.kv_heads * config.head_dim * 2
+    eighth = parts_of(config, Sharing(8, 8))[0, 0]
+    assert expected / 8 < eighth.weight_bytes < expected / 8 * 1.01
+    assert eighth.kv_bytes_per_token == whole.kv_bytes_per_token / 8
+
+
+def test_a_head_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadShard, "first_head", property(lambda self: self.rank // 2 * 2 * self.local_heads))
+    errors = errors_of(config_of("qwen3-8b"), Sharing(4, 4))
+    assert any("q_proj" in error and "elements" in error for error in errors), errors
+
+
+def test_a_key_value_head_that_is_copied_unevenly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadShard, "first_kv_head", property(lambda self: max(0, self.rank - 1) * 8 // self.size))
+    errors = errors_of(config_of("qwen3-8b"), Sharing(16, 16))
+    assert any("k_proj" in error and "held by 1 ranks, some by 3" in error for error in errors), errors
+
+
+def test_a_vocabulary_that_overlaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VocabShard, "start", property(lambda self: max(0, self.rank * self.width - 1)))
+    assert any("embed_tokens" in error for error in errors_of(config_of("qwen3-8b"), Sharing(4, 4)))
+
+
+def test_a_parameter_that_is_not_filled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    along_rows = Shard.__init__
+
+    def short(
+        self: Shard, full_shape: tuple[int, ...], ranges: tuple[slice, ...], target: torch.Tensor, *more: float
+    ) -> None:
+        along_rows(self, full_shape, ranges, target[:-1] if target.shape[0] == 4096 else target, *more)
+
+    monkeypatch.setattr(Shard, "__init__", short)
+    errors = errors_of(config_of("qwen3-8b"), Sharing(2, 2))
+    assert any("parameter layers.0.attention.output.weight: filled up to element" in error for error in errors), errors
+
+
+def test_a_group_with_one_part_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sharing, "tensor_group", lambda self, rank: (rank, rank))
+    errors = errors_of(config_of("qwen3-8b"), Sharing(4, 2))
+    assert "rank 1: its tensor-parallel group has the shards [1, 1]" in errors
+
+
+# ---- control ----
+
+
+@pytest.mark.parametrize(("world", "gpus"), [(1, 8), (2, 8), (8, 8), (64, 8), (1024, 8), (12, 4), (3, 1)])
+def test_the_tree_reaches_every_rank_once(world: int, gpus: int) -> None:
+    tree = control_tree(plan_topologies(world, gpus))
+    assert tree.errors == ()
+    arrivals = tree.arrivals(HopCosts(), min(world, gpus))
+    assert arrivals.keys() == set(range(world))
+    nodes = world // min(world, gpus)
+    assert tree.depth == (2 if nodes > 1 and gpus > 1 else int(world > 1))
+    assert len(tree.children[0]) == nodes - 1 + min(world, gpus) - 1
+
+
+def test_a_record_takes_its_hops() -> None:
+    tree = control_tree(plan_topologies(16, 4))
+    costs = HopCosts(near_hop=10.0, near_send=1.0, far_hop=100.0, far_send=5.0)
+    arrivals = tree.arrivals(costs, 4)
+    assert [arrivals[rank] for rank in (4, 8, 12)] == [105.0, 110.0, 115.0], "other nodes first"
+    assert [arrivals[rank] for rank in (1, 2, 3)] == [26.0, 27.0, 28.0], "then its own"
+    assert arrivals[15] == 115.0 + 3 * 1.0 + 10.0
+    assert max(arrivals.values()) == arrivals[15]
+
+
+def test_a_rank_that_two_hand_records_to_is_found() -> None:
+    """Nodes of two sizes, which no launcher's environment passes for, make links that do not fit."""
+    twos, fours, ones = (plan_topologies(4, size) for size in (2, 4, 1))
+    assert control_tree([fours[0], fours[1], twos[2], fours[3]]).errors == ("rank 3 is handed records by 2 ranks",)
+    assert control_tree([twos[0], twos[1], ones[2], twos[3]]).errors == ("rank 3 is handed records by 0 ranks",)
+
+
+def test_all_ranks_plan_the_same_steps_from_the_same_events() -> None:
+    found = rehearse(Sharing(16, 4), turns=30)
+    assert found.errors == ()
+    assert (found.turns, found.groups) == (30, 4)
+    assert found.finished >= 4 * 8
+    assert found.record_bytes > 100
+
+
+def test_a_rank_that_plans_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, asked = Scheduler.plan, 0
+
+    def sometimes_late(self: Scheduler) -> StepPlan | None:
+        nonlocal asked
+        asked += 1
+        if asked == 50:  # of some rank, in its tenth turn or so
+            self.digest.fold(self.step, "surprise", (1,))
+        return plan(self)
+
+    monkeypatch.setattr(Scheduler, "plan", sometimes_late)
+    (error,) = rehearse(Sharing(4, 4), turns=20).errors
+    assert "planned other steps than the first rank of its group" in error
+
+
+def test_a_rank_that_gets_other_events_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fold, asked = RollingDigest.fold, 0
+
+    def one_is_deaf(self: RollingDigest, step: int, kind: str, decision: Any) -> None:
+        nonlocal asked
+        if kind == "agreed":
+            asked += 1
+        fold(self, step, kind, b"nothing" if asked == 7 and kind == "agreed" else decision)
+
+    monkeypatch.setattr(RollingDigest, "fold", one_is_deaf)
+    found = rehearse(Sharing(4, 4), turns=20)
+    (error,) = found.errors
+    assert "rank 2 is the odd one" in error.lower()
+    assert found.turns == 3, "it ends in the turn after"
+
+
+def test_the_cost_of_a_record_can_be_measured() -> None:
+    for sends, whole in (near_costs(2, 5), far_costs(2, 5)):
+        assert 0 < sends < whole
+
+
+# ---- the command ----
+
+
+def test_a_world_is_planned_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "sweep plan --dry-run-world 32 --model models/demo --tp 2 --memory-gib 1 --steps 12"
+    assert run(parsed(SweepCommand, line.split()), {}) == 0
+    lines = {text.split()[0]: text for text in capsys.readouterr().out.splitlines()}
+    assert lines["world"].endswith("32 ranks on 4 node(s) of 8")
+    assert "16 replica(s) x tp 2" in lines["model"]
+    assert lines["jobs"].endswith("16 of 2 rank(s): --tensor-parallel-size 2")
+    assert "2 different parts over 32 ranks: each element where it belongs" in lines["shards"]
+    assert "tokens in 0.9 of 1 GiB" in lines["memory"]
+    assert "rank 0 hands records to 10 ranks (3 nodes, 7 of its own), 10 at most, 2 hop(s) deep" in lines["control"]
+    assert lines["checks"].endswith("all passed")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "jobs"),
+    [
+        (Sharing(8, 4, 1), "2 of 4 rank(s): --tensor-parallel-size 4"),
+        (Sharing(8, 4, 4), "2 of 4 rank(s): --tensor-parallel-size 4 --expert-parallel"),
+        (Sharing(8, 2, 8), "1 of 8 rank(s): --tensor-parallel-size 2 --data-parallel-size 4"),
+        (Sharing(8, 1, 4), "2 of 4 rank(s): --tensor-parallel-size 1 --data-parallel-size 4"),
+    ],
+)
+def test_a_plan_says_how_its_jobs_are_started(sharing: Sharing, jobs: str) -> None:
+    assert jobs_text(sharing) == jobs
+    flags = jobs.partition(": ")[2].split()
+    command = parsed(BenchCommand, ["bench", "latency", "--model", "m", *flags])
+    config = command.engine_config(sharing.tensor, {"device": "cpu"})
+    assert config.ranks == max(sharing.tensor, sharing.expert)
+    assert config.expert_parallel is (sharing.expert > 1)
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "sweep plan --dry-run-world 8 --model qwen3-32b --tp 1 --memory-gib 40"
+    assert run(parsed(SweepCommand, line.split()), {}) == 0
+    assert "TOO LARGE for 0.9 of 40 GiB" in capsys.readouterr().out
+
+
+def test_a_failed_check_is_told_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(VocabShard, "start", property(lambda self: max(0, self.rank * self.width - 1)))
+    line = "sweep plan --dry-run-world 2 --model models/demo --steps 2"
+    assert run(parsed(SweepCommand, line.split()), {}) == 1
+    told = capsys.readouterr()
+    assert "FAILED" in told.out
+    assert "wrong: tensor model.embed_tokens.weight" in told.err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--dry-run-world 8", "name a model to plan"),
+        ("--dry-run-world 12 --model qwen3-8b", "--dry-run-world 12 does not fill nodes of --gpus-per-node 8"),
+        ("--dry-run-world 131072 --model qwen3-8b", "control records have room for"),
+        ("--dry-run-world 8 --model nowhere", "--model nowhere: "),
+        ("--dry-run-world 8 --model qwen3-8b --tp 3", "degree 3 does not divide 8 ranks: choose from [1, 2, 4, 8]"),
+        ("--dry-run-world 64 --model qwen3-8b --tp 64", "cannot be split over 64 tensor-parallel ranks"),
+        ("--dry-run-world 8 --model qwen3-8b --ep 8", "qwen3-8b has no experts"),
+        ("--dry-run-world 8 --model qwen3-30b-a3b --tp 4 --ep 2", "--ep 2 is less than --tp 4"),
+        ("--dry-run-world 8 --model qwen3-8b --dtype int4", "--dtype int4 is none of auto, bfloat16"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parsed(SweepCommand, ["sweep", "plan", *line.split()]), {}) == 2
+    assert words in capsys.readouterr().err

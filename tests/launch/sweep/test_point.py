@@ -1,0 +1,77 @@
+"""A sweep of real measurements on a tiny model, one rank and two, from the command line to the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.bench.options import BenchOptions
+from launch.bench.results import Point as FlatRow
+from launch.report.rows import read_report
+from launch.sweep.ledger import Ledger
+from tests.runtime.engine.rig import tiny_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def command(*words: str, code: int = 0) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "launch", "sweep", *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.multiprocess
+def test_from_a_grid_to_a_report(tmp_path: Path) -> None:
+    options = {"model": str(tiny_folder(tmp_path / "tiny")), "device": "cpu", "input-len": 12, "output-len": 5}
+    options |= {"num-iters": 2, "num-warmups": 0, "block-size": 8, "max-model-len": 64, "protocol": "generation"}
+    variables = {"tp": [1, 2], "batch": ["1,2"], "num-blocks": [None, 2]}  # two blocks hold no request
+    content: dict[str, object] = {"options": options, "grid": variables, "minutes": 4}
+    content["exclude"] = [{"tp": 2, "num-blocks": 2}]
+    grid, out = tmp_path / "grid.yaml", tmp_path / "out"
+    grid.write_text(yaml.safe_dump(content))
+    assert "3 points (1 excluded)" in command("plan", str(grid), "--out", str(out))
+    said = command("run", str(grid), "--out", str(out), code=1)
+    assert said.count(": done in ") == 2
+    assert "KV blocks, there are 2" in said
+    ledger = Ledger(out)
+    assert (len(ledger.done()), len(ledger.failed())) == (2, 1)
+    (alone, _, _), (pair, folder, _) = ledger.finished_points()
+    assert (alone.tp, pair.tp) == (1, 2)
+    assert len(list(folder.glob("ranks/**/stderr.log"))) == 2, "each rank has a log"
+    assert "3 of 3 points are done or have failed already" in command(
+        "run", str(grid), "--out", str(out), "--resume", code=1
+    )
+    status = json.loads(command("status", str(out), "--json", code=1))
+    assert sorted(point["state"] for point in status["points"]) == ["done", "done", "failed"]
+    command("report", str(out))
+    report = read_report(out / "report" / "report.json")
+    assert [(row.tp, row.batch) for row in report.rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert all(row.tok_s and row.tpot_percentiles and row.device_idle is not None for row in report.rows)
+    assert {"commit", "code_digest", "version of torch", "cpu"} <= report.environments.keys()
+    assert "Scaling over tensor-parallel ranks" in (out / "report" / "report.html").read_text()
+
+
+def test_a_report_s_row_has_the_fields_of_bench_s() -> None:
+    """A field that bench renames would silently be missing from reports."""
+    from launch.report.rows import Row
+
+    own = {"key", "dp", "tpot_percentiles", "settings"}
+    assert set(Row.__struct_fields__) - own <= {*FlatRow.__dataclass_fields__}
+
+
+def test_estimates_know_bench_s_options() -> None:
+    fields = BenchOptions.__dataclass_fields__
+    assert {"num_iters", "num_warmups", "batch_size", "num_prompts", "input_len", "output_len"} <= fields.keys()

@@ -1,0 +1,290 @@
+"""Every Triton kernel of a rank's steps compiled for an H200, on a machine without a GPU: ``python -m ...``.
+
+Prints what every kernel needs (registers, words that it spills, shared memory) and how many of its programs a
+multiprocessor holds. ``--late`` compiles nothing: it tells which kernels a running engine would still have to compile.
+
+Knows: which steps reach every kernel. Does not know: how a step runs without a GPU (rank_without_gpu.py), what is too
+much (test_compiled_kernels.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from models.expert_load import start_counting
+from models.inputs import PrefillAttention, empty_kv_layer
+from models.kernels.attention import rope_prefill as rope_prefill_triton
+from models.kernels.attention.prefill import TiledPrefill
+from models.kernels.bandwidth_probe import BLOCK, block_maxima
+from models.kernels.experts import grouped as experts_triton
+from models.kernels.experts import grouped_tma as experts_tma_triton
+from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts.tiles import long_list_tiles
+from models.kernels.matmul.candidates import wide_candidates
+from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.dispatch import shipped_choices
+from models.kernels.nvidia import HopperKernels
+from parallel.comm.all_reduce_triton import summed
+from parallel.comm.ep_exchange_triton import gathered
+from parallel.comm.peer_buffers import Places
+from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
+from runtime.execute.executor import shorter_prefills
+from tests.bench import rotation as bench_rotation
+from tests.gpu.expert_cases import share_of
+from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
+from tests.models.kernels.rank_without_gpu import (
+    BUCKETS,
+    META,
+    MOST_PREFILL,
+    SAMPLING,
+    FirstRank,
+    Rank,
+    play_an_h200,
+    products,
+)
+
+
+def dense(driver: CompilingDriver) -> None:
+    """What `make test` compiles of dense shapes: three buckets of 8B, what a row may ask of sampling; the doctor."""
+    rank = Rank(driver, "8b")
+    for bucket in (1, 32, 128):
+        rank.decode(bucket)
+    rank.decode(32, SAMPLING[-1])
+    for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens
+        rank.prefill(tokens)
+    rank.several_queries(32, 16)
+    Rank(driver, "8b", tp=4).decode(1)
+    Rank(driver, "8b", tp=2).decode(32)
+    Rank(driver, "8b", dtype=torch.float32).decode(24)
+    products(driver, likeliest_wide())
+    driver.where = "doctor, reading"
+    block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def likeliest_wide() -> ChoiceTable:
+    """A wide kernel for 8B's gate-up and, with K split, for its down at 128 and 256 rows."""
+    table = ChoiceTable()
+    for rows in (128, 256):
+        for outputs, inner, split in ((24576, 4096, 1), (4096, 12288, 4)):
+            shape = LinearShape(rows, outputs, inner, torch.bfloat16, normed=split == 1, gate_up=split == 1)
+            fitting = (c for c in wide_candidates(shape) if isinstance(c, Wide) and c.split == split)
+            table.put(shape, max(fitting, key=lambda choice: choice.block_o))
+    return table
+
+
+def experts(driver: CompilingDriver) -> None:
+    """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's, with all tiles."""
+    rank = Rank(driver, "30b-a3b", tp=2, ep=True)
+    start_counting(rank.model)
+    for bucket in (1, 4, 32):
+        rank.decode(bucket)
+    rank.prefill(MOST_PREFILL)
+    Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
+    layer = dataclasses.replace(share_of("mixtral-8x7b", 2), device="meta")
+    for rows in (1, 8, 64, 128, 256, 2048, 8192):
+        driver.where = f"Mixtral, {rows} rows"
+        given = (layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True)
+        if rows == 1:
+            experts_streamed_triton.expert_mlp(*given)
+            continue
+        experts_triton.expert_mlp(*given, all_experts=layer.experts)
+        mean = rows * layer.choices / layer.experts
+        if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
+            experts_tma_triton.expert_mlp(*given, tiles)
+
+
+def rotation(driver: CompilingDriver) -> None:
+    """Every form that tests/bench/rotation.py times, and what other heads make of the one for many tokens."""
+    bench_rotation.DEVICE = META
+    for shape in bench_rotation.SHAPES:
+        for name, run in bench_rotation.FORMS.items():
+            driver.where = f"{shape}, {name}"
+            bench_rotation.Prefill(shape, 2048).run(run)
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim in (16, 64, 256, 512):
+            for norm in (True, False):
+                driver.where = f"{dtype}, heads of {dim}, norm {norm}"
+                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(
+                    rope_prefill_triton.rope_and_cache
+                )
+
+
+def pushing(driver: CompilingDriver) -> None:
+    """Products that keep their result, that push it to one other rank, and to seven."""
+    kernels = HopperKernels(META)
+    choices: tuple[tuple[Choice, int], ...] = (
+        (Gemv(4, 512, 2, 1024), 2),
+        (Skinny(16, 64, 128, 1, 5, 4, 1024), 16),
+        (Skinny(16, 64, 128, 2, 5, 4, 128), 16),
+    )
+    for choice, rows in choices:
+        for size in (1, 2, 8):
+            driver.where = str(size)
+            x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
+            into = FirstRank(size).places_for(rows, 3072, torch.bfloat16)
+            kernels._product(x, weight, None, choice, gate_up=False, places=into)
+
+
+def sums(driver: CompilingDriver) -> None:
+    """Between two, three, five and eight ranks, with and without what follows a sum in a decoder."""
+    for size in (2, 3, 5, 8):
+        made = FirstRank(size).sums
+        for name, way in {"one step": made.one_step, "pushed": made.pushed, "two steps": made.two_steps}.items():
+            for dtype in (torch.bfloat16, torch.float32):
+                driver.where = f"{name}, {size} ranks"
+                x, norm = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((16, 4096), (4096,)))
+                way(x)
+                way(x, residual_TN=x, norm_N=norm, eps=1e-6)
+
+
+def exchanges(driver: CompilingDriver) -> None:
+    """There and back, between two, three, five and eight groups: any number of tokens runs the same code."""
+    for size in (2, 3, 5, 8):
+        exchanges = torch.empty(ROWS, dtype=torch.int32, device=META)
+        places = Places(tuple((1 + rank) << 40 for rank in range(size)), exchanges, 0, ROWS, ROW_BYTES)
+        for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
+            driver.where = f"{size} groups"
+            for tokens in (1, 13, 16):
+                hidden = torch.empty(tokens, width, dtype=dtype, device=META)
+                weights = torch.empty(tokens, choices, device=META)
+                ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((tokens, choices), (128,)))
+                gathered(hidden, weights, ids, 16, numbers, places, pdl=True)
+            summed(torch.empty(size * 16, width, dtype=dtype, device=META), places, scatter=True, pdl=True)
+
+
+def shipped_table(driver: CompilingDriver) -> None:
+    products(driver, shipped_choices(META))
+
+
+def too_much(driver: CompilingDriver) -> None:
+    """Two products that do not fit: one spills, one asks for more shared memory than there is."""
+    few = LinearShape(4, 4096, 4096, torch.bfloat16)
+    many = LinearShape(128, 4096, 4096, torch.bfloat16)
+    table = ChoiceTable()
+    table.put(few, Gemv(block_o=8, chunk=4096, warps=4))
+    table.put(many, Skinny(block_m=128, block_o=128, block_k=256, split=1, stages=4, warps=8, prefetch=0))
+    products(driver, table)
+
+
+def prefills(driver: CompilingDriver) -> None:
+    """Prefill attention of other models: heads, pages and dtypes that the shapes here do not have."""
+    half, single = (torch.bfloat16, torch.float16), (torch.float32,)
+    for dtypes, heads, kv_heads, dim, page in (
+        (half, 32, 8, 128, 64),
+        (half[:1], 32, 8, 128, 16),
+        (half[:1], 14, 2, 64, 64),
+        (half[:1], 16, 16, 96, 128),
+        (half[:1], 8, 1, 16, 8),
+        (half[:1], 16, 2, 256, 64),
+        (half[:1], 6, 2, 192, 48),
+        (single, 32, 8, 128, 64),
+        (single, 6, 2, 24, 16),
+        (single, 32, 1, 64, 64),
+        (single, 16, 2, 256, 64),
+    ):
+        for dtype in dtypes:
+            driver.where = f"{dtype}, {heads} heads of {dim} over {kv_heads}, pages of {page}"
+            q, kv = (
+                torch.empty(300, heads, dim, dtype=dtype, device=META),
+                empty_kv_layer(9, page, kv_heads, dim, dtype, "meta"),
+            )
+            inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
+            tiled = TiledPrefill(META, pdl=True)
+            tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
+
+
+PARTS: dict[str, Callable[[CompilingDriver], None]] = {
+    "dense": dense,
+    "experts": experts,
+    "rotation": rotation,
+    "prefill": prefills,
+    "push": pushing,
+    "sums": sums,
+    "exchanges": exchanges,
+    "table": shipped_table,
+    "too-much": too_much,
+}
+
+
+def whole_rank(rank: Rank) -> None:
+    """Every bucket, every kind of sampling, prefill steps of many sizes."""
+    start_up(rank)
+    for tokens in (777, 200, 40, 13, 5, 1):
+        rank.prefill(tokens)
+    for features in SAMPLING:
+        for bucket in (1, 8, 40, 256):
+            rank.decode(bucket, features)
+    rank.prefill(300, scored=299)
+    for rows, query_len in ((1, 4), (8, 16), (32, 8)):
+        rank.several_queries(rows, query_len)
+
+
+def start_up(rank: Rank) -> None:
+    """The steps that an engine rehearses before its first request (runtime/execute/executor.py)."""
+    for bucket in reversed(BUCKETS):
+        rank.decode(bucket)
+    for tokens in (MOST_PREFILL, *shorter_prefills(MOST_PREFILL)):
+        rank.prefill(tokens)
+
+
+def late(driver: CompilingDriver, rank: Rank) -> list[dict[str, str]]:
+    """The compilations that the first prefills and the first rows with sampling parameters would wait for."""
+    start_up(rank)
+    known = set(driver.asked)
+    around_steps = (2**power + more for power in range(1, 13) for more in (-1, 0, 1))  # where choices and tiles change
+    for tokens in (*around_steps, 13, 40, 200, 777, MOST_PREFILL - 1):
+        rank.prefill(tokens)
+    for features in (SAMPLING[1], SAMPLING[-1]):  # filters alone, and everything that there is
+        for bucket in (1, 2, 8, 40, BUCKETS[-1]):
+            rank.decode(bucket, features)
+    return [{"kernel": key[0], "where": where} for key, where in driver.asked.items() if key not in known]
+
+
+def show(found: Iterable[Compiled]) -> None:
+    """As a table in Markdown."""
+    print("| kernel | first launched by | constants | warps | registers | spills | shared KiB | programs |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for one in found:
+        constants = " ".join(f"{key}={value}" for key, value in one.constants.items() if value not in (False, None))
+        numbers: tuple[Any, ...] = (one.warps, one.registers, one.spills, f"{one.shared / 1024:.1f}", one.programs)
+        print(f"| {one.kernel} | {one.where} | {constants} | {' | '.join(map(str, numbers))} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b", choices=("0.6b", "8b", "32b", "30b-a3b"), help="default: %(default)s")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the group (default: %(default)s)")
+    parser.add_argument("--ep", action="store_true", help="each rank has whole experts")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--part", choices=PARTS, help="one of these instead of everything that a rank of --shape runs")
+    parser.add_argument("--late", action="store_true", help="tell what would be compiled after start-up; fast")
+    parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
+    options = parser.parse_args()
+    play_an_h200()
+    driver = CompilingDriver(compile=not options.late).activate()
+    if options.part is not None:
+        PARTS[options.part](driver)
+        found = [*driver.found.values()]
+    else:
+        rank = Rank(driver, options.shape, tp=options.tp, ep=options.ep, dtype=getattr(torch, options.dtype))
+        if options.late:
+            for line in late(driver, rank):
+                print(json.dumps(line) if options.json else f"{line['kernel']}: {line['where']}")
+            return
+        whole_rank(rank)
+        found = [*driver.found.values()]
+    if options.json:
+        for one in found:
+            print(json.dumps(one.as_dict()))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Triton without a GPU: a driver that lets Triton compile for an H200, and keeps what ptxas made instead of running it.
+
+Knows: Triton's driver interface, how a cubin tells its registers, and NVIDIA's rules of occupancy for sm_90.
+Does not know: any kernel, who launches it (compiled_kernels.py), or in what order it may run (launch_order.py).
+
+A launch goes through Triton's own path up to the last call, so types, constants, divisibility hints and launch options
+are those that a real launch with the same arguments would have. Tensors may lie on torch's meta device.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tests.models.kernels.launch_order import LaunchOrder, launch_order
+
+MULTIPROCESSORS = 132
+CAPABILITY = (9, 0)
+REGISTERS = 65536  # of a multiprocessor
+MOST_SHARED = 232448  # bytes that one program may ask for
+SHARED = 233472  # bytes of a multiprocessor, 1 KiB of which every program takes for the system
+_WARPS, _PROGRAMS, _PARTITIONS = 64, 32, 4  # of a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One compiled kernel. ``where``: the first launch that needed it. ``element``: Triton's type of the first pointer.
+
+    ``constants``: its constexprs. ``spills``: 32-bit words a thread keeps in memory for want of registers, as Triton
+    counts them. ``shared``: bytes a program. ``stores``: to global memory in PTX, by form, ``v4.b32`` for 16 bytes.
+    ``order``: what it does before it waits; None where it is launched alone.
+    """
+
+    kernel: str
+    where: str
+    element: str
+    constants: dict[str, Any]
+    grid: tuple[int, int, int]
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    stores: dict[str, int]
+    order: LaunchOrder | None
+
+    @property
+    def programs(self) -> int:
+        """Programs that a multiprocessor holds at once."""
+        return programs_at_once(self.warps, self.registers, self.shared)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"programs": self.programs}
+
+
+def programs_at_once(warps: int, registers: int, shared: int) -> int:
+    """How many programs of ``warps`` warps, ``registers`` a thread and ``shared`` bytes one multiprocessor holds.
+
+    Registers are given out to a warp in units of 256, shared memory to a program in units of 128 bytes; 0 where not
+    even one program fits.
+    """
+    if shared > MOST_SHARED or _up(registers * 32, 256) * _up(warps, _PARTITIONS) > REGISTERS:
+        return 0
+    warps_by_registers = REGISTERS // _PARTITIONS // _up(max(registers, 1) * 32, 256) * _PARTITIONS
+    by_shared = SHARED // _up(shared + 1024, 128)
+    return min(_PROGRAMS, _WARPS // warps, warps_by_registers // warps, by_shared)
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+class CompilingDriver:
+    """Triton's active driver once ``activate``d. ``found``: every kernel that was launched, once, in order.
+
+    ``where`` is written into what is found. Nothing is refused for its shared memory: that is for the reader to judge.
+    Machine code is read once a kernel and set of its switches, for disassembling takes as long as compiling.
+    Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it.
+    """
+
+    def __init__(self, *, compile: bool = True) -> None:
+        self.where = ""
+        self.found: dict[str, Compiled] = {}
+        self.asked: dict[tuple[str, str], str] = {}
+        self._compile = compile
+        self.utils = SimpleNamespace(get_device_properties=_properties, load_binary=_not_loaded)
+        self._disassembled: set[tuple[object, ...]] = set()
+        self._files: dict[str, dict[str, Path]] = {}  # of each compiled kernel: by suffix
+
+    def activate(self) -> CompilingDriver:
+        driver.set_active(self)
+        knobs.compilation.listener = self._listen
+        knobs.runtime.jit_cache_hook = self._ask
+        return self
+
+    def get_current_target(self) -> GPUTarget:
+        major, minor = CAPABILITY
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """Called once a compiled kernel, when it is first launched; what it returns is called at every launch."""
+
+        def launch(x: int, y: int, z: int, *rest: object) -> None:
+            if metadata.hash not in self.found:
+                self.found[metadata.hash] = self._compiled(source, metadata, (x, y, z))
+
+        return launch
+
+    def _ask(self, *, key: object, fn: Any, **rest: object) -> bool:
+        """Before a compilation; True keeps Triton from it, and from the launch."""
+        self.asked.setdefault((fn.name, str(key)), self.where)
+        return not self._compile
+
+    def _listen(self, *, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: object) -> None:
+        self._files[metadata["hash"]] = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+
+    def _compiled(self, source: Any, metadata: Any, grid: tuple[int, int, int]) -> Compiled:
+        files, names = self._files[metadata.hash], source.fn.arg_names
+        told = _tool(knobs.nvidia.cuobjdump, "--dump-resource-usage", files[".cubin"])
+        words = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+        params = source.fn.params  # an argument that happens to be 1 is a constant too, but none of ours
+        constants = {
+            names[number]: value for (number,), value in source.constants.items() if params[number].is_constexpr
+        }
+        ptx = files[".ptx"].read_text()
+        order = None
+        if metadata.launch_pdl:
+            switches = (source.fn.__name__, *(value for value in constants.values() if isinstance(value, bool)))
+            sass = None
+            if switches not in self._disassembled:
+                self._disassembled.add(switches)
+                sass = _tool(knobs.nvidia.nvdisasm, "-c", files[".cubin"])
+            order = launch_order(ptx, sass, _arguments(source.signature))
+        return Compiled(
+            kernel=source.fn.__name__,
+            where=self.where,
+            element=next(kind[1:] for kind in source.signature.values() if kind.startswith("*")),
+            constants=constants,
+            grid=grid,
+            warps=metadata.num_warps,
+            registers=words["REG"],
+            spills=(words["STACK"] + words["LOCAL"]) // 4,
+            shared=metadata.shared,
+            stores=dict(Counter(re.findall(r"\bst\.global\.([\w.:]+)", ptx))),
+            order=order,
+        )
+
+
+def _arguments(signature: dict[str, Any]) -> list[str]:
+    """Names of a kernel's arguments in PTX: a descriptor of n dimensions is followed by n sizes and n strides, and a
+    tuple is as many arguments as it has members.
+    """
+    names: list[str] = []
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            names += _arguments({f"{name}[{number}]": one for number, one in enumerate(kind)})
+        elif kind != "constexpr":
+            sizes_and_strides = 2 * (kind.count(",") + 1) if kind.startswith("tensordesc") else 0
+            names += [name, *[f"{name}'s"] * sizes_and_strides]
+    return names
+
+
+def _tool(tool: Any, *arguments: object) -> str:
+    """What one of the CUDA tools in Triton's wheel prints."""
+    return subprocess.run([tool.path, *map(str, arguments)], stdout=subprocess.PIPE, check=True, text=True).stdout
+
+
+def _properties(device: int) -> dict[str, int]:
+    """``max_shared_mem`` is the most that can be said, so that Triton refuses nothing."""
+    return {
+        "max_shared_mem": 2**31 - 1,
+        "max_num_regs": REGISTERS,
+        "multiprocessor_count": MULTIPROCESSORS,
+        "warpSize": 32,
+    }
+
+
+def _not_loaded(name: str, cubin: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
+    """(module, function, registers, spills, most threads): the last is asked for, the others only kept."""
+    return object(), object(), 0, 0, 1024

@@ -1,0 +1,125 @@
+"""The expert kernels through Triton's interpreter, against float64 formulas: ``TRITON_INTERPRET=1 python -m ...``.
+
+Exits with an error where one differs. Knows: shapes that reach every branch. Does not know: GPUs (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from models.kernels.experts import grouped as experts_triton
+from models.kernels.experts import grouped_tma as experts_tma_triton
+from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts.grouped import most_blocks
+from models.kernels.experts.route import pairs_by_expert, route_top_k
+from models.kernels.experts.tiles import LongListTiles, Tiles
+from tests.models.kernels.interpreted_kernels import REFERENCE
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # the interpreter's dot does not know bfloat16
+
+
+def check(found: Tensor, expected: Tensor, limit: float, what: object) -> None:
+    error = float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
+    assert error < limit, f"{what}: relative error {error:.1e}"
+
+
+def check_route(experts: int, choices: int, renormalise: bool, count: bool) -> None:
+    tokens = 6
+    logits = torch.randn(tokens, experts).half().float()  # coarse: with equal scores among them
+    logits[1] = 0.0
+    local = torch.randperm(experts, dtype=torch.int32)
+    local[local >= experts // 2] = -1
+    real = torch.arange(tokens) != 2
+    mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
+    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, False)
+    expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs)
+    check(weights, expected[0], 1e-6, ("weights", experts, choices))
+    assert torch.equal(chosen, expected[1]), (experts, choices)
+    assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+def check_broken_token() -> None:
+    """NaN logits choose real experts, each once, with NaN weights; the neighbours do not notice."""
+    logits = torch.randn(3, 5)
+    logits[1] = math.nan
+    local, real = torch.arange(5, dtype=torch.int32), torch.ones(3, dtype=torch.bool)
+    weights, chosen = route_top_k(logits, 3, True, local, real, None, False)
+    assert weights[1].isnan().all()
+    assert chosen[1].tolist() == [0, 1, 2]
+    assert weights[::2].isfinite().all()
+
+
+def choice_of(tokens: int, choices: int, experts: int, elsewhere: float) -> Tensor:
+    """Distinct experts a token, some of them on other ranks (-1); the last token goes nowhere."""
+    chosen = torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)]).int()
+    chosen[torch.rand(tokens, choices) < elsewhere] = -1
+    chosen[-1] = -1
+    return chosen
+
+
+def check_lists(tokens: int, choices: int, experts: int) -> None:
+    chosen = choice_of(tokens, choices, experts, 0.3)
+    order, counts = pairs_by_expert(chosen, experts, False)
+    flat, blocks = chosen.flatten(), 0
+    for expert in range(experts):
+        pairs = (flat == expert).nonzero()[:, 0]
+        assert int(counts[expert]) == len(pairs)
+        assert torch.equal(order[expert, : len(pairs)].long(), pairs)
+        blocks += -(-len(pairs) // 4)
+    assert blocks <= most_blocks(tokens, choices, experts, 4)
+
+
+def check_mlp(
+    form: Callable[..., Tensor], tokens: int, choices: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    hidden, inner = sizes
+    x = torch.randn(tokens, hidden).to(dtype)
+    x[-1] = math.nan  # goes nowhere, and nobody sees it
+    gate_up = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
+    down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
+    weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
+    found = form(x, gate_up, down, weights, chosen, False)
+    expected = REFERENCE.expert_mlp(
+        x.double(), gate_up.double(), down.double(), weights.double(), chosen, all_experts=2 * experts
+    )
+    check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
+    assert found[-1].tolist() == [0.0] * hidden
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for (experts, choices), renormalise, count in product(
+        [(8, 2), (12, 5), (5, 5), (128, 8)], [True, False], [True, False]
+    ):
+        check_route(experts, choices, renormalise, count)
+    check_broken_token()
+    for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (5000, 2, 3)]:
+        check_lists(*shape)
+    for dtype in TOLERANCE:
+        check_mlp(experts_streamed_triton.expert_mlp, 1, 3, 6, (64, 48), dtype)
+        check_mlp(experts_streamed_triton.expert_mlp, 4, 2, 3, (48, 32), dtype)
+        grouped = partial(experts_triton.expert_mlp, all_experts=14)
+        check_mlp(grouped, 5, 3, 7, (64, 48), dtype)
+        small, large = (
+            partial(grouped, tiles=(tiles, tiles)) for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
+        )
+        check_mlp(small, 40, 2, 3, (32, 16), dtype)
+        check_mlp(large, 70, 3, 4, (32, 48), dtype)
+        for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
+            tiles = Tiles(16, 16, 16, 2, 4, group)
+            check_mlp(partial(grouped, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
+    for group, split in ((1, 1), (2, 3), (8, 1)):
+        up, down = Tiles(16, 16, 16, 2, 4, group), Tiles(32, 16, 16, 2, 4, group)
+        form = partial(experts_tma_triton.expert_mlp, tiles=LongListTiles(up, down, split))
+        check_mlp(form, 60, 2, 3, (32, 48), torch.float16)
+        check_mlp(form, 7, 3, 5, (48, 48), torch.float16)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The kernels of a decode step through Triton's interpreter, on a CPU: ``TRITON_INTERPRET=1 python -m ...``.
+
+Each against the torch reference in float32 or float16, then a whole engine over them against an engine over the
+reference, token for token. Exits with an error where one differs.
+
+Knows: HopperKernels' choices, and shapes that reach every branch of its kernels. Does not know: GPUs (tests/gpu), where
+the same kernels run compiled, in bfloat16 and with programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from models.inputs import DecodeAttention
+from models.kernels import bandwidth_probe as read_triton
+from models.kernels.attention import decode as attention_triton
+from models.kernels.attention import decode_tma as attention_tma_triton
+from models.kernels.attention.prefill_choice import Prefill
+from models.kernels.attention.rope_decode import Rotation
+from models.kernels.matmul import candidates as product_candidates
+from models.kernels.matmul import norm as norm_triton
+from models.kernels.matmul import skinny as skinny_triton
+from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.nvidia import HopperKernels
+from models.kernels.reference import ReferenceKernels
+from tests.runtime.engine.rig import request, rig, run
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
+REFERENCE = ReferenceKernels()
+
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 makes loop bounds of arrays with one element, which numpy 2.4 no longer takes for numbers."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_new_numpy
+
+
+class InterpretedKernels(HopperKernels):
+    """HopperKernels without a GPU: no cuBLASLt, no FlashInfer, no dependent launches. Workspaces begin as NaN."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.pdl = self._hopper = False
+        self.choices = ChoiceTable()
+        self._resolved = {}
+        self._reference = ReferenceKernels()
+        self._prefill = Prefill(self.device, "triton", pdl=False)
+        self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
+        self._partial = torch.full((1 << 20,), math.nan)
+        self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32)
+        self._attention_partial = self._partial.clone()
+        self._attention_counters = torch.zeros(132, dtype=torch.int32)
+
+    def check_counters(self) -> None:
+        assert not self._counters.any(), "a split product left its counters set"
+        assert not self._attention_counters.any(), "a split attention left its counters set"
+
+
+def check(found: Tensor, expected: Tensor, dtype: torch.dtype, what: object) -> None:
+    error = float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
+    assert error < TOLERANCE[dtype], f"{what}: relative error {error:.1e}"
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+# -- rows and products ---------------------------------------------------------------------------------------------
+
+
+def rows(kernels: InterpretedKernels) -> None:
+    for dtype in TOLERANCE:
+        for tokens, width in ((1, 256), (3, 96), (2, 5120)):
+            x, residual, weight = (randn(n, width, dtype=dtype) for n in (tokens, tokens, 1))
+            check(kernels.rms_norm(x, weight[0], 1e-6), REFERENCE.rms_norm(x, weight[0], 1e-6), dtype, "norm")
+            expected, total = REFERENCE.add_rms_norm(x, residual, weight[0], 1e-6)
+            out, kept = kernels.add_rms_norm(x, residual.clone(), weight[0], 1e-6)
+            check(out, expected, dtype, ("add and norm", width))
+            check(kept, total, dtype, ("residual", width))
+            check(norm_triton.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
+
+
+def some(shape: LinearShape) -> list[Choice]:
+    """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
+    found = product_candidates.candidates_for(shape)
+    picked = [*found[:2], *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
+    skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
+    if skinny is not None:
+        picked += [
+            dataclasses.replace(skinny, block_k=128, prefetch=128, split=split, fold=split == 2) for split in (2, 3)
+        ]
+        picked += [Wide(16, 32, 64, 1, 3, 4, 128), Wide(16, 48, 128, 3, 3, 4, 64)]
+    return picked
+
+
+def products(kernels: InterpretedKernels) -> None:
+    """Every kind of candidate, alone, behind a norm, in front of SiLU-mul, and with a bias."""
+    outputs, inner = 96, 1536
+    kinds = set()
+    for count, dtype in ((1, torch.float32), (3, torch.float16), (13, torch.float16)):
+        x, residual, norm = (randn(n, inner, dtype=dtype) for n in (count, count, 1))
+        weight, bias = randn(outputs, inner, dtype=dtype) * inner**-0.5, randn(outputs, dtype=dtype)
+        for gate_up in (False, True):
+            shape = LinearShape(count, outputs, inner, dtype, normed=True, gate_up=gate_up).bucket
+            hidden, total = REFERENCE.add_rms_norm(x, residual, norm[0], 1e-6)
+            offset = None if gate_up else bias  # no gate-up has a bias
+            plain = REFERENCE.linear(x, weight, offset)
+            after = REFERENCE.linear(hidden, weight)
+            for choice in some(shape):
+                kinds.add((type(choice), getattr(choice, "fold", False), getattr(choice, "split", 1) > 1))
+                found = kernels._product(x, weight, offset, choice, gate_up=gate_up)
+                check(found, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, (choice, gate_up))
+                found, kept = kernels._normed_product(
+                    x, residual.clone(), norm[0], 1e-6, weight, None, choice, gate_up=gate_up
+                )
+                check(found, REFERENCE.silu_mul(after) if gate_up else after, dtype, ("norm", choice, gate_up))
+                check(kept, total, dtype, ("residual", choice))
+    assert {(Gemv, False, False), (Skinny, False, True), (Skinny, True, True), (Wide, False, True)} <= kinds, kinds
+    kernels.check_counters()
+
+
+# -- reading memory ------------------------------------------------------------------------------------------------
+
+
+def reading(kernels: InterpretedKernels) -> None:
+    """Every block, its first and its last value; what lies behind the last block is not written."""
+    block = read_triton.BLOCK
+    values = torch.randint(-(2**31), 2**31 - 2, (3, block), dtype=torch.int32)
+    for row, column in enumerate((0, block - 1, block // 2)):
+        values[row, column] = 2**31 - 1 - row
+    out = torch.full((4,), 7, dtype=torch.int32)
+    read_triton.block_maxima(values.flatten(), out)
+    assert out.tolist() == [*values.amax(1).tolist(), 7]
+
+
+# -- rotation and attention ----------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Shuffled pages; NaN wherever no row may look."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
+        self.page, width = page, -(-max(lengths) // page)
+        self.table = (torch.randperm(len(lengths) * width) + 1).to(torch.int32).view(len(lengths), width)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.kv = torch.full((2, self.table.numel() + 1, page, kv_heads, dim), math.nan, dtype=dtype)
+        for row, length in enumerate(lengths):
+            where = self.slots(row, torch.arange(length))
+            self.kv.flatten(1, 2)[:, where] = randn(2, length, kv_heads, dim, dtype=dtype)
+
+    def slots(self, row: int, positions: Tensor) -> Tensor:
+        return self.table[row, positions // self.page].long() * self.page + positions % self.page
+
+    def inputs(self, query_len: int) -> DecodeAttention:
+        return DecodeAttention(self.table, self.lengths, query_len, self.table.shape[1] * self.page)
+
+
+# Of the form whose choice needs a GPU.
+many_rows = partial(attention_tma_triton.attend_many, block_n=16, stages=2, warps=4, pdl=False)
+
+
+def attention(kernels: InterpretedKernels) -> None:
+    by_tma = 0
+    for heads, kv_heads, dim, page, query_len, dtype in (
+        (4, 2, 16, 16, 1, torch.float32),
+        (8, 2, 64, 16, 1, torch.float16),
+        (6, 2, 24, 8, 1, torch.float16),
+        (4, 2, 32, 16, 3, torch.float32),
+        (4, 1, 64, 64, 5, torch.float16),
+        (4, 2, 128, 32, 3, torch.float16),
+        (3, 3, 64, 16, 1, torch.float16),
+        (4, 2, 16, 48, 1, torch.float32),  # blocks of keys that straddle pages
+    ):
+        lengths = [query_len, 70, 1 + 16 * query_len]
+        cache = Cache(lengths, kv_heads, dim, page, dtype)
+        q = randn(len(lengths) * query_len, heads, dim, dtype=dtype)
+        expected = REFERENCE.decode_attention(q, cache.kv, cache.inputs(query_len), dim**-0.5)
+        what = ("attention", heads, dim, query_len)
+        check(kernels.decode_attention(q, cache.kv, cache.inputs(query_len), dim**-0.5), expected, dtype, what)
+        for block_n, splits in ((16, 1), (16, 4), (64, 2)):
+            found = attention_triton.decode_attention(
+                q,
+                heads,
+                cache.kv,
+                cache.inputs(query_len),
+                dim**-0.5,
+                kernels._attention_partial,
+                kernels._attention_counters,
+                block_n=block_n,
+                splits=splits,
+                stages=2,
+                warps=4,
+                pdl=False,
+            )
+            check(found, expected, dtype, (*what, block_n, splits))
+        if attention_tma_triton.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
+            found = many_rows(q, heads, cache.kv, cache.inputs(query_len), dim**-0.5)
+            check(found, expected, dtype, (*what, "many rows"))
+            by_tma += 1
+    assert by_tma == 3
+    kernels.check_counters()
+
+
+def rotation(kernels: InterpretedKernels) -> None:
+    """Alone and folded into attention: the same queries, keys, values and outputs, and nothing else written."""
+    for heads, kv_heads, dim, rotary, norm, dtype in (
+        (4, 2, 16, 16, True, torch.float32),
+        (8, 2, 64, 64, True, torch.float16),
+        (6, 3, 24, 8, False, torch.float16),
+    ):
+        lengths, page = [1, 40, 33], 16
+        cache = Cache(lengths, kv_heads, dim, page, dtype)
+        positions = torch.tensor(lengths) - 1
+        slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(lengths))])
+        qkv = randn(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        q_norm, k_norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
+        angles = torch.randn(64, rotary)
+        given = (qkv, heads, kv_heads, dim, q_norm, k_norm, 1e-6, angles, positions, slots)
+        written, alone, folded, many = (cache.kv.clone() for _ in range(4))
+        q = REFERENCE.rope_and_cache(*given, written)
+        check(kernels.rope_and_cache(*given, alone), q, dtype, ("rotation", heads, dim))
+        scale, inputs = dim**-0.5, cache.inputs(1)
+        expected = REFERENCE.decode_attention(q, written, inputs, scale)
+        check(kernels.rope_cache_attend(*given, folded, inputs, scale), expected, dtype, ("folded", heads, dim))
+        if attention_tma_triton.supports(qkv, heads, many, inputs, 16):
+            turn = Rotation(q_norm, k_norm, 1e-6, angles, positions, slots)
+            check(many_rows(qkv, heads, many, inputs, scale, rotation=turn), expected, dtype, ("many rows", heads, dim))
+        else:
+            kernels.rope_cache_attend(*given, many, inputs, scale)
+        for kv in (alone, folded, many):
+            check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
+            assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
+
+
+# -- a whole engine ------------------------------------------------------------------------------------------------
+
+SHAPE: dict[str, object] = {
+    "hidden_size": 512,
+    "head_dim": 16,
+    "intermediate_size": 512,
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+}
+
+
+def engine(kernels: InterpretedKernels) -> None:
+    """Admissions, ends and chained steps over interpreted kernels: token for token those of the reference."""
+    requests = [
+        request(i, range(3 + i, 9 + 3 * i), max_tokens=2 + i, temperature=0.9 * (i % 2), stops=()) for i in range(3)
+    ]
+    options: dict[str, Any] = {"shape": SHAPE, "rows": 2, "blocks": 24, "max_model_len": 64, "max_prefill_tokens": 16}
+    with rig(**options) as reference:
+        expected = run(reference, requests)
+    with rig(kernels=kernels, **options) as interpreted:
+        found = run(interpreted, requests)
+        assert interpreted.counters["chained_steps"] > 0
+    assert {i: one.token_ids for i, one in found.items()} == {i: one.token_ids for i, one in expected.items()}
+    ran = {(type(kernels.choice(shape)), shape.normed) for shape in list(kernels._resolved)}
+    assert {(Gemv, True), (Gemv, False)} <= ran, ran
+    kernels.check_counters()
+
+
+PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (rows, products, reading, attention, rotation, engine)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for part in PARTS:
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        part(InterpretedKernels())
+        print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

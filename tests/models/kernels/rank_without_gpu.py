@@ -1,0 +1,211 @@
+"""A rank's steps over HopperKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
+
+Knows: what a run launches (whole decode and prefill steps, every kind of sampling), and what the wrappers ask about the
+device. Does not know: what happens at a launch (compiling_driver.py). Prefill attention is ours;
+cuBLAS's kernels are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.inputs import DecodeAttention, empty_kv_layer
+from models.kernels import nvidia as hopper
+from models.kernels.matmul import dispatch as hopper_products
+from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.layers.attention import Attention
+from models.registry import model_class
+from parallel.comm import all_reduce_dispatch as sums
+from parallel.comm.collectives import Collectives, Unsummed
+from parallel.comm.peer_buffers import Places
+from parallel.layers.experts import ExpertSplit
+from runtime.config import DEVICE_DEFAULTS, default_buckets
+from runtime.execute.landing import ResultRing
+from runtime.execute.sampling import logprobs, sampler
+from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingFeatures
+from runtime.execute.sampling.kernels import triton_kernels
+from runtime.execute.sampling.prompt_logprobs import StepScores, score_words
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.staging import Chunks
+from runtime.execute.step import step_io as step_ends
+from runtime.execute.step import step_io_kernels as step_kernels
+from runtime.execute.step.step import StepWork
+from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
+
+META = torch.device("meta")
+SHAPES = Path(__file__).parents[3] / "models/shapes"
+BUCKETS = default_buckets(DEVICE_DEFAULTS["max_num_seqs"]["cuda"])
+PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
+MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
+GREEDY = SamplingFeatures()
+_ALL = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True)
+SAMPLING = (
+    SamplingFeatures(random=True),
+    SamplingFeatures(random=True, filters=True),
+    SamplingFeatures(random=True, penalties=True),
+    SamplingFeatures(min_tokens=True),
+    _ALL,
+    *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
+)
+
+
+def play_an_h200() -> None:
+    """What the wrappers ask torch, FlashInfer and cuBLASLt about the device is answered as on an H200. For good."""
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_name = lambda device=None: "NVIDIA H200"
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    modules: tuple[Any, ...] = (hopper, hopper_products, sampler, logprobs)
+    for module in modules[:2]:
+        module.CublasLtLinear = _NoCublasLt
+        module.unsupported = lambda device: None
+    for module in modules[2:]:
+        module.kernels_for = lambda tensor: triton_kernels()
+    ends: Any = step_ends
+    ends.kernels_for = lambda tensor: step_kernels.triton_kernels()
+
+
+class _NoCublasLt:
+    """As cublaslt.Linear of the version that the shipped table was measured with."""
+
+    version = 130100
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def algorithms(self, *shape: object, most: int = 16) -> list[str]:
+        return []
+
+    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
+        return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
+
+
+class FirstRank(Collectives):
+    """As symmetric collectives of ``size`` ranks, seen from the first, at addresses where nothing is."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        if size > 1:
+            exchanges = torch.empty(sums.ROWS, dtype=torch.int32, device=META)
+            self.sums = sums.Sums([(1 + rank) << 40 for rank in range(size)], exchanges, 0, pdl=True)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        summed = self._sum_of(x)
+        return x if summed is None else summed(x)[0]
+
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return self.sums.places_for(tokens, width, dtype) if self.size > 1 else None
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        return x_TN if self._sum_of(x_TN) is None else Unsummed(x_TN, self, pushed)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        summed = self.sums.pushed if pushed else self._sum_of(x_TN)
+        assert summed is not None
+        return summed(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
+
+    def _sum_of(self, x: Tensor) -> sums.Sum | None:
+        return self.sums.of(x) if self.size > 1 else None
+
+
+class Rank:
+    """The first rank of a group: two layers of a shape (the first has no residual yet), its slots, and its steps."""
+
+    def __init__(
+        self, driver: CompilingDriver, shape: str, *, tp: int = 1, ep: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
+        experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
+        config = dataclasses.replace(config, layers=2, experts=experts)
+        self._driver = driver
+        self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
+        self.kernels = hopper.HopperKernels(META, prefill="triton")
+        with META:
+            build = model_class(config.architecture)
+            self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))
+        geometry = self.model.kv_geometry
+        self._kv = [empty_kv_layer(64, PAGE, geometry.kv_heads, geometry.head_dim, dtype, "meta") for _ in range(2)]
+        compute = SimpleNamespace(submit=_now, synchronize=_nothing)
+        device = cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute))
+        ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
+        slots = SlotTables(
+            device,
+            max_requests=2 * BUCKETS[-1],
+            max_blocks=-(-(config.max_length + 1) // PAGE),
+            vocab_size=config.vocab_size,
+        )
+        self._work = StepWork(self.model, self._kv, slots, ring, PAGE)
+
+    def decode(self, bucket: int, features: SamplingFeatures = GREEDY) -> None:
+        self._driver.where = f"{self._name}, decode x{bucket}, {features}"
+        self._work.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+
+    def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
+        """``scored`` prompt tokens with their log-probabilities."""
+        self._driver.where = f"{self._name}, prefill of {tokens}"
+        tokens_3T, rows_3R, scored_2T = (
+            torch.zeros(n, most, dtype=torch.int64, device=META)
+            for n, most in ((3, MOST_PREFILL), (3, BUCKETS[-1]), (2, MOST_PREFILL))
+        )
+        columns: tuple[Any, ...] = (
+            *tokens_3T[:, :tokens],
+            *rows_3R[:, :rows],
+            scored_2T[:, :scored] if scored else None,
+        )
+        chunks = Chunks(*columns)
+        top = TOP_LOGPROBS[-1]
+        words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
+        scores = StepScores(Mock(), scored, top, words, words) if scored else None
+        self._work.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
+
+    def several_queries(self, rows: int, query_len: int) -> None:
+        """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""
+        self._driver.where = f"{self._name}, attention of {rows} x {query_len} queries"
+        *_, dim = self._kv[0].shape
+        heads = cast(Attention, self.model.layers[0].attention).heads
+        table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
+        inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960)
+        q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)
+        self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5)
+
+
+def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
+    """Every product of ``table`` that is a Triton kernel, with and without a residual; ``rows``: those keys only."""
+    kernels = hopper.HopperKernels(META, choices=table)
+    for key in table.choices if rows is None else rows:
+        driver.where = f"table, {key}"
+        dtype_name, size, *form, count = key.split()
+        outputs, inner = map(int, size.split("x"))
+        dtype, m = getattr(torch, dtype_name), int(count[1:])
+        shape = LinearShape(m, outputs, inner, dtype, normed="normed" in form, gate_up="gate_up" in form)
+        choice = table.get(shape)
+        assert shape.key == key, key
+        if not isinstance(choice, Gemv | Skinny | Wide):
+            continue
+        x, weight = (torch.empty(n, inner, dtype=dtype, device=META) for n in (m, outputs))
+        kernels._run_candidate(shape)(x, weight, choice)
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
+
+
+def _nothing(*_: object) -> None:
+    pass

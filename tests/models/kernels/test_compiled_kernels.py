@@ -1,0 +1,284 @@
+"""The Triton kernels as a GPU would get them: compiled for Hopper in bfloat16, at the sizes of real models.
+
+Knows: what is too much (registers, shared memory), and what a kernel may read while its predecessor still runs.
+Does not know: whether a kernel computes the right thing (test_interpreted_kernels.py, tests/gpu).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.kernels.matmul.candidates import skinny_candidates
+from models.kernels.matmul.choice_table import LinearShape, Skinny
+from tests.models.kernels.launch_order import launch_order
+
+ROOT = Path(__file__).parents[3]
+MOST_SHARED = 232448  # bytes: 227 KiB, what one program of an H200 may have
+
+# Arguments that the launch right before never wrote: weights, and what a step says about its rows.
+STEADY = {
+    *("weight_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
+    *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr"),
+}
+EXPERT_FILES = ("experts_streamed_triton", "experts_tma_triton", "experts_triton", "route_triton")
+
+
+def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What tests.models.kernels.compiled_kernels found: dictionaries of compiling_driver.Compiled."""
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.models.kernels.compiled_kernels", "--json", *arguments],
+        cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def complaints(found: list[dict[str, Any]]) -> list[str]:
+    """Whatever keeps a kernel from running, or from running well and safely, one line each."""
+    told = []
+    for one in found:
+        name = f"{one['kernel']} ({one['where']}; {one['constants']}; {one['warps']} warps)"
+        if one["spills"]:
+            told.append(f"{name} spills {one['spills']} words a thread")
+        if one["shared"] > MOST_SHARED:
+            told.append(f"{name} asks for {one['shared']} bytes of shared memory")
+        elif one["programs"] < 1:
+            told.append(f"{name} has more registers than a multiprocessor")
+        if (order := one["order"]) is None:
+            continue
+        if not order["waits"]:
+            told.append(f"{name} does not wait, or lets its successor go before it has waited")
+        if early := set(order["early_reads"]) - STEADY:
+            told.append(f"{name} reads {', '.join(sorted(early))} before it waits")
+        # Fewer before the wait than in PTX are reads of what is steady, done later or two at once.
+        if order["early_writes"] or order["moved"] > 0:
+            told.append(f"{name} writes before it waits, or was reordered: {order}")
+    return told
+
+
+def kernels_of(files: list[Path]) -> set[str]:
+    return {name for file in files for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)}
+
+
+FILES = sorted((ROOT / "models/kernels").glob("*_triton.py"))
+
+
+@pytest.mark.parametrize("part", ["dense", "experts"])
+def test_every_kernel_compiles_for_hopper_and_fits(part: str, tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--part", part)
+    assert complaints(found) == []
+    wanted = kernels_of([file for file in FILES if (file.stem in EXPERT_FILES) == (part == "experts")])
+    assert wanted, "no kernel was found in the sources"
+    assert wanted <= {one["kernel"] for one in found}
+    assert {one["element"] for one in found} >= {"bf16"}
+
+
+def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) -> None:
+    """Addresses of other ranks are integers, of whose alignment Triton knows what it was told."""
+    found = compiled(tmp_path, "--part", "push")
+    assert complaints(found) == []
+    assert len(found) == 9
+    for alone, to_one, to_seven in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert [one["where"] for one in (alone, to_one, to_seven)] == ["1", "2", "8"]
+        assert [one["constants"]["PUSH"] for one in (alone, to_one, to_seven)] == [False, True, True]
+        first, all_seven = (Counter(one["stores"]) - Counter(alone["stores"]) for one in (to_one, to_seven))
+        assert set(first) == {"b16" if alone["kernel"] == "_gemv_kernel" else "v4.b32"}, to_one
+        assert all_seven == Counter({form: 7 * count for form, count in first.items()})
+        assert to_one["programs"] >= min(2, alone["programs"])
+
+
+def test_sums_send_and_empty_as_wide_as_they_can(tmp_path: Path) -> None:
+    """A thread has sixteen bytes or more of each part, which it stores that wide."""
+    found = compiled(tmp_path, "--part", "sums")
+    assert complaints(found) == []
+    assert len(found) == 4 * 3 * 2 * 2
+    for one in found:
+        way, ranks = re.findall(r"(.*), (\d+) ranks", one["where"])[0]
+        others, results = int(ranks) - 1, 2 if one["constants"]["NORM"] else 1
+        a_row = {"bf16": 2, "fp32": 4}[one["element"]]  # of its stores
+        moved = {"pushed": others, "one step": 2 * others, "two steps": 3 * others + 1}[way]
+        assert one["stores"] == {"v4.b32": a_row * (moved + results), "b32": 1}, one  # and the count of exchanges
+
+
+def test_exchanges_move_rows_as_wide_as_they_can(tmp_path: Path) -> None:
+    """Hidden states in sixteen bytes; a weight and an id of each choice are one number a thread."""
+    found = compiled(tmp_path, "--part", "exchanges")
+    assert complaints(found) == []
+    assert len(found) == 4 * 3 * 2
+    for one in found:
+        others = int(one["where"].split()[0]) - 1
+        if one["kernel"] == "_sum_kernel":
+            a_row = {"bf16": 2, "fp32": 4}[one["element"]] * (2 if one["constants"]["N"] == 6144 and others > 3 else 1)
+            assert one["stores"] == {"v4.b32": a_row * (2 * others + 1), "b32": 1}, one  # and the count of exchanges
+            continue
+        at_once = 1 << (others - 1).bit_length()  # of the others' rows, with room for as many as make a power of two
+        a_row = one["constants"]["BLOCK_H"] // (4 * 32 * one["warps"])
+        rows = {"hidden": others + 1 + 2 * at_once, "choices": 2 * (others + 1 + 2), "count": 1}
+        assert one["stores"] == {"v4.b32": a_row * rows["hidden"], "b32": rows["choices"] + rows["count"]}, one
+        assert one["shared"] <= 64, "nothing changes threads"
+
+
+def test_prefill_attention_of_every_dtype_fits(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--part", "prefill")
+    assert complaints(found) == []
+    assert len(found) == 12
+    assert all(one["order"]["waits"] for one in found)
+
+
+def test_a_kernel_that_does_not_fit_is_found(tmp_path: Path) -> None:
+    told = complaints(compiled(tmp_path, "--part", "too-much"))
+    assert len(told) == 2
+    assert re.search(r"_gemv_kernel .* spills \d+ words", told[0])
+    assert re.search(r"_skinny_kernel .* asks for \d+ bytes of shared memory", told[1])
+
+
+def test_no_candidate_gives_one_warp_64_rows() -> None:
+    """Such a tile has more sums and operands than a thread has registers."""
+    shapes = [
+        LinearShape(rows, outputs, inner, torch.bfloat16)
+        for rows in (1, 8, 32, 64, 128, 256)
+        for outputs, inner in ((2048, 1024), (4096, 4096), (151936, 1024))
+    ]
+    tiles = [choice for shape in shapes for choice in skinny_candidates(shape) if isinstance(choice, Skinny)]
+    assert tiles
+    assert not [tile for tile in tiles if tile.block_m > 32 * tile.warps]
+
+
+@pytest.mark.long
+def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--part", "rotation")
+    assert complaints(found) == []
+    many = [one for one in found if one["kernel"] == "_rope_and_cache_many_kernel"]
+    assert {one["warps"] for one in many} >= {1, 2, 4}
+    assert {one["shared"] for one in many if one["element"] == "bf16"} == {0}
+
+
+@pytest.mark.long
+def test_every_product_of_the_shipped_table_fits(tmp_path: Path) -> None:
+    assert complaints(compiled(tmp_path, "--part", "table")) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shape", "size", "options"),
+    [
+        *((shape, size, ()) for shape in ("0.6b", "8b", "32b") for size in (1, 2, 4, 8)),
+        *(("30b-a3b", size, ("--ep",)) for size in (2, 8)),
+        *(("30b-a3b", size, ()) for size in (1, 4)),
+        *(("8b", size, ("--dtype", dtype)) for size, dtype in ((1, "float16"), (1, "float32"), (8, "float32"))),
+        ("30b-a3b", 2, ("--ep", "--dtype", "float32")),
+    ],
+)
+def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    assert complaints(compiled(tmp_path, "--shape", shape, "--tp", str(size), *options)) == []
+
+
+@pytest.mark.parametrize("options", [("--shape", "8b"), ("--shape", "30b-a3b", "--tp", "2", "--ep")], ids=" ".join)
+def test_little_is_compiled_after_start_up(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Steps of any number of tokens run code that is there; a kind of sampling is compiled once, not once a bucket."""
+    late = compiled(tmp_path, "--late", *options)
+    assert [one for one in late if "prefill" in one["where"]] == []
+    by_sampling = Counter(one["kernel"] for one in late if "prefill" not in one["where"])
+    logits = 2  # as they come, and in float32 once penalties have changed them
+    assert (by_sampling["_histogram_kernel"], by_sampling["_select_kernel"]) == (6 * logits, 6)
+    assert by_sampling.total() < 60, by_sampling
+
+
+# -- the instruments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("warps", "registers", "shared", "programs"),
+    [
+        (4, 128, 0, 4),
+        (4, 129, 0, 3),  # registers come in eights: 136
+        (4, 255, 0, 2),
+        (1, 32, 0, 32),
+        (8, 32, 0, 8),
+        (4, 32, 100 << 10, 2),
+        (4, 32, MOST_SHARED, 1),
+        (4, 32, MOST_SHARED + 16, 0),
+        (16, 255, 0, 0),
+    ],
+)
+def test_programs_of_a_multiprocessor(warps: int, registers: int, shared: int, programs: int) -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from tests.models.kernels.compiling_driver import programs_at_once
+
+    assert programs_at_once(warps, registers, shared) == programs
+
+
+PTX = """
+	ld.param.b64 	%rd1, [_some_kernel_param_0];
+	ld.param.b64 	%rd2, [_some_kernel_param_1];
+	mov.u32 	%r1, %tid.x;
+	mad.wide.u32 	%rd3, %r1, 4, %rd2;
+	// begin inline asm
+	@%p1 ld.global.L1::evict_first.b32 { %r2 }, [ %rd3 + 0 ];
+	// end inline asm
+	{early}
+	griddepcontrol.wait;
+	{release}
+	mad.wide.u32 	%rd4, %r2, 4, %rd1;
+	ld.global.b32 	%r3, [%rd4];
+	st.global.b32 	[%rd4], %r3;
+"""
+SASS = """
+        /*0010*/                   LDG.E R2, [R2.64] ;
+        {early}
+        /*0030*/                   ACQBULK ;
+        /*0040*/                   PREEXIT ;
+        /*0050*/              @!P0 LDG.E R3, [R4.64] ;
+        /*0060*/                   STG.E [R4.64], R3 ;
+"""
+RELEASE = "griddepcontrol.launch_dependents;"
+
+
+@pytest.mark.parametrize(
+    ("early", "release", "sass", "expected"),
+    [
+        ("", RELEASE, "", (True, ("weight_ptr",), 0, 0)),
+        ("", "", "", (False, ("weight_ptr",), 0, 0)),
+        (RELEASE, RELEASE, "", (False, ("weight_ptr",), 0, 0)),
+        (
+            "add.s64 %rd5, %rd1, 8;\n\tld.global.b32 %r9, [%rd5+4];",
+            RELEASE,
+            "/*0020*/ LDG.E R9, [R8.64] ;",
+            (True, ("x_ptr", "weight_ptr"), 0, 0),
+        ),
+        ("st.global.b32 [%rd1], %r2;", RELEASE, "/*0020*/ @P1 STG.E [R8.64], R2 ;", (True, ("weight_ptr",), 1, 0)),
+        ("", RELEASE, "/*0020*/ @!P1 LDG.E.128 R4, [R8.64] ;", (True, ("weight_ptr",), 0, 1)),
+        ("", RELEASE, "/*0020*/ CCTL.E.PF2 [R2] ;", (True, ("weight_ptr",), 0, 0)),
+    ],
+    ids=[
+        "keeps the rules",
+        "never releases",
+        "releases early",
+        "reads early",
+        "writes early",
+        "was moved",
+        "prefetches",
+    ],
+)
+def test_what_comes_before_the_wait_is_found(
+    early: str, release: str, sass: str, expected: tuple[bool, tuple[str, ...], int, int]
+) -> None:
+    ptx = PTX.replace("{early}", early).replace("{release}", release)
+    found = launch_order(ptx, SASS.replace("{early}", sass), ("x_ptr", "weight_ptr"))
+    assert (found.waits, found.early_reads, found.early_writes, found.moved) == expected

@@ -1,0 +1,148 @@
+"""FlashInfer's build beside a run: it is done once, cut off with its parent, and goes on where it was.
+
+With ninja, over a FlashInfer whose compiler is the shell (stand_in_flashinfer.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.kernels.stand_in_flashinfer import Spec, modules
+
+pytestmark = pytest.mark.skipif(shutil.which("ninja") is None, reason="ninja is not installed")
+NAME = "models.kernels.attention.flashinfer_build"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Spec:
+    (tmp_path / "a.cu").write_text("source")
+    return Spec(tmp_path)
+
+
+@pytest.fixture
+def build(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, module in modules(spec).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield importlib.import_module(NAME)
+    sys.modules.pop(NAME, None)
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+def ended(build: Any) -> int:
+    code: int = build._started[-1].wait(20)
+    return code
+
+
+def test_what_is_built_aside_is_built(build: Any, spec: Spec) -> None:
+    assert not build.is_built(spec)
+    said = build.build_aside(spec)
+    assert ended(build) == 0, said.read_text()
+    assert build.is_built(spec)
+    assert spec.library.read_text() == "source"
+    assert not list(spec.folder.glob("build-aside.*.ninja"))
+    build.build_aside(spec)
+    assert ended(build) == 0
+    assert (spec.folder / "compiled").read_text().count("a.cu") == 1, "nothing is built twice"
+
+
+def test_what_was_built_of_something_else_is_not_built(build: Any, spec: Spec) -> None:
+    build.build_aside(spec)
+    assert ended(build) == 0
+    spec.command = "cat $in > $out"  # other flags: FlashInfer would write another ninja file
+    assert not build.is_built(spec)
+    spec.command = "cp $in $out"
+    assert build.is_built(spec)
+    os.utime(spec.folder / "a.cu", (time.time() + 10, time.time() + 10))  # a header of another version
+    assert not build.is_built(spec)
+
+
+def test_half_a_library_is_not_built(build: Any, spec: Spec) -> None:
+    spec.ninja_path.write_text(spec.ninja_file)
+    spec.library.write_text("sou")
+    assert not build.is_built(spec)
+
+
+def test_a_module_that_came_with_the_package_is_built(build: Any, spec: Spec) -> None:
+    spec.is_aot = True
+    assert build.is_built(spec)
+
+
+def test_whoever_builds_is_left_alone(build: Any, spec: Spec) -> None:
+    with spec.lock_path.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        build.build_aside(spec)
+        assert ended(build) == 0
+    assert not spec.library.exists()
+    assert not list(spec.folder.glob("build-aside.*.ninja"))
+
+
+@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGTERM])
+def test_a_build_ends_with_its_parent_and_goes_on_later(build: Any, spec: Spec, killed: signal.Signals) -> None:
+    """Compilers too, which ninja gives sessions of their own; what was finished is not done again."""
+    slow = "echo $$$$ > pid && sleep 300 && cp $in $out"
+    command = [sys.executable, "-m", "tests.models.kernels.stand_in_flashinfer", str(spec.folder), slow]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "begun\n"
+        until(lambda: (spec.folder / "pid").exists() and (spec.folder / "pid").read_text().endswith("\n"))
+        compiler = Path("/proc", (spec.folder / "pid").read_text().strip())
+        assert "19" in compiler.joinpath("stat").read_text().rpartition(")")[2].split()[16], "niceness"
+        parent.send_signal(killed)
+        parent.wait(20)
+    until(lambda: not compiler.exists() or ") Z" in compiler.joinpath("stat").read_text())
+    with spec.lock_path.open("a") as held:
+        until(lambda: _free(held.fileno()))
+    spec.command = slow
+    assert not build.is_built(spec)
+    spec.command = "cp $in $out"
+    build.build_aside(spec)
+    assert ended(build) == 0
+    assert build.is_built(spec)
+    assert (spec.folder / "compiled").read_text().count("a.cu") == 1
+
+
+def _free(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
+
+
+def test_what_keeps_a_machine_from_building_is_named(
+    build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    build.cpp_ext.get_cuda_path = lambda: str(tmp_path)
+    monkeypatch.delenv("FLASHINFER_NVCC", raising=False)
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    assert str(nvcc) in build.obstacle()
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    assert build.obstacle() is None
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert "FLASHINFER_DISABLE_JIT" in build.obstacle()
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "ninja" in build.obstacle()

@@ -1,0 +1,85 @@
+"""Sums in one step and in two, between processes, interpreted: ``TRITON_INTERPRET=1 python -m ...``.
+
+Knows: how processes that were forked share memory at the same addresses. Does not know: GPUs, whose stores may arrive
+in another order; all_reduce.py compares every bit there before it times anything. In float32, since the
+interpreter copies a 16-bit number by bytes, of which another process may see one; a GPU stores it whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parallel.comm import all_reduce_dispatch as sums
+from parallel.comm.peer_buffers import EMPTY
+from tests.models.kernels.interpreted_kernels import REFERENCE
+from tests.parallel.comm.exchange_cases import LOOKS_EMPTY
+
+RANKS, ROWS, WIDTH, TURNS = 3, 5, 96, 12
+ORDERS = ((1,), (2, 1), (1, 2, 2), (2, 2), (1, 1))  # steps of the sums that follow each other
+MOST_OFF = 1e-5  # another turn's row would be off by ones
+
+
+def given(turn: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """(every rank's part, the residual, the norm's weights), known to all."""
+    generator = torch.Generator().manual_seed(turn)
+    rows = 1 + turn * 3 % ROWS
+    made = torch.randn(RANKS + 1, rows, WIDTH, generator=generator)
+    made[: RANKS - turn % 2, :, 7] = LOOKS_EMPTY
+    norm = torch.rand(WIDTH, generator=generator)
+    return list(made[:RANKS]), made[RANKS] if turn % 3 else None, norm
+
+
+def expected(turn: int) -> tuple[Tensor, Tensor]:
+    parts, residual, norm = given(turn)
+    total = torch.zeros(parts[0].shape)
+    for part in parts:
+        total += part
+    kept = total if residual is None else total + residual
+    return REFERENCE.rms_norm(kept, norm, 1e-6), kept
+
+
+def rank(number: int, memory: list[Tensor]) -> None:
+    torch.set_num_threads(1)
+    exchanges = torch.zeros(sums.ROWS, dtype=torch.int32)
+    made = sums.Sums([one.data_ptr() for one in memory], exchanges, number, pdl=False)
+    ways = {1: made.one_step, 2: made.two_steps}
+    late = random.Random(number)
+    for turn in range(TURNS):
+        parts, residual, norm = given(turn)
+        normed, kept = expected(turn)
+        for steps in ORDERS[turn % len(ORDERS)]:
+            time.sleep(late.choice((0, 0, 0.02)))
+            norms, sums_ = ways[steps](parts[number], residual_TN=residual, norm_N=norm, eps=1e-6)
+            for found, wanted in ((sums_, kept), (norms, normed)):
+                off = float((found - wanted).abs().max())
+                assert off < MOST_OFF, f"{steps} steps: off by {off}, rank {number}, turn {turn}"
+    assert exchanges[0] == sum(len(ORDERS[turn % len(ORDERS)]) for turn in range(TURNS))
+
+
+def shared(size: int) -> list[Tensor]:
+    """Every rank's memory, the same for all processes that are forked from this one."""
+    return [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.int16).fill_(EMPTY) for _ in range(RANKS)]
+
+
+def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
+    """``rank`` of every number at once, over ``size`` bytes a rank. Raises where one fails or does not come back."""
+    memory = shared(size)
+    forked = multiprocessing.get_context("fork")
+    ranks = [forked.Process(target=rank, args=(number, memory)) for number in range(RANKS)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+        one.kill()
+    assert [one.exitcode for one in ranks] == [0] * RANKS
+
+
+if __name__ == "__main__":
+    in_processes(rank, sums.memory_bytes(RANKS))

@@ -1,0 +1,79 @@
+"""Groups that share experts: exchanges over gloo, and both groups' answers as one rank alone computes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.group_size import require_legal_size
+from parallel.comm.collectives import SingleRank
+from parallel.comm.ep_exchange import TokenExchange, gather_together
+from parallel.layers.experts import ExpertSplit
+from tests.parallel.comm.exchange_worker import CONFIG, answers
+
+
+class Twice(TokenExchange):
+    """An exchange with another group that brings the same."""
+
+    index, groups = 1, 2
+
+    def gather(self, x_XN: Tensor) -> Tensor:
+        return torch.cat([x_XN, x_XN])
+
+    def scatter_sum(self, x_YN: Tensor) -> Tensor:
+        return x_YN.chunk(2)[1] * 2
+
+
+def test_tensors_of_several_types_travel_together() -> None:
+    parts = (
+        torch.randn(3, 5).bfloat16(),
+        torch.randn(3, 2),
+        torch.arange(6, dtype=torch.int32).view(3, 2),
+        torch.randn(3, 2, 2).double(),
+    )
+    for found, part in zip(gather_together(parts, Twice()), parts, strict=True):
+        assert found.dtype == part.dtype
+        assert torch.equal(found, torch.cat([part, part]))
+
+
+def test_groups_that_cannot_share_are_refused() -> None:
+    config = ModelConfig.from_dict(CONFIG)
+    require_legal_size(config, 2, whole_experts=True, groups=4)
+    with pytest.raises(ValueError, match=r"8 experts .* over 3 groups of 2 ranks; .* out of \[1, 2, 4, 8\]"):
+        require_legal_size(config, 2, whole_experts=True, groups=3)
+    with pytest.raises(ValueError, match="type --expert-parallel"):
+        ExpertSplit(exchange=Twice())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["gloo", "memory"])
+def test_two_groups_of_two_ranks(way: str, tmp_path: Path) -> None:
+    if way == "memory":
+        pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.comm.exchange_worker", str(tmp_path), str(rank), way],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, errors
+    for group in range(2):
+        found, expected = (
+            load_file(tmp_path / f"group.{group}.safetensors"),
+            answers(group, SingleRank(), ExpertSplit()),
+        )
+        assert torch.equal(found["tokens"], expected["tokens"])
+        torch.testing.assert_close(found["logits"], expected["logits"], atol=1e-5, rtol=0)

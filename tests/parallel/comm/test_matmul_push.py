@@ -1,0 +1,128 @@
+"""Who asks whom to put a part into other ranks' places, and that only where both the collectives and the kernel can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.reference import ReferenceKernels
+from parallel.comm.collectives import Collectives, SingleRank, Unsummed
+from parallel.comm.peer_buffers import Places, push_arguments
+from parallel.layers.linear import RowParallel
+from parallel.layers.shard import Placement
+
+PLACES = Places((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
+
+
+class Told(SingleRank):
+    """Two ranks, of which this one notes what it is asked to sum; ``rows`` is the most that has places."""
+
+    size = 2
+
+    def __init__(self, rank: int = 0, rows: int = 4) -> None:
+        self.rank, self._rows = rank, rows
+        self.sums: list[tuple[Tensor, bool]] = []
+
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return PLACES if tokens <= self._rows else None
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        return Unsummed(x_TN, self, pushed)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        self.sums.append((x_TN, pushed))
+        return x_TN, x_TN
+
+
+class PushingKernels(ReferenceKernels):
+    def __init__(self) -> None:
+        self.pushed: list[tuple[Places, Tensor | None]] = []
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        self.pushed.append((places, bias_O))
+        return self.linear(x_TN, weight_ON, bias_O), True
+
+
+def layer(collectives: Collectives, kernels: ReferenceKernels) -> RowParallel:
+    made = RowParallel(6, 8, Placement(collectives, kernels, torch.float32), bias=True)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pushing_product_is_given_places_and_its_sum_is_told(rank: int) -> None:
+    collectives, kernels = Told(rank), PushingKernels()
+    product = layer(collectives, kernels)
+    x = torch.randn(3, 3)
+    part = product(x)
+    assert isinstance(part, Unsummed)
+    bias = product.bias if rank == 0 else None
+    assert kernels.pushed == [(PLACES, bias)]
+    assert torch.equal(part.part_TN, kernels.linear(x, product.weight, bias))
+    assert collectives.sums == []
+    part.normed(None, torch.ones(8), 1e-6)
+    assert collectives.sums == [(part.part_TN, True)]
+
+
+def test_a_kernel_that_cannot_push_leaves_it_to_the_sum() -> None:
+    collectives = Told()
+    part = layer(collectives, ReferenceKernels())(torch.randn(3, 3))
+    part.normed(None, torch.ones(8), 1e-6)
+    assert [pushed for _, pushed in collectives.sums] == [False]
+
+
+def test_without_places_nothing_is_pushed() -> None:
+    kernels = PushingKernels()
+    part = layer(Told(rows=2), kernels)(torch.randn(3, 3))
+    assert isinstance(part, Unsummed)
+    assert not part.pushed
+    alone = layer(SingleRank(), kernels)
+    assert isinstance(alone(torch.randn(3, 6)), Tensor)
+    assert kernels.pushed == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "rows", "pushes"),
+    [
+        (Blas(), 3, False),
+        (CublasLt("00", 1), 16, False),
+        (Gemv(4, 256, 2), 3, True),
+        (Gemv(1, 256, 2), 3, True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), 32, True),
+        (Skinny(16, 32, 128, 1, 3, 4, 128), 33, False),
+        (Wide(64, 32, 64, 1, 3, 4, 128), 16, False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else type(value).__name__,
+)
+def test_kernels_for_few_rows_push_few_rows(
+    choice: Choice, rows: int, pushes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.nvidia import HopperKernels
+
+    x, weight = torch.randn(rows, 8), torch.randn(4, 8)
+    asked = []
+
+    def product(self: object, *rest: object, places: Places | None = None, **options: object) -> Tensor:
+        asked.append((rest, places))
+        return x
+
+    kernels = object.__new__(HopperKernels)
+    kernels._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
+    monkeypatch.setattr(HopperKernels, "_product", product)
+    assert kernels.linear_into(PLACES, x, weight, None) == (x, pushes)
+    assert asked == [((x, weight, None, choice), PLACES if pushes else None)]
+
+
+def test_a_kernel_without_places_is_given_none_of_them() -> None:
+    with_places, without = push_arguments(PLACES), push_arguments(None)
+    assert with_places.keys() == without.keys()
+    assert (with_places["PUSH"], without["PUSH"]) == (True, False)
+    assert without["memory"] is without["exchanges_ptr"] is None

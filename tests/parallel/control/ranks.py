@@ -1,0 +1,142 @@
+"""Ranks as threads of one process, over real sockets: quick to start, and each has a control plane of its own."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from parallel.control.connect import open_control
+from parallel.control.interface import ControlPlane
+from parallel.control.protocol.handshake import Identity
+from parallel.control.protocol.states import Limits
+from parallel.topology import Topology
+
+IDENTITY = Identity(job=0xFEED, epoch=0, world=2, horizon=1, config="c0", model="m0", code="x0")
+LIMITS = Limits(deadline=20.0, resend=0.5, dispute=1.0, spin=0.0, start=60.0)
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets: pytest's own names can be too long for a Unix socket's path."""
+    with tempfile.TemporaryDirectory(prefix="ls-") as folder:
+        yield Path(folder)
+
+
+def in_threads(bodies: Mapping[int, Callable[[], Result]]) -> dict[int, Result | Exception]:
+    """Runs every body at once; what each returned or raised."""
+    ended: dict[int, Result | Exception] = {}
+
+    def run(rank: int) -> None:
+        try:
+            ended[rank] = bodies[rank]()
+        except Exception as error:
+            ended[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    return ended
+
+
+def run_ranks(
+    world: int,
+    directory: Path,
+    body: Callable[[ControlPlane], Result],
+    *,
+    horizon: int = 1,
+    limits: Limits = LIMITS,
+    odd: Mapping[int, Identity] | None = None,
+    absent: tuple[int, ...] = (),
+    groups: int = 1,
+    odd_groups: Mapping[int, int] | None = None,
+) -> dict[int, Result | Exception]:
+    """``world`` ranks of one node, each running ``body``. ``odd`` ranks have another identity, ``absent`` stay away."""
+
+    def rank_body(rank: int) -> Callable[[], Result]:
+        def run() -> Result:
+            identity = (odd or {}).get(rank, identity_of(world, horizon))
+            number = (odd_groups or {}).get(rank, groups)
+            with open_control(Topology(rank, world, rank, world), identity, directory, limits, groups=number) as plane:
+                return body(plane)
+
+        return run
+
+    return in_threads({rank: rank_body(rank) for rank in range(world) if rank not in absent})
+
+
+class ThreadStore:
+    """What of torch.distributed's TCPStore the control plane uses, for ranks that are threads."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self.content[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.content, timeout=15):
+                raise TimeoutError(f"nobody set {key}")
+            return self.content[key].encode()
+
+
+def run_nodes(
+    nodes: int,
+    local: int,
+    directory: Path,
+    body: Callable[[ControlPlane], Result],
+    *,
+    horizon: int = 1,
+    limits: Limits = LIMITS,
+    odd: Mapping[int, Identity] | None = None,
+    store: ThreadStore | None = None,
+    groups: int = 1,
+) -> dict[int, Result | Exception]:
+    """``nodes`` nodes of ``local`` ranks each, over Unix sockets within and ZeroMQ on loopback between."""
+    shared, world = store or ThreadStore(), nodes * local
+
+    def rank_body(rank: int) -> Callable[[], Result]:
+        def run() -> Result:
+            place = Topology(rank, world, rank % local, local, rank // local, nodes)
+            identity = (odd or {}).get(rank, identity_of(world, horizon))
+            own = directory / f"node{place.node_rank}"
+            with open_control(place, identity, own, limits, shared, "127.0.0.1", groups) as plane:
+                return body(plane)
+
+        return run
+
+    return in_threads({rank: rank_body(rank) for rank in range(world)})
+
+
+def identity_of(world: int, horizon: int = 1) -> Identity:
+    return replace(IDENTITY, world=world, horizon=horizon)
+
+
+def take_turns(
+    plane: ControlPlane, submitted: list[bytes], digests: Callable[[int], int] = lambda step: step
+) -> list[bytes]:
+    """One turn for each payload (the leader submits them), then an agreed stop. Returns what took effect."""
+    effects = []
+    step = 0
+    while not plane.stopped:
+        payload = b""
+        if plane.rank == 0:
+            payload = submitted[step] if step < len(submitted) else b""
+            if step == len(submitted):
+                plane.stop()
+        effects.append(plane.exchange(step, digests(step), payload))
+        step += 1
+    return effects

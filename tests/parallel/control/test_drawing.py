@@ -1,0 +1,30 @@
+"""docs/control-plane.md shows the tables that the code has."""
+
+from __future__ import annotations
+
+import pytest
+
+from docs.draw_control import PAGE, drawings, drawn
+from parallel.control.protocol.states import FOLLOWER_TABLE, LEADER_TABLE
+
+
+def test_the_page_is_current() -> None:
+    page = PAGE.read_text()
+    assert drawn(page) == page, "stale: run python -m docs.draw_control"
+
+
+def test_the_diagrams_have_every_state_and_input() -> None:
+    for name, table in (("leader", LEADER_TABLE), ("follower", FOLLOWER_TABLE)):
+        diagram = drawings()[name]
+        for state, inputs in table.items():
+            assert f"    {state.value} --> " in diagram or not inputs
+            for given, after in inputs.items():
+                (arrow,) = (
+                    line for line in diagram.splitlines() if line.startswith(f"    {state.value} --> {after.value}:")
+                )
+                assert given.value in arrow.partition(": ")[2].split(", ")
+
+
+def test_a_page_without_a_place_for_a_drawing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no place <!-- kinds --> ... <!-- end kinds -->"):
+        drawn(PAGE.read_text().replace("<!-- end kinds -->", ""))

@@ -1,0 +1,92 @@
+"""What the host does in a turn of steady decode: agree, plan, stage, launch, land; by rows, and behind a long queue.
+
+    python -m tests.runtime.engine.bench_host [--device cuda] [--rows 1 16 256 1024] [--waiting 0 10000]
+
+Knows: the real engine over a model that is too small to matter. Does not know: what a real model costs the device.
+Every block boundary falls into the measured steps, for all rows at once: that is the worst a queue of equals can do.
+On a CPU the twin's streams are threads that share the interpreter with the loop, so figures are upper bounds there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import replace
+
+import torch
+
+from launch.bench.anatomy import WORK, Turn, TurnClock
+from runtime.engine import Engine
+from runtime.execute.device.protocol import open_device
+from tests.runtime.engine.rig import VOCABULARY, request, rig, run
+
+PROMPT = 16
+STEPS = 400
+SETTLE = 40
+BLOCK = 64
+
+
+def steady_turns(device: str, rows: int, waiting: int, depth: int) -> list[Turn]:
+    """Turns in which ``rows`` requests decode, none begins or ends, and ``waiting`` more are queued."""
+    length = PROMPT + STEPS + 2 * SETTLE
+    opened = open_device(device)
+    half = torch.bfloat16 if device != "cpu" else torch.float32
+    with rig(
+        device=opened,
+        dtype=half,
+        depth=depth,
+        rows=rows,
+        blocks=rows * -(-(length + 8) // BLOCK) + 1,
+        block_size=BLOCK,
+        max_model_len=length + 8,
+        max_prefill_tokens=max(1024, rows),
+        prefill_burst=1 << 20,
+        shape={"max_position_embeddings": 1024, "head_dim": 64 if device != "cpu" else 16, "num_hidden_layers": 1},
+        prefix_caching=False,
+    ) as engine:
+        clock = TurnClock(engine)
+        prompts = [[(7 * i + j) % VOCABULARY for j in range(PROMPT)] for i in range(rows + waiting)]
+        requests = [request(i, p, stops=(), max_tokens=length - PROMPT) for i, p in enumerate(prompts)]
+        for late in requests[rows:]:
+            engine.add(late)
+
+        def end_when_measured(_: Engine, turn: int) -> None:
+            if len(steady(clock.turns)) == STEPS + SETTLE:  # nobody needs the rest
+                for one in requests:
+                    engine.cancel(one.request_id)
+
+        # The running ones come first in line, though they are announced last.
+        first = [replace(one, priority=-1) for one in requests[:rows]]
+        run(engine, first, end_when_measured, clock.end_turn, most_turns=1 << 20)
+    return steady(clock.turns)[SETTLE + rows * PROMPT // 1024 :][: STEPS - SETTLE]
+
+
+def steady(turns: list[Turn]) -> list[Turn]:
+    return [turn for turn in turns if {"plan", "launch", "land"} <= turn.spent.keys()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 256, 1024])
+    parser.add_argument("--waiting", nargs="+", type=int, default=[0, 10_000])
+    parser.add_argument("--depth", type=int, default=2)
+    args = parser.parse_args()
+    device = "cuda:0" if args.device == "cuda" else args.device
+    print("  rows  waiting  " + "".join(f"{phase:>9}" for phase in WORK) + "     busy p50      p99   turns/s   (us)")
+    for rows in args.rows:
+        for waiting in args.waiting:
+            turns = steady_turns(device, rows, waiting, args.depth)
+            spent = [turn.spent for turn in turns]
+            busy = sorted((one["turn"] - one["wait"]) / 1e3 for one in spent)
+            medians = (statistics.median(one[phase] for one in spent) / 1e3 for phase in WORK)
+            p50, p99 = statistics.median(busy), busy[int(len(busy) * 0.99)]
+            print(
+                f"{rows:6} {waiting:8}  " + "".join(f"{us:9.1f}" for us in medians),
+                f"   {p50:9.1f} {p99:8.1f} {1e6 / p50:9.0f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""One life of an engine, from the first request to the last, and everything a test may want to know of it afterwards.
+
+The model is computed exactly (exact_kernels.py), so lives are compared bit for bit. Every life ends with its books in
+order: no block, slot or epoch is left over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from typing import Any, Unpack
+
+import torch
+
+from runtime.engine import Engine
+from runtime.execute.landing import StepLogprobs
+from runtime.observe.observer import StepObserver
+from runtime.schedule.plan import Finished, StepOutput, StepPlan
+from runtime.schedule.request import FinishReason, Request
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.prompt_ranks import Scores
+from tests.runtime.engine.rig import VOCABULARY, request, rig, run
+from tests.runtime.execute.sampling.sampling_fields import SamplingFields
+
+Act = Callable[[Engine, int], None]  # called before each turn, with its number
+Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, top ids, top values
+
+
+@dataclass
+class Life:
+    """``plans``: step by step, None for a void one. ``gained``: after each turn, every request's landed tokens so far.
+    ``asked``: how many likely tokens beside each of its own a request wants to know.
+    """
+
+    asked: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    logprobs: dict[int, list[Entry]] = field(default_factory=dict)
+    scores: Scores = field(default_factory=Scores)
+    counters: dict[str, int | float] = field(default_factory=dict)
+    plans: list[StepPlan | None] = field(default_factory=list)
+    gained: list[dict[int, int]] = field(default_factory=list)
+
+    @property
+    def answers(self) -> dict[int, tuple[tuple[int, ...], FinishReason]]:
+        return {i: (ended.token_ids, ended.reason) for i, ended in self.finished.items()}
+
+    @property
+    def real_plans(self) -> list[StepPlan]:
+        return [plan for plan in self.plans if plan is not None]
+
+    def watch(self, output: StepOutput) -> None:
+        """To be called with every output."""
+        self.scores(output)
+        sums = dict(self.gained[-1]) if self.gained else {}
+        for row, (request_id, count) in enumerate(zip(output.request_ids, output.counts, strict=True)):
+            if request_id < 0 or not count:
+                continue
+            sums[request_id] = sums.get(request_id, 0) + count
+            if request_id in self.asked:
+                assert isinstance(output.logprobs, StepLogprobs)
+                entry = _entry(output.logprobs, row, self.asked[request_id])
+                self.logprobs.setdefault(request_id, []).append(entry)
+        self.gained.append(sums)
+
+
+class _Plans(StepObserver):
+    """Keeps every plan."""
+
+    def __init__(self, plans: list[StepPlan | None]) -> None:
+        super().__init__()
+        self._plans = plans
+
+    def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:
+        self._plans.append(plan)
+        super().launch(plan, break_reason)
+
+
+def _entry(columns: StepLogprobs, row: int, top: int) -> Entry:
+    likely = tuple(columns.top_ids_BWN[row, 0, :top].tolist()), tuple(columns.top_BWN[row, 0, :top].tolist())
+    return float(columns.chosen_BW[row, 0]), int(columns.rank_BW[row, 0]), *likely
+
+
+def live(
+    requests: list[Request],
+    act: Act | None = None,
+    *,
+    depth: int,
+    later: Mapping[int, list[Request]] | None = None,
+    over: Callable[..., AbstractContextManager[Engine]] | None = None,
+    **limits: Any,
+) -> Life:
+    """Run ``requests`` to their end, with those that arrive ``later``, by turn. ``limits`` are those of the rig, or of
+    what gives an engine instead: ``over``.
+    """
+    life, arriving = Life(), dict(later or {})
+    for one in chain(requests, *arriving.values()):
+        if one.sampling.logprobs is not None:
+            life.asked[one.request_id] = one.sampling.logprobs
+
+    def turn_begins(engine: Engine, turn: int) -> None:
+        for one in arriving.pop(turn, ()):
+            engine.add(one)
+        if act is not None:
+            act(engine, turn)
+
+    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": _Plans(life.plans)}
+    with (over or rig)(depth=depth, **(exact | limits)) as engine:
+        life.finished = run(engine, requests, turn_begins, life.watch)
+        assert not arriving, "everything was over before the last request arrived"
+        engine.stop()
+        life.counters = dict(engine.counters)
+        check_all_is_back(engine)
+    return life
+
+
+@cache
+def _alone(requests: tuple[Request, ...], limits: tuple[tuple[str, Any], ...]) -> Life:
+    return live(list(requests), depth=0, **dict(limits))
+
+
+def oracle(requests: list[Request], **limits: Any) -> Life:
+    """What the serial engine makes of them, with room for everybody. Bits depend on nothing else, so no limit of the
+    life it is compared with needs repeating, but ``max_model_len`` where it ends a request.
+    """
+    life = _alone(tuple(requests), tuple(limits.items()))
+    assert life.counters["chained_steps"] == 0
+    return life
+
+
+def check_all_is_back(engine: Engine) -> None:
+    """Nothing is in flight, held or fenced, and each stay in a slot has ended exactly one epoch."""
+    scheduler = engine.scheduler
+    scheduler.check()
+    assert (scheduler.unfinished, len(scheduler.chain)) == (0, 0)
+    assert scheduler.pool.free_count == scheduler.config.blocks
+    assert scheduler.pool.soon_free == 0
+    assert scheduler.slots.free_count == scheduler.config.slots
+    assert scheduler.slots.fenced_count == 0
+    assert sum(scheduler.slots.epochs) == scheduler.counters.admissions
+
+
+def same(life: Life, serial: Life, *, but: Iterable[int] = ()) -> None:
+    """The same answers and log-probabilities, to the last bit; ``but`` names the requests that were cut short."""
+    cut = set(but)
+    assert life.answers.keys() == serial.answers.keys()
+    for request_id, (tokens, reason) in serial.answers.items():
+        found, found_reason = life.answers[request_id]
+        if request_id in cut:
+            tokens, reason = tokens[: len(found)], found_reason
+        assert (found, found_reason) == (tokens, reason), f"request {request_id}"
+        assert life.logprobs.get(request_id, []) == serial.logprobs.get(request_id, [])[: len(found)]
+        scores, expected = life.scores.by_request.get(request_id, {}), serial.scores.by_request.get(request_id, {})
+        assert scores == (expected if request_id not in cut else {p: expected[p] for p in scores})
+
+
+def unbroken(life: Life) -> None:
+    """Every step but the very first was planned while another was in flight."""
+    counters = life.counters
+    assert {name: n for name, n in counters.items() if name.startswith("chain_breaks")} == {"chain_breaks{start}": 1}
+    assert counters["chained_steps"] == counters["steps"] - 1
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(VOCABULARY) for _ in range(length))
+
+
+def people(
+    count: int, *, length: int = 12, stops: tuple[int, ...] = (), **sampling: Unpack[SamplingFields]
+) -> list[Request]:
+    """Requests of different prompts that draw at random and report log-probabilities."""
+    params: SamplingFields = {"temperature": 1.0, "max_tokens": 16, "logprobs": 2, **sampling}
+    return [request(i, prompt(length, i), stops=stops, **params) for i in range(count)]

@@ -1,0 +1,241 @@
+"""Engines over tiny models on the CPU twin or a GPU, and a loop that runs requests to their end.
+
+A rig is one rank: the same Engine class that torchrun starts, with a control plane of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import torch
+
+from models.config import ModelConfig
+from models.kernels.interface import Kernels
+from models.kernels.select import select_kernels
+from models.weights import load_model
+from parallel.comm.collectives import Collectives, SingleRank
+from parallel.control.interface import ControlPlane, SingleRankControl
+from parallel.layers.experts import ExpertSplit
+from runtime.config import EngineConfig
+from runtime.engine import Engine, ServedModel
+from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.device.protocol import Device
+from runtime.execute.executor import Executor, ExecutorLimits
+from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.gc_freeze import freeze_heap
+from runtime.groups.load_balancer import Assignment
+from runtime.groups.request_router import Dealer
+from runtime.groups.step_sync import Groups, StepAgreement, exchange_ladder
+from runtime.observe.observer import StepObserver
+from runtime.observe.ranges import Ranges, around
+from runtime.schedule.plan import Finished, StepOutput
+from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from tests.runtime.execute.sampling.sampling_fields import SamplingFields
+
+VOCABULARY = 211
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+
+
+def tiny_folder(folder: Path) -> Path:
+    """A model folder with a config and no weights, for load_format dummy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+class RigLimits(TypedDict, total=False):
+    """What a rig may be told, but for its place among others; for functions that pass it on."""
+
+    depth: int
+    rows: int
+    blocks: int
+    block_size: int
+    max_model_len: int
+    max_prefill_tokens: int
+    prefix_caching: bool
+    device: Device | None
+    dtype: torch.dtype
+    shape: Mapping[str, object] | None
+    kernels: Kernels | None
+    buckets: tuple[int, ...] | None
+    prefill_buckets: tuple[int, ...]
+    prefill_burst: int
+    variants: tuple[SamplingFeatures, ...]
+    observe: StepObserver | None
+    ranges: Ranges | None
+    frozen: bool
+
+
+class RigPlace(TypedDict, total=False):
+    """What a rig is told of the others, where it is one of several."""
+
+    horizon: int
+    collectives: Collectives | None
+    experts: ExpertSplit | None
+    groups: StepAgreement | None
+    control: ControlPlane | None
+    assignment: Assignment | None
+
+
+@contextmanager
+def rig(
+    *,
+    depth: int = 2,
+    rows: int = 8,
+    blocks: int = 200,
+    block_size: int = 8,
+    max_model_len: int = 128,
+    max_prefill_tokens: int = 64,
+    horizon: int = 0,
+    prefix_caching: bool = True,
+    device: Device | None = None,
+    dtype: torch.dtype = torch.float32,
+    shape: Mapping[str, object] | None = None,
+    collectives: Collectives | None = None,
+    experts: ExpertSplit | None = None,
+    groups: StepAgreement | None = None,
+    control: ControlPlane | None = None,
+    assignment: Assignment | None = None,
+    kernels: Kernels | None = None,
+    buckets: tuple[int, ...] | None = None,
+    prefill_buckets: tuple[int, ...] = (),
+    prefill_burst: int = 4,
+    variants: tuple[SamplingFeatures, ...] = (SamplingFeatures(),),
+    observe: StepObserver | None = None,
+    ranges: Ranges | None = None,
+    frozen: bool = False,
+) -> Iterator[Engine]:
+    """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
+    count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
+    ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
+    heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests.
+    """
+    torch.set_num_threads(1)
+    config = EngineConfig(
+        model="tiny",
+        load_format="dummy",
+        device="cpu",
+        max_num_seqs=rows,
+        block_size=block_size,
+        max_prefill_tokens=max_prefill_tokens,
+        chain_depth=depth,
+        decode_buckets=buckets or (rows,),
+        prefix_caching=prefix_caching,
+        prefill_burst=prefill_burst,
+    )
+    model_config = ModelConfig.from_dict({**TINY, **(shape or {})})
+    device = device or TwinDevice()
+    model = load_model(
+        model_config,
+        None,
+        load_format="dummy",
+        dtype=dtype,
+        device=device.torch_device,
+        collectives=collectives or SingleRank(),
+        experts=experts,
+        kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
+    )
+    executor = Executor(
+        device,
+        model,
+        ExecutorLimits(
+            rows=rows,
+            slots=2 * rows,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            depth=depth,
+            width=1,
+            max_prefill_tokens=max_prefill_tokens,
+            decode_buckets=config.decode_buckets,
+            memory_fraction=0.9,
+            num_blocks=blocks,
+            agree_min=int,
+            warm_variants=variants,
+            exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
+            prefill_buckets=prefill_buckets,
+        ),
+        on_timing=observe.on_timing if observe is not None and observe.timed else None,
+        stage_range=around(ranges, "stage"),
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            rows=rows,
+            slots=2 * rows,
+            blocks=blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            depth=depth,
+            max_prefill_tokens=max_prefill_tokens,
+            decode_buckets=config.decode_buckets,
+            prefill_burst=prefill_burst,
+            prefix_caching=prefix_caching,
+        )
+    )
+    served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
+    control = control or SingleRankControl(horizon)
+    shared = None if groups is None else Groups(groups, config.decode_buckets, max_prefill_tokens, assignment)
+    dealer = None if assignment is None else Dealer(control, assignment)
+    thaw = freeze_heap() if frozen else None
+    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer, thaw=thaw)
+    try:
+        yield engine
+        engine.stop()
+        scheduler.check()
+    finally:
+        engine.close()
+
+
+def request(
+    request_id: int, prompt: Iterable[int], *, stops: tuple[int, ...] = (2,), **sampling: Unpack[SamplingFields]
+) -> Request:
+    """Greedy unless told otherwise; the seed is the id."""
+    params: SamplingFields = {"temperature": 0.0, "max_tokens": 8, "seed": request_id, **sampling}
+    return Request(request_id, tuple(prompt), SamplingParams(**params), stops)
+
+
+def run(
+    engine: Engine,
+    requests: Iterable[Request],
+    act: Callable[[Engine, int], None] | None = None,
+    watch: Callable[[StepOutput], None] | None = None,
+    most_turns: int = 3000,
+) -> dict[int, Finished]:
+    """Add all requests, take turns until nothing is left; ``act(engine, turn)`` is called before each turn."""
+    finished: dict[int, Finished] = {}
+    for item in requests:
+        engine.add(item)
+    turn = 0
+    while engine.has_work or turn == 0:
+        if act is not None:
+            act(engine, turn)
+        output = engine.step()
+        if watch is not None:
+            watch(output)
+        for ended in output.finished:
+            assert ended.request_id not in finished, "a request ends once"
+            finished[ended.request_id] = ended
+        turn += 1
+        assert turn < most_turns, "the engine does not come to an end"
+    return finished

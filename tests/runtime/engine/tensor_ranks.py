@@ -1,0 +1,182 @@
+"""Tensor-parallel ranks in one process: an engine a thread, collectives and control plane made of barriers.
+
+Sums are taken in rank order over float64 (exact_kernels.py), so several ranks can be compared bit for bit with one:
+what is left of the order of a sum is gone by the time logits are rounded to float32.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.comm.collectives import Collectives, Unsummed
+from parallel.comm.peer_buffers import Places
+from parallel.control.interface import SingleRankControl
+from runtime.engine import Engine
+from runtime.execute.device.cpu_twin import TwinDevice
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.lives import check_all_is_back
+from tests.runtime.engine.rig import rig
+
+PATIENCE_S = 120.0  # a machine may be busy with other things
+
+
+class Meeting:
+    """Where all ranks put something down, and each picks up everybody's. Broken for good where one stays away."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.barrier = threading.Barrier(ranks, timeout=PATIENCE_S)
+        self._left: list[Any] = [None] * ranks
+
+    def everyones(self, rank: int, mine: Any) -> list[Any]:
+        self._left[rank] = mine
+        self.barrier.wait()
+        found = list(self._left)
+        self.barrier.wait()
+        return found
+
+
+class MetCollectives(Collectives):
+    """Collectives between threads."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.ranks
+        self._meeting = meeting
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._meeting.everyones(self.rank, x.clone())).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._meeting.everyones(self.rank, x.clone()), -1)
+
+
+class LateSums(MetCollectives):
+    """Those that take a sum with the norm that follows it, as the kernel of parallel/comm/all_reduce_triton.py does.
+
+    ``late`` counts the sums that were left to a norm.
+    """
+
+    late = 0
+
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+        type(self).late += 1
+        return Unsummed(x_TN, self, pushed)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        total_TN = self.all_reduce(x_TN) if residual_TN is None else self.all_reduce(x_TN) + residual_TN
+        scale_T1 = torch.rsqrt(total_TN.pow(2).mean(-1, keepdim=True) + eps)
+        return total_TN * scale_T1 * norm_N, total_TN
+
+
+class PushedSums(LateSums):
+    """LateSums whose parts a product puts into other ranks' places first (symmetric_all_reduce.py).
+
+    ``exchanges`` of the places is set while such a part waits for its sum, and nothing else may be called then. With
+    kernels that set it (PushingKernels).
+    """
+
+    pushed = 0
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
+        waiting = torch.zeros(1, dtype=torch.int32)
+        self._places = Places((0,) * self.size, waiting, rank, rows=0, row_bytes=0)
+
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+        return self._places if tokens % 2 else None  # so that both ways take turns
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert not self._places.exchanges.item(), "a part that was pushed is not summed yet"
+        return super().all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        assert not self._places.exchanges.item(), "a part that was pushed is not summed yet"
+        return super().all_gather(x)
+
+    def all_reduce_norm(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        type(self).pushed += pushed
+        assert self._places.exchanges.item() == pushed
+        self._places.exchanges.zero_()
+        return super().all_reduce_norm(x_TN, residual_TN, norm_N, eps)
+
+
+class PushingKernels(ExactKernels):
+    """Those whose every product for a sum is pushed."""
+
+    def linear_into(
+        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        places.exchanges.add_(1)
+        return self.linear(x_TN, weight_ON, bias_O), True
+
+
+class MetControl(SingleRankControl):
+    """The leader's events and end for everybody; before every step all ranks have decided alike."""
+
+    def __init__(self, meeting: Meeting, rank: int, horizon: int) -> None:
+        super().__init__(horizon)
+        self.rank, self.world = rank, meeting.ranks
+        self._meeting = meeting
+
+    def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
+        everyones = self._meeting.everyones(self.rank, (step, digest, payload, self._stop))
+        assert len({mine[:2] for mine in everyones}) == 1, f"step {step}: the ranks decided differently"
+        _, _, payload, self._stop = everyones[0]
+        return super().exchange(step, digest, payload)
+
+
+@contextmanager
+def tensor_rig(
+    ranks: int,
+    *,
+    horizon: int = 0,
+    jitter_s: float = 0.0,
+    prepare: Callable[[Engine], None] | None = None,
+    collectives: type[MetCollectives] = MetCollectives,
+    **limits: Any,
+) -> Iterator[Engine]:
+    """Rank 0's engine of ``ranks``; the others follow, each in a thread, and end with everything given back.
+
+    ``limits`` are the rig's, the same for all; ``prepare`` is called with every engine before its first turn.
+    """
+    devices, hosts = Meeting(ranks), Meeting(ranks)
+
+    @contextmanager
+    def one(rank: int) -> Iterator[Engine]:
+        mine: dict[str, Any] = {"device": TwinDevice(jitter_s=jitter_s, seed=rank)}
+        if ranks > 1:
+            mine["collectives"] = collectives(devices, rank)
+        try:
+            with rig(horizon=horizon, **(limits | mine)) as engine:
+                if ranks > 1:
+                    engine.control = MetControl(hosts, rank, horizon)
+                if prepare is not None:
+                    prepare(engine)
+                yield engine
+        except BaseException:
+            devices.barrier.abort()  # nobody shall wait for this rank
+            hosts.barrier.abort()
+            raise
+
+    def follow(rank: int) -> None:
+        with one(rank) as engine:
+            engine.follow()
+            check_all_is_back(engine)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        others = [threads.submit(follow, rank) for rank in range(1, ranks)]
+        with one(0) as engine:
+            yield engine
+        for other in others:
+            other.result()

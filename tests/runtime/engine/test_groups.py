@@ -1,0 +1,200 @@
+"""Groups with requests of their own share the experts of every layer: nobody waits in vain, and every token is right.
+
+Each group is an engine in a thread; exchanges and agreement meet at barriers, so a collective that one group skips
+breaks the barrier. The model is computed exactly (exact_kernels.py): tokens must equal those of one engine alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Unpack
+
+import pytest
+import torch
+
+from parallel.layers.experts import ExpertSplit
+from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.groups.step_sync import Groups, exchange_ladder
+from runtime.schedule.plan import Chunk, Finished, StepKind, StepPlan
+from runtime.schedule.request import Request
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
+from tests.runtime.engine.rig import RigLimits, RigPlace, request, rig, run
+from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.engine.test_experts import EXPERTS
+
+LIMITS: RigLimits = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
+BUCKETS = (1, 2, 4, 8)
+
+
+class Lives:
+    """Every group's engine from its first request to everybody's last. ``arrivals[g][turn]`` are group g's requests."""
+
+    def __init__(self, arrivals: Sequence[dict[int, list[Request]]], **limits: Unpack[RigLimits]) -> None:
+        self.finished: dict[int, Finished] = {}
+        self.rows: list[list[int]] = []
+        self.counters: list[dict[str, int | float]] = []
+        self.idle_steps: list[int] = []
+        self._limits = limits
+        count = len(arrivals)
+        device, host = Meeting(count), Meeting(count)
+        self._meetings = (device, host)
+        with ThreadPoolExecutor(count) as threads:
+            lives = [threads.submit(self._live, g, arrivals[g], device, host) for g in range(count)]
+        for life in lives:
+            finished, rows, counters, idle = life.result()
+            self.finished |= finished
+            self.rows.append(rows)
+            self.counters.append(counters)
+            self.idle_steps.append(idle)
+
+    def _live(self, index: int, arrivals: dict[int, list[Request]], device: Meeting, host: Meeting) -> Any:
+        agreement, exchange = MetAgreement(host, index), MetExchange(device, index)
+        split = ExpertSplit(whole=True, exchange=exchange)
+        limits: RigLimits = {"kernels": ExactKernels(), "buckets": BUCKETS, **LIMITS, **self._limits}
+        place: RigPlace = {"experts": split, "groups": agreement}
+        finished: dict[int, Finished] = {}
+        try:
+            with rig(**limits, **place) as engine:
+                turn, working = 0, True
+                while working:
+                    for one in arrivals.get(turn, ()):
+                        engine.add(one)
+                    finished |= {ended.request_id: ended for ended in engine.step().finished}
+                    turn += 1
+                    mine = engine.has_work or any(at >= turn for at in arrivals)
+                    working = bool(agreement.agree_max(turn, (int(mine),))[0])
+                engine.stop()
+                assert engine._groups is not None
+                return finished, exchange.rows, dict(engine.counters), engine._groups.idle_steps
+        except BaseException:
+            for meeting in self._meetings:  # the others shall not wait for this group
+                meeting.abort()
+            raise
+
+
+def alone(requests: Sequence[Request]) -> dict[int, Any]:
+    limits: RigLimits = {"depth": 0, "kernels": ExactKernels(), **LIMITS}
+    with rig(**limits) as engine:
+        return outcome(run(engine, requests))
+
+
+def ids_from(first: int, requests: Sequence[Request]) -> list[Request]:
+    """The same requests under other ids; their seeds stay."""
+    return [Request(first + n, *(getattr(r, name) for name in _REST)) for n, r in enumerate(requests)]
+
+
+_REST = ("prompt_token_ids", "sampling", "stop_token_ids", "priority")
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_groups_are_idle_join_and_drain_at_different_times(depth: int) -> None:
+    first, second = mixture(31, count=5), ids_from(100, mixture(32, count=4))
+    late = ids_from(200, mixture(33, count=2))
+    lives = Lives([{0: first, 60: late}, {9: second}], depth=depth)
+    assert outcome(lives.finished) == alone([*first, *second, *late])
+    assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
+    assert all(idle > 0 for idle in lives.idle_steps)
+    captured = [counters["graph_captures_after_warmup"] for counters in lives.counters]
+    assert captured[0] == captured[1]
+
+
+def test_a_group_that_never_has_a_request_takes_part_in_everything() -> None:
+    requests = [request(i, range(3 + i, 20 + i), max_tokens=6, stops=()) for i in range(3)]
+    lives = Lives([{0: requests}, {}], depth=2)
+    assert outcome(lives.finished) == alone(requests)
+    assert lives.rows[0] == lives.rows[1]
+    assert lives.counters[1]["steps"] == 0
+    assert lives.idle_steps[1] == lives.counters[0]["steps"]
+    assert lives.counters[0]["graph_captures_after_warmup"] == 0
+
+
+def test_a_prefill_leaves_the_others_in_their_graphs() -> None:
+    """One group decodes without a break while long prompts come in at the other; nothing is captured for it."""
+    steady = [request(0, range(5, 12), max_tokens=40, stops=())]
+    long = [request(10 + i, range(60), max_tokens=2, stops=(), seed=i) for i in range(3)]
+    lives = Lives([{0: steady}, {4: long[:1], 12: long[1:2], 20: long[2:]}], depth=2)
+    assert outcome(lives.finished) == alone([*steady, *long])
+    assert [counters["graph_captures_after_warmup"] for counters in lives.counters] == [0, 0]
+    assert lives.counters[0]["chain_breaks{start}"] == 1
+    assert lives.counters[0]["chained_steps"] == lives.counters[0]["steps"] - 1
+    ladder = exchange_ladder(BUCKETS, 64)
+    assert {rows for rows in lives.rows[0] if rows > BUCKETS[-1]} <= set(ladder)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals(seed: int) -> None:
+    draw = random.Random(seed)
+    requests = mixture(40 + seed, count=9)
+    arrivals: list[dict[int, list[Request]]] = [{}, {}]
+    for one in requests:
+        arrivals[draw.randrange(2)].setdefault(draw.randrange(40), []).append(one)
+    lives = Lives(arrivals, depth=draw.choice((0, 1, 3)), blocks=draw.choice((40, 200)))
+    assert outcome(lives.finished) == alone(requests)
+    assert lives.rows[0] == lives.rows[1]
+
+
+# -- what is agreed -------------------------------------------------------------------------------------------------
+
+
+class Others:
+    """An agreement with groups whose numbers are known ahead."""
+
+    def __init__(self, *others: tuple[int, ...]) -> None:
+        self.others = others
+
+    def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(max, zip(numbers, *self.others, strict=True)))
+
+
+IDLE = (0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def groups(*others: tuple[int, ...], buckets: tuple[int, ...] = BUCKETS) -> Groups:
+    return Groups(Others(IDLE, *others), buckets, 64)
+
+
+def decode(rows: int) -> StepPlan:
+    return StepPlan(7, StepKind.DECODE, rows, tuple(range(1, rows + 1)), (0,) * rows, 1)
+
+
+def test_nobody_launches_where_nobody_has_work() -> None:
+    assert groups().join(7, None, SamplingFeatures(), 1) is None
+
+
+def test_every_group_replays_the_widest_bucket_and_variant() -> None:
+    curious = (4, 0, 1, 0, 1, 0, 1, 5)
+    joined = groups(curious).join(7, decode(2), SamplingFeatures(filters=True), 1)
+    assert joined is not None
+    assert (joined.plan.bucket, joined.plan.slots, joined.plan.exchange_rows) == (4, (1, 2), 4)
+    assert joined.features == SamplingFeatures(True, True, True, False, True, 5)
+    idle = groups(curious).join(7, None, SamplingFeatures(), 1)
+    assert idle is not None
+    assert (idle.plan.kind, idle.plan.bucket, idle.plan.slots) == (StepKind.DECODE, 4, ())
+    assert idle.plan.exchange_rows == 4
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 4), (4, 4), (5, 16), (17, 64), (64, 64)])
+def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
+    """Of 4, 16 and 64: the ladder of 64 tokens."""
+    prefill = (0, tokens, 0, 0, 0, 0, 0, 0)
+    joined = groups(prefill).join(7, decode(2), SamplingFeatures(), 1)
+    assert joined is not None
+    assert (joined.plan.bucket, joined.plan.exchange_rows, joined.decode_bucket) == (2, rows, 2)
+    chunk = Chunk(3, 0, (1,) * tokens, True)
+    mine = StepPlan(7, StepKind.PREFILL, 1, (3,), (0,), 1, chunks=(chunk,))
+    alone_in_it = groups().join(7, mine, SamplingFeatures(), 1)
+    assert alone_in_it is not None
+    assert (alone_in_it.plan.bucket, alone_in_it.plan.exchange_rows, alone_in_it.decode_bucket) == (1, rows, 1)
+    beside_a_wide_decode = groups((8, 0, 0, 0, 0, 0, 0, 0)).join(7, mine, SamplingFeatures(), 1)
+    assert beside_a_wide_decode is not None
+    assert beside_a_wide_decode.plan.exchange_rows == max(rows, 16)
+
+
+def test_an_exchange_is_never_narrower_than_an_idle_group_s_graph() -> None:
+    """Two tokens of prefill, nobody decodes, and the smallest graph has eight rows."""
+    idle = groups((0, 2, *IDLE[2:]), buckets=(8,)).join(7, None, SamplingFeatures(), 1)
+    assert idle is not None
+    assert (idle.plan.bucket, idle.plan.exchange_rows, idle.decode_bucket) == (8, 16, 8)

@@ -1,0 +1,109 @@
+"""NaN where nobody may look: freed blocks, the trash block, a broken request's own cache. No live row changes."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from runtime.engine import Engine
+from runtime.schedule.chain import State
+from runtime.schedule.plan import Finished
+from runtime.schedule.request import FinishReason
+from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.test_depths import mixture, outcome
+
+
+def fill_with_nan(engine: Engine, blocks: list[int]) -> None:
+    """On the compute stream, behind every step launched so far."""
+    layers: list[Tensor] = engine.executor.pool.layers
+
+    def poison() -> None:
+        for layer in layers:
+            layer[:, blocks] = float("nan")
+
+    engine.executor.device.compute.submit(poison)
+
+
+def idle_blocks(engine: Engine) -> list[int]:
+    """Blocks that nobody owns, that no fence holds, and whose contents nobody can find again; and the trash block."""
+    pool = engine.scheduler.pool
+    unreferenced = [b for b in range(1, pool.count + 1) if pool.refs[b] == 0]
+    return [0, *(b for b in unreferenced if b not in pool._cached)]
+
+
+@pytest.mark.parametrize("depth", [0, 2, 4])
+def test_freed_blocks_and_the_trash_block_are_never_read(depth: int) -> None:
+    requests = mixture(11)
+    with rig(depth=depth) as engine:
+        clean = run(engine, requests)
+    with rig(depth=depth, blocks=60) as engine:
+        poisoned = run(engine, requests, lambda e, turn: fill_with_nan(e, idle_blocks(e)))
+    assert outcome(poisoned) == outcome(clean)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_request_with_nan_ends_alone_and_its_blocks_serve_others(depth: int) -> None:
+    others = mixture(12, count=10)
+    broken = request(77, range(40, 60), max_tokens=60, stops=())
+    with rig(depth=depth, prefix_caching=False) as engine:
+        clean = run(engine, others)
+
+    def act(engine: Engine, turn: int) -> None:
+        running = [s for s in engine.scheduler._in[State.DECODE].values() if s.request.request_id == 77]
+        if turn == 6:
+            fill_with_nan(engine, running[0].blocks[:1])
+
+    with rig(depth=depth, prefix_caching=False, blocks=40) as engine:
+        finished: dict[int, Finished] = run(engine, [broken, *others], act)
+    assert finished.pop(77).reason is FinishReason.ERROR
+    assert outcome(finished) == outcome(clean)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_a_broken_request_leaves_behind_is_not_found_by_the_next(depth: int) -> None:
+    """Its prompt was cached before it broke; the same prompt is computed anew."""
+    prompt = range(40, 64)
+
+    def act(engine: Engine, turn: int) -> None:
+        if turn == 6:
+            (running,) = engine.scheduler._in[State.DECODE].values()
+            assert running.settled_blocks >= 2
+            fill_with_nan(engine, running.blocks[:2])
+
+    with rig(depth=depth) as engine:
+        broken = run(engine, [request(0, prompt, max_tokens=60, stops=())], act)[0]
+        healthy = run(engine, [request(1, prompt, max_tokens=12, stops=())])[1]
+        assert engine.counters["prefix_hit_tokens"] == 0
+    with rig(depth=0) as engine:
+        clean = run(engine, [request(1, prompt, max_tokens=12, stops=())])[1]
+    assert broken.reason is FinishReason.ERROR
+    assert "not finite" in broken.detail
+    assert (healthy.token_ids, healthy.reason) == (clean.token_ids, clean.reason)
+
+
+@pytest.mark.parametrize("lose", ["evict", "cancel"])
+def test_a_request_that_breaks_after_it_has_lost_its_blocks_leaves_nothing_to_find(lose: str) -> None:
+    """The step that reads NaN is in flight when its blocks go; what it tells is heard all the same."""
+    prompt = range(40, 64)
+
+    def act(engine: Engine, turn: int) -> None:
+        if turn not in (6, 7):
+            return
+        sequence = engine.scheduler._sequences[0]
+        if turn == 6:
+            assert sequence.settled_blocks >= 2
+            fill_with_nan(engine, sequence.blocks[:2])
+        elif lose == "evict":
+            engine.scheduler._evict(sequence)
+            assert sequence.state is State.EVICTING
+        else:
+            engine.cancel(0)
+
+    with rig(depth=2) as engine:
+        broken = run(engine, [request(0, prompt, max_tokens=60, stops=())], act)[0]
+        healthy = run(engine, [request(1, prompt, max_tokens=12, stops=())])[1]
+        assert engine.counters["prefix_hit_tokens"] == 0
+    with rig(depth=0) as engine:
+        clean = run(engine, [request(1, prompt, max_tokens=12, stops=())])[1]
+    assert broken.reason is (FinishReason.ERROR if lose == "evict" else FinishReason.CANCELLED)
+    assert (healthy.token_ids, healthy.reason) == (clean.token_ids, clean.reason)

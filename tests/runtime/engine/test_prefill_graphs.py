@@ -1,0 +1,116 @@
+"""Prefill steps that are replayed, padded to a bucket: they give what steps launched one by one give, at any depth.
+
+On the twin a graph is the closure that was captured, so these tests cover everything but the kernels: what is padded,
+what a replay reads anew, and in which order. Attention fills the padding's rows with NaN, which reaches nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.engine import Engine
+from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.step.prefill_graphs import prefill_buckets
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.prompt_ranks import Scores, prompts
+from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
+from tests.runtime.engine.test_experts import EXPERTS
+from tests.runtime.engine.test_prompt_logprobs import check
+
+BUCKETS = (16, 40, 64)
+EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+
+
+def replays(engine: Engine) -> dict[int, int]:
+    """Counts, from here on, the replays of each bucket."""
+    counts = dict.fromkeys(engine.executor.prefill_graphs._graphs, 0)
+    launch = engine.executor.prefill_graphs.launch
+
+    def counted(bucket: int, *rest: Any) -> None:
+        counts[bucket] += 1
+        launch(bucket, *rest)
+
+    engine.executor.prefill_graphs.launch = counted  # type: ignore[method-assign,assignment]
+    return counts
+
+
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "sparse"])
+@pytest.mark.parametrize("depth", [0, *DEPTHS])
+def test_replayed_steps_give_the_tokens_of_launched_ones(depth: int, shape: dict[str, Any]) -> None:
+    requests = mixture(depth)
+    with rig(depth=0, shape=shape, **EXACT) as engine:
+        launched = outcome(run(engine, requests))
+    device = TwinDevice(jitter_s=0.0005, seed=depth)
+    with rig(depth=depth, shape=shape, prefill_buckets=BUCKETS, device=device, **EXACT) as engine:
+        counts = replays(engine)
+        assert outcome(run(engine, requests)) == launched
+        assert engine.counters["chained_steps"] == (engine.counters["steps"] - 1 if depth else 0)
+        assert sum(counts.values()) == engine.counters["prefill_steps"]
+    assert sum(map(bool, counts.values())) > 1, f"steps of one size show little: {counts}"
+
+
+def test_steps_beyond_the_last_bucket_are_launched() -> None:
+    requests = mixture(1)
+    with rig(depth=0, **EXACT) as engine:
+        launched = outcome(run(engine, requests))
+    with rig(prefill_buckets=BUCKETS[:2], **EXACT) as engine:
+        counts = replays(engine)
+        assert outcome(run(engine, requests)) == launched
+        steps = engine.counters["prefill_steps"]
+    assert 0 < sum(counts.values()) < steps
+
+
+def test_steps_that_score_prompts_are_launched() -> None:
+    """They need every token's last layer; others between them are replayed."""
+    requests = [*prompts(seed=0), *(request(100 + i, range(i, i + 30)) for i in range(9))]
+    with rig(prefill_buckets=BUCKETS, rows=4) as engine:
+        counts, scores = replays(engine), Scores()
+        run(engine, requests, watch=scores)
+        assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]
+    for one in requests:
+        if one.sampling.prompt_logprobs is not None:
+            check(one, scores.by_request.get(one.request_id, {}))  # of a single token there is nothing to say
+
+
+def test_every_rank_of_a_group_replays() -> None:
+    ranks = 2
+    requests = mixture(3)
+    with rig(depth=0, **EXACT) as engine:
+        alone = outcome(run(engine, requests))
+    prepared: list[dict[int, int]] = []
+    with tensor_rig(
+        ranks, prefill_buckets=BUCKETS, prepare=lambda e: prepared.append(replays(e)), depth=2, **EXACT
+    ) as engine:
+        together = outcome(run(engine, requests))
+    assert together == alone
+    assert len(prepared) == ranks
+    assert prepared[0] == prepared[1]
+    assert any(prepared[0].values())
+
+
+def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
+    """``agree_min`` says what the least able rank can do."""
+    with rig(prefill_buckets=BUCKETS) as engine:
+        graphs = engine.executor.prefill_graphs
+        assert graphs.captured == len(BUCKETS)
+        other = type(graphs)(
+            graphs._device, graphs._work, graphs._tables, graphs._staging, BUCKETS, agree_min=lambda mine: 0
+        )
+        other.warm_up(128, lambda: None)
+        assert other.captured == 0
+        run(engine, [request(0, range(5))])
+
+
+@pytest.mark.parametrize("most", [1, 32, 33, 64, 1000, 1024, 5000, 8192])
+def test_buckets_waste_little(most: int) -> None:
+    buckets = prefill_buckets(most)
+    assert buckets == tuple(sorted(set(buckets)))
+    assert buckets[-1] == most
+    for below, bucket in itertools.pairwise(buckets):
+        assert bucket - below <= max(32, below // (4 if below < 1024 else 8))

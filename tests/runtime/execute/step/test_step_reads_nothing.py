@@ -1,0 +1,157 @@
+"""Nothing in a step reads the device or needs a tensor of the host: it runs on torch's meta device, which has no data.
+
+What a GPU would answer with a hidden synchronisation, or with an error inside a capture, is an error here. Kernels are
+the reference ones; those for GPUs are launched without looking at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from models.config import ModelConfig
+from models.kernels.reference import ReferenceKernels
+from models.registry import model_class
+from parallel.comm.collectives import SingleRank
+from runtime.execute.cache.kv_pool import KvPool, KvShape
+from runtime.execute.device.protocol import Device
+from runtime.execute.landing import ResultRing
+from runtime.execute.packing import Changes
+from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.prompt_logprobs import StepScores, score_words
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.staging import Chunks, apply_changes
+from runtime.execute.step.step import StepWork
+from tests.dispatch_mode import DispatchMode
+from tests.runtime.engine.rig import TINY
+
+META = torch.device("meta")
+SPARSE = TINY | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+EVERYTHING = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=5)
+VARIANTS = [SamplingFeatures(), SamplingFeatures(random=True), EVERYTHING]
+BLOCK = 16
+
+
+class MetaDevice:
+    """As much of a Device as tables, ring and pool ask for; work runs at once."""
+
+    torch_device = META
+
+    @property
+    def compute(self) -> MetaDevice:
+        return self
+
+    def submit(self, work: Callable[[], object]) -> None:
+        work()
+
+    def synchronize(self) -> None: ...
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=META)
+
+
+class OnTheDevice(DispatchMode):
+    """Refuses every operation that takes or makes a tensor of the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
+        assert all(tensor.device == META for tensor in tensors), f"{func} needs the host"
+        return result
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    with torch.no_grad(), OnTheDevice():
+        yield
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=META)
+
+
+class Parts:
+    """Tables, ring and the work over a tiny model."""
+
+    def __init__(self, shape: Mapping[str, object]) -> None:
+        config, device = ModelConfig.from_dict(dict(shape)), cast(Device, MetaDevice())
+        with META:
+            model = model_class(config.architecture)(config, torch.bfloat16, SingleRank(), ReferenceKernels(), None)
+        kv = model.kv_geometry
+        pool = KvPool(device, KvShape(kv.layers, BLOCK, kv.kv_heads, kv.head_dim, kv.dtype), 64)
+        self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
+        self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
+        self.work = StepWork(model, pool.layers, self.tables, self.ring, BLOCK)
+
+
+@pytest.mark.parametrize("features", VARIANTS, ids=str)
+@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+def test_a_decode_step(shape: Mapping[str, object], features: SamplingFeatures) -> None:
+    parts = Parts(shape)
+    with step():
+        parts.work.decode(integers(8), features)
+        parts.ring.undo()
+
+
+@pytest.mark.parametrize("features", VARIANTS, ids=str)
+@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], features: SamplingFeatures) -> None:
+    parts = Parts(shape)
+    tokens, rows = integers(24), integers(2)
+    chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, integers(2, 5))
+    words = torch.zeros(score_words(5, 3), dtype=torch.int32, device=META)
+    with step():
+        scores = StepScores(cast(Any, None), 5, 3, words, words)
+        parts.work.prefill(chunks, (12, 12), (12, 28), features, scores)
+
+
+def test_what_a_plan_changes() -> None:
+    tables = Parts(TINY).tables
+    changes: Changes[torch.Tensor] = Changes(
+        slots_N=integers(3),
+        records_NX=torch.zeros(3, tables.record_words, dtype=torch.int32, device=META),
+        cells_M=integers(4),
+        blocks_M=torch.zeros(4, dtype=torch.int32, device=META),
+        reset_K=integers(2),
+        known_slots_T=integers(6),
+        known_tokens_T=integers(6),
+        known_prompt_T=torch.zeros(6, dtype=torch.bool, device=META),
+        row_map_B=integers(8),
+        chunk_tokens_3T=integers(3, 10),
+        chunk_rows_3R=integers(3, 2),
+        scored_2S=integers(2, 4),
+    )
+    with step():
+        apply_changes(changes, tables, integers(8), integers(3, 64), integers(3, 8), integers(2, 64))
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        lambda lengths: lengths.max().item(),
+        lambda lengths: lengths[lengths > 0],
+        lambda lengths: bool((lengths > 0).any()),
+        lambda lengths: lengths + torch.ones(8, dtype=torch.int32),
+        lambda lengths: torch.arange(8).to(lengths.device),
+        lambda lengths: lengths.tolist(),
+    ],
+    ids=["item", "mask", "bool", "mixed", "copied", "tolist"],
+)
+def test_a_breach_is_found(breach: Callable[[torch.Tensor], object]) -> None:
+    lengths = Parts(TINY).tables.gather(integers(8)).length
+    with pytest.raises((RuntimeError, NotImplementedError, AssertionError)), step():
+        breach(lengths)

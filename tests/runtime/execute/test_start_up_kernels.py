@@ -1,0 +1,138 @@
+"""Kernels at start-up, where something is missing: no cuBLASLt, no memory to measure with.
+
+Without a GPU: cuBLASLt's library is a stand-in, and measuring fails as it does there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.kernels.matmul import autotune, choice_table
+from models.kernels.matmul import candidates as product_candidates
+from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape
+
+pytest.importorskip("triton")
+hopper_products = importlib.import_module("models.kernels.matmul.dispatch")
+
+BF16 = torch.bfloat16
+DECODE = LinearShape(16, 6144, 4096, BF16)
+PREFILL = LinearShape(8192, 6144, 4096, BF16)
+
+
+# ---- products ----
+
+
+class Lt:
+    """A cuBLASLt of one version that offers one algorithm."""
+
+    version = 130_100
+
+    def algorithms(self, *shape: object, most: int) -> list[str]:
+        return ["00" * 64]
+
+
+def products(lt: Lt | None) -> Any:
+    made = object.__new__(hopper_products.HopperProducts)
+    made.device, made.pdl, made.choices, made._resolved, made._lt = torch.device("cpu"), False, ChoiceTable(), {}, lt
+    made._partial = torch.empty(1 << 20)
+    return made
+
+
+def test_without_cublaslt_its_choices_are_cublas(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> ctypes.CDLL:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with caplog.at_level(logging.WARNING):
+        assert hopper_products._open_cublaslt(torch.device("cpu")) is None
+    assert "libcublasLt.so.13" in caplog.text
+    made = products(None)
+    made.choices.put(DECODE, CublasLt("00" * 64, Lt.version))
+    assert made.choice(DECODE) == Blas()
+    assert all(not isinstance(choice, CublasLt) for choice in made.candidates(DECODE))
+
+
+@pytest.mark.parametrize(
+    ("version", "rows", "chosen"), [(Lt.version, 16, CublasLt), (Lt.version, 13, Blas), (Lt.version - 1, 16, Blas)]
+)
+def test_an_algorithm_is_good_for_one_version_and_one_number_of_rows(version: int, rows: int, chosen: type) -> None:
+    made = products(Lt())
+    made.choices.put(DECODE, CublasLt("00" * 64, version))
+    assert isinstance(made.choice(LinearShape(rows, 6144, 4096, BF16)), chosen)
+
+
+def test_what_memory_is_too_small_to_measure_keeps_its_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def fastest(shape: LinearShape, *_: object) -> tuple[choice_table.Choice, float]:
+        if shape.rows > 256:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Blas(), 12.5
+
+    monkeypatch.setattr(autotune, "fastest", fastest)
+    monkeypatch.setattr(choice_table, "cache_file", lambda folder, device: folder / "choices.json")
+    made = products(Lt())
+    with caplog.at_level(logging.WARNING):
+        assert made.tune([PREFILL, DECODE], tmp_path, quick=True) == 1
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert PREFILL.key in told
+    assert "CUDA out of memory" in told
+    assert made.choices.get(PREFILL) is None
+    assert made.choice(PREFILL) == product_candidates.default_choice(PREFILL)
+    assert choice_table.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
+
+
+# ---- how a candidate is timed ----
+
+
+def test_candidates_are_timed_on_one_stream_beside_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for every stream; a thread that loads a library must not break a capture."""
+    captures: list[tuple[object, str]] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None: ...
+
+        def wait_stream(self, other: object) -> None: ...
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25
+
+    class Context:
+        def __init__(self, *_: object, **options: Any) -> None:
+            if "capture_error_mode" in options:
+                captures.append((options["stream"], options["capture_error_mode"]))
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    fake: dict[str, Any] = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": Context, "stream": Context}
+    fake |= {"current_stream": Stream, "synchronize": lambda device: None}
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    autotune._side_stream.cache_clear()
+    try:
+        device = torch.device("cuda", 0)
+        assert [autotune.median_graph_us(lambda: None, device) for _ in range(3)] == [250.0] * 3
+        side = autotune._side_stream(device)
+    finally:
+        autotune._side_stream.cache_clear()
+    assert captures == [(side, "thread_local")] * 3

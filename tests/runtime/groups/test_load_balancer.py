@@ -1,0 +1,88 @@
+"""Who gets a request: the group with the least agreed load, worked out alike by every rank."""
+
+from __future__ import annotations
+
+import random
+
+from runtime.groups.load_balancer import Assignment
+from runtime.schedule.plan import Finished
+from runtime.schedule.request import FinishReason, Request
+from tests.runtime.engine.rig import request
+
+
+def of(request_id: int, tokens: int = 5) -> Request:
+    return request(request_id, range(tokens))
+
+
+def ended(*request_ids: int) -> list[Finished]:
+    return [Finished(i, FinishReason.LENGTH, ()) for i in request_ids]
+
+
+def agree(ranks: list[Assignment]) -> None:
+    loads = tuple(map(max, zip(*(rank.proposal for rank in ranks), strict=True)))
+    for rank in ranks:
+        rank.agreed(loads)
+
+
+def test_arrivals_of_one_step_take_turns_from_the_first_group_on() -> None:
+    rank = Assignment(1, 3)
+    assert [rank.assign(of(i)) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert rank.requests == [3, 2, 2]
+
+
+def test_of_groups_with_equally_many_requests_the_one_with_fewer_tokens_comes_first() -> None:
+    rank = Assignment(0, 2)
+    assert [rank.assign(of(i, tokens)) for i, tokens in enumerate((100, 3, 100, 3))] == [0, 1, 1, 0]
+    assert rank.assign(of(4)) == 0, "both have 103 tokens"
+
+
+def test_what_has_ended_counts_from_the_next_agreement_on() -> None:
+    ranks = [Assignment(0, 2), Assignment(1, 2)]
+    for i in range(6):
+        assert len({rank.assign(of(i)) for rank in ranks}) == 1
+    ranks[1].ended(ended(1, 3))
+    assert ranks[0].assign(of(6)) == ranks[1].assign(of(6)) == 0, "the first rank does not know yet"
+    agree(ranks)
+    assert [[rank.assign(of(i)) for i in (7, 8, 9, 10)] for rank in ranks] == [[1, 1, 1, 0]] * 2
+
+
+def test_ends_of_unknown_requests_change_nothing() -> None:
+    rank = Assignment(0, 2)
+    rank.assign(of(1))
+    before = rank.proposal
+    rank.ended(ended(99))
+    assert rank.proposal == before
+    rank.ended(ended(1, 1))
+    assert rank.proposal == (0, 0)
+
+
+def test_a_load_can_always_be_agreed_on() -> None:
+    rank = Assignment(0, 1)
+    rank._load = 1 << 70
+    assert rank.proposal == ((1 << 63) - 1,)
+
+
+def test_ranks_never_part_and_loads_never_drift() -> None:
+    """A random history on three groups; each rank knows only its own ends. Brute force knows all."""
+    draw = random.Random(5)
+    ranks = [Assignment(index, 3) for index in range(3)]
+    running: list[dict[int, int]] = [{}, {}, {}]
+    number = 0
+    for _ in range(300):
+        for _ in range(draw.randrange(4)):
+            one = of(number, draw.randrange(1, 50))
+            (group,) = {rank.assign(one) for rank in ranks}
+            running[group][number] = len(one.prompt_token_ids)
+            number += 1
+        for group, rank in enumerate(ranks):
+            gone = [i for i in running[group] if draw.random() < 0.2]
+            rank.ended(ended(*gone))
+            for i in gone:
+                del running[group][i]
+        agree(ranks)
+        sizes = [(len(held), sum(held.values())) for held in running]
+        one = of(number, draw.randrange(1, 50))
+        number += 1
+        (group,) = {rank.assign(one) for rank in ranks}
+        assert group == sizes.index(min(sizes))
+        running[group][one.request_id] = len(one.prompt_token_ids)

@@ -1,0 +1,184 @@
+"""What is recorded of an engine's steps on the CPU twin is complete, consistent, and changes nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Unpack
+
+import pytest
+import torch
+
+from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.landing import StepTiming
+from runtime.observe.observer import RECENT, StepObserver
+from runtime.observe.ranges import around, open_ranges
+from runtime.observe.step_record import VOID, StepRecord
+from runtime.observe.timeline import Timeline
+from runtime.observe.trace import device_times_ns
+from runtime.schedule.request import Request
+from tests.runtime.engine.rig import RigLimits, request, rig, run
+from tests.runtime.engine.test_depths import mixture, outcome
+
+
+def observed(
+    requests: list[Request], depth: int, /, **limits: Unpack[RigLimits]
+) -> tuple[list[StepRecord], dict[str, int | float]]:
+    """The records and counters of a run with device times."""
+    observe = StepObserver(on_timing=lambda timing: None)
+    given: RigLimits = {"depth": depth, "observe": observe, **limits}
+    with rig(**given) as engine:
+        run(engine, requests)
+    records = observe.recent()
+    assert len(records) < RECENT, "all steps of this run are still there"
+    return records, dict(engine.counters)
+
+
+def launched_at(step: StepRecord) -> int:
+    return step.began_at_ns + step.agree_ns + step.plan_ns + step.launch_ns
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_records_agree_with_the_counters(depth: int) -> None:
+    records, counters = observed(mixture(3), depth)
+    assert [step.step for step in records] == list(range(len(records)))
+    roles = Counter(step.role for step in records)
+    assert [roles[role] for role in ("prefill", "decode", VOID)] == [
+        counters[f"{role}_steps"] for role in ("prefill", "decode", VOID)
+    ]
+    assert sum(step.chained for step in records) == counters["chained_steps"]
+    breaks = Counter(step.break_reason for step in records if step.role != VOID and not step.chained)
+    assert {f"chain_breaks{{{reason}}}": count for reason, count in breaks.items()} == {
+        name: count for name, count in counters.items() if name.startswith("chain_breaks")
+    }
+    assert sum(step.ghosts for step in records) == counters["ghost_rows"]
+    assert (counters["ghost_rows"] > 0) is (depth > 0)
+
+
+def test_why_a_chain_broke_is_told_by_the_step_after() -> None:
+    """Memory for one of two: the second waits until the first is gone, and no step runs meanwhile."""
+    requests = [request(i, range(1, 60), max_tokens=8, stops=()) for i in range(2)]
+    records, counters = observed(requests, 2, blocks=9, max_model_len=68, prefix_caching=False)
+    waited = [step for step in records if step.role == VOID and step.break_reason == "context_full"]
+    assert waited
+    assert counters["chain_breaks{context_full}"] == 1
+    assert records[waited[-1].step + 1].break_reason == "context_full"
+    assert records[waited[-1].step + 1].role == "prefill"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_times_follow_each_other(depth: int) -> None:
+    records, _ = observed(mixture(5), depth)
+    for step in records:
+        assert min(step.agree_ns, step.plan_ns, step.launch_ns, step.wait_ns, step.land_ns) >= 0
+        assert 0 < launched_at(step) <= step.land_at_ns
+        if step.role == VOID:
+            assert step.device_started_ms is None
+        else:
+            assert step.device_started_ms is not None
+            assert step.device_ended_ms is not None
+            assert step.device_started_ms <= step.device_ended_ms
+            assert launched_at(step) - step.launch_ns <= step.seen_at_ns <= step.land_at_ns + step.wait_ns
+            assert 0 < step.rows <= step.bucket
+            assert step.ghosts <= step.rows
+    for step, following in pairwise(records):
+        assert launched_at(step) <= following.began_at_ns
+        assert step.land_at_ns + step.wait_ns + step.land_ns <= following.land_at_ns
+    for step, newest in zip(records, records[depth:], strict=False):
+        assert launched_at(newest) <= step.land_at_ns, "a step lands only when D more are launched"
+
+
+def test_chained_steps_queue_on_the_device() -> None:
+    """While the device stands still the host launches D steps; then they run with nobody launching in between."""
+    device, observe = TwinDevice(), StepObserver(on_timing=lambda timing: None)
+    with rig(depth=2, device=device, observe=observe) as engine:
+        engine.add(request(0, range(1, 9), max_tokens=30, stops=()))
+        device.compute.pause()
+        engine.step()
+        engine.step()
+        device.compute.resume()
+        run(engine, [])
+    first, second, *_ = records = [step for step in observe.recent() if step.role != VOID]
+    (first_start, first_end), (second_start, _), *_ = device_times_ns(records)
+    assert launched_at(first) < launched_at(second) < first_start
+    assert first_end <= second_start
+
+
+def overlapping(depth: int) -> tuple[int, int]:
+    """(steps launched before the step before them ended on the device, all but the first) with a slow device."""
+    device = TwinDevice(jitter_s=0.004, seed=1)
+    records, _ = observed([request(0, range(1, 9), max_tokens=20, stops=())], depth, device=device)
+    records = [step for step in records if step.role != VOID]
+    times = device_times_ns(records)
+    early = [launched_at(step) < end for step, (_, end) in zip(records[1:], times, strict=False)]
+    return sum(early), len(early)
+
+
+def test_a_slow_device_always_has_its_next_step_when_chained() -> None:
+    early, steps = overlapping(depth=2)
+    assert early > steps // 2
+    assert overlapping(depth=0) == (0, steps)
+
+
+def test_being_observed_changes_no_token_and_no_plan(tmp_path: Path) -> None:
+    requests = mixture(9)
+    with rig(depth=2) as engine:
+        alone, digest = outcome(run(engine, requests)), engine.scheduler.digest.value
+        counters = dict(engine.counters)
+    ranges, heard = Stack(), list[StepTiming]()
+    observe = StepObserver(ranges=ranges, timeline=Timeline(tmp_path / "trace.json", 0, 1), on_timing=heard.append)
+    with rig(depth=2, observe=observe, ranges=ranges) as engine:
+        assert outcome(run(engine, requests)) == alone
+        assert engine.scheduler.digest.value == digest
+        assert dict(engine.counters) == counters
+    assert len(heard) == engine.counters["steps"]
+    assert (tmp_path / "trace.json").exists()
+
+
+# ---- ranges ----
+
+
+class Stack:
+    """Ranges as a profiler would see them: (depth, name), of one thread."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[int, str]] = []
+        self.open: list[str] = []
+        self.threads: set[int] = set()
+
+    def push(self, name: str) -> None:
+        self.threads.add(threading.get_ident())
+        self.opened.append((len(self.open), name))
+        self.open.append(name)
+
+    def pop(self) -> None:
+        self.open.pop()
+
+
+def test_ranges_follow_the_phases() -> None:
+    ranges = Stack()
+    with rig(depth=1, observe=StepObserver(ranges=ranges), ranges=ranges) as engine:
+        engine.add(request(0, (1, 2, 3), max_tokens=4, stops=()))
+        engine.step()
+        turn = [(0, "agree"), (0, "plan"), (0, "launch"), (1, "stage")]
+        assert ranges.opened == turn
+        assert ranges.open == []
+        ranges.opened.clear()
+        engine.step()
+        assert ranges.opened == [*turn, (0, "wait"), (0, "land")]
+        run(engine, [])
+    assert ranges.open == []
+    assert len(ranges.threads) == 1
+
+
+def test_ranges_that_nobody_asked_for_are_nothing() -> None:
+    assert open_ranges(False) is None
+    with around(None, "stage") as nothing:
+        assert nothing is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA has ranges (tests/gpu)")
+def test_ranges_without_cuda_are_nothing() -> None:
+    assert open_ranges(True) is None

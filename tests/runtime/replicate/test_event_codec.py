@@ -1,0 +1,158 @@
+"""Events as bytes: every field comes back, and what does not fit exactly is refused with the field's name."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.replicate import event_codec as agreed_events
+from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events
+from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
+COUNTS = st.integers(0, 2**31 - 1)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**31 - 1),
+    min_tokens=COUNTS,
+    temperature=st.floats(0, 1e30),
+    top_k=COUNTS,
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=FINITE,
+    presence_penalty=FINITE,
+    frequency_penalty=FINITE,
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    n=st.integers(1, 100),
+    stop=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    stop_token_ids=TOKENS,
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | COUNTS,
+    prompt_logprobs=st.none() | COUNTS,
+)
+IDS = st.integers(0, 2**62 - 1)
+REQUESTS = st.builds(Request, IDS, TOKENS, SAMPLING, TOKENS, st.integers(-(2**63), 2**63 - 1))
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Admit, REQUESTS),
+    st.builds(Cancel, IDS, st.sampled_from(FinishReason)),
+    st.builds(Pause, IDS),
+    st.builds(Resume, IDS),
+)
+PLAIN = Request(3, (1, 2, 3), SamplingParams(seed=5), (0,))
+
+
+@given(st.lists(EVENTS, max_size=6))
+def test_events_come_back_as_they_went(events: list[Event]) -> None:
+    back = decode_events(encode_events(events))
+    assert back == tuple(events)
+    assert [type(event) for event in back] == [type(event) for event in events]
+
+
+def test_no_events_are_no_bytes() -> None:
+    assert encode_events([]) == b""
+    assert decode_events(b"") == ()
+
+
+def test_every_field_of_the_dataclasses_travels() -> None:
+    """A field added to a request and forgotten here would silently differ between leader and followers."""
+    for dataclass, struct in ((SamplingParams, agreed_events._Sampling), (Request, agreed_events._Request)):
+        assert tuple(field.name for field in fields(dataclass)) == struct.__struct_fields__
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"temperature": -0.1}, ">= 0.0"),
+        ({"temperature": float("inf")}, "temperature is inf, not finite"),
+        ({"temperature": float("nan")}, ">= 0.0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan, not finite"),
+        ({"top_p": 1.5}, "<= 1.0"),
+        ({"max_tokens": 0}, ">= 1"),
+        ({"max_tokens": 1.5}, "Expected `int`"),
+        ({"max_tokens": True}, "Expected `int`"),
+        ({"seed": 2**63}, ""),
+        ({"n": 0}, ">= 1"),
+        ({"stop": "word"}, "Expected `array`"),
+        ({"stop_token_ids": (-1,)}, ">= 0"),
+        ({"ignore_eos": 1}, "Expected `bool`"),
+    ],
+)
+def test_a_field_out_of_its_range_is_refused(change: dict[str, Any], said: str) -> None:
+    request = replace(PLAIN, sampling=replace(PLAIN.sampling, **change))
+    with pytest.raises(EventsRefused) as caught:
+        encode_events([Admit(request)])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**70, 1.5, "1", None])
+def test_a_prompt_of_other_than_tokens_is_refused(token: Any) -> None:
+    with pytest.raises(EventsRefused, match="request 3"):
+        encode_events([Admit(replace(PLAIN, prompt_token_ids=(1, token, 3)))])
+
+
+@pytest.mark.parametrize("prompt", [b"123", b"\0\0\0\0\0", b"\1\0\0\0\1\0\0\x80", b"\xff" * 8])
+def test_bytes_that_are_no_tokens_are_refused(prompt: bytes) -> None:
+    admit = agreed_events._to_wire(Admit(PLAIN))
+    assert isinstance(admit, agreed_events._Admit)
+    bad = msgspec.structs.replace(admit, request=msgspec.structs.replace(admit.request, prompt_token_ids=prompt))
+    with pytest.raises(EventsRefused, match=f"request 3: prompt_token_ids are {len(prompt)} bytes"):
+        decode_events(msgspec.msgpack.encode([bad]))
+
+
+def test_what_is_no_event_cannot_be_sent() -> None:
+    no_event: Any = "admit"
+    no_number: Any = object()
+    with pytest.raises(EventsRefused, match="str is no event"):
+        encode_events([no_event])
+    with pytest.raises(EventsRefused, match="events cannot be sent"):
+        encode_events([Pause(2**70)])
+    with pytest.raises(EventsRefused, match="events cannot be sent"):
+        encode_events([Pause(no_number)])
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {},
+        [[]],
+        [[4, 1]],
+        [[2]],
+        [[2, 1, 1]],
+        [[2, -1]],
+        [[2, "1"]],
+        [[1, 1, 9]],
+        [[0, [1]]],
+        [{"type": 2, "request_id": 1}],
+        7,
+    ],
+)
+def test_msgpack_that_is_no_list_of_events_is_refused(wire: object) -> None:
+    with pytest.raises(EventsRefused, match="bytes are no events: "):
+        decode_events(msgspec.msgpack.encode(wire))
+
+
+def test_10000_mangled_payloads_are_refused_or_are_legal_events() -> None:
+    rng = random.Random(4)
+    good = encode_events([Admit(PLAIN), Cancel(3), Pause(3), Resume(3)])
+    refused = 0
+    for _ in range(10_000):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del data[rng.randrange(1, len(data)) :]
+        try:
+            events = decode_events(bytes(data))
+        except EventsRefused:
+            refused += 1
+        else:
+            assert decode_events(encode_events(events)) == events
+    assert refused > 5_000

@@ -1,0 +1,92 @@
+"""What is announced in which turn: portions of arrivals, in order; nobody's cancel waits behind strangers."""
+
+from __future__ import annotations
+
+from runtime.config import EngineConfig
+from runtime.replicate.pending_events import LEAST_PROMPT_TOKENS, LEAST_REQUESTS, Outbox, open_outbox
+from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
+from tests.runtime.engine.rig import request, rig
+
+
+def arrival(request_id: int, length: int = 4) -> Admit:
+    return Admit(request(request_id, range(length)))
+
+
+def drained(outbox: Outbox) -> list[list[Event]]:
+    portions = []
+    while outbox:
+        portions.append(outbox.portion())
+    return portions
+
+
+def test_a_portion_ends_with_the_arrival_that_reaches_its_prompt_tokens() -> None:
+    outbox = Outbox(prompt_tokens=10, requests=100)
+    arrivals = [arrival(i, length) for i, length in enumerate((4, 5, 6, 10, 30, 1))]
+    for one in arrivals:
+        outbox.put(one)
+    assert drained(outbox) == [arrivals[:3], arrivals[3:4], arrivals[4:5], arrivals[5:]]
+    assert not outbox
+    assert outbox.portion() == []
+
+
+def test_a_portion_ends_with_the_arrival_that_reaches_its_requests() -> None:
+    outbox = Outbox(prompt_tokens=100, requests=2)
+    arrivals = [arrival(i) for i in range(5)]
+    for one in arrivals:
+        outbox.put(one)
+    assert drained(outbox) == [arrivals[:2], arrivals[2:4], arrivals[4:]]
+
+
+def test_what_is_about_an_arrival_stays_behind_it_and_all_else_goes_first() -> None:
+    outbox = Outbox(prompt_tokens=100, requests=1)
+    events: list[Event] = [arrival(0), arrival(1), Pause(1), Cancel(7), Resume(1), Cancel(1), Pause(0)]
+    for one in events:
+        outbox.put(one)
+    first, second, pause, cancel, resume, end, late = events
+    assert drained(outbox) == [[cancel, first], [second], [pause, resume, end, late]]
+    outbox.put(Cancel(1))
+    assert outbox.portion() == [Cancel(1)], "announced before: nobody is ahead of it"
+
+
+def test_a_portion_fills_the_next_prefill_step_of_every_group() -> None:
+    config = EngineConfig(model="m", device="cuda", max_num_seqs=512, max_prefill_tokens=20_000)
+    groups = EngineConfig(
+        model="m", device="cuda", max_num_seqs=512, max_prefill_tokens=20_000, data_parallel=4, tensor_parallel=1
+    )
+    small = EngineConfig(model="m", device="cpu", max_num_seqs=2, max_prefill_tokens=64)
+    for engine, tokens, requests in (
+        (config, 20_000, 512),
+        (groups, 4 * 2 * 20_000, 4 * 2 * 512),
+        (small, LEAST_PROMPT_TOKENS, LEAST_REQUESTS),
+    ):
+        outbox = open_outbox(engine)
+        for i in range(3):
+            outbox.put(arrival(i, tokens // 2))
+        assert len(outbox.portion()) == 2
+        outbox = open_outbox(engine)
+        for i in range(requests + 1):
+            outbox.put(arrival(i, 1))
+        assert len(outbox.portion()) == requests
+
+
+def test_prefill_steps_are_as_full_as_if_all_had_been_announced_at_once() -> None:
+    """512 prompts of 32 tokens through steps of 2,048: a portion is 256 of them, four steps."""
+    budget, length, prompts = 2048, 32, 2 * LEAST_REQUESTS
+    prefilled = []
+    with rig(
+        rows=prompts, blocks=prompts * 3, block_size=16, max_prefill_tokens=budget, prefill_burst=1 << 20, horizon=2
+    ) as engine:
+        for i in range(prompts):
+            engine.add(request(i, [i % 200] * length, max_tokens=1))
+        launch = engine.executor.launch
+
+        def watched(plan, features=None) -> None:  # type: ignore[no-untyped-def]
+            prefilled.append(sum(len(chunk.token_ids) for chunk in plan.chunks))
+            launch(plan, features)
+
+        engine.executor.launch = watched  # type: ignore[method-assign]
+        ended = 0
+        while engine.has_work:
+            ended += len(engine.step().finished)
+    assert ended == prompts
+    assert prefilled == [budget] * (prompts * length // budget)

@@ -1,0 +1,70 @@
+"""What planning and landing cost: a steady 256-row decode step, 1,024 rows, and a queue of 10,000.
+
+python -m tests.runtime.schedule.bench
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
+from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+
+
+def result_of(plan: StepPlan | None) -> StepResult | None:
+    """Every row gains token 7 (prefill rows only with their last chunk) and nobody stops."""
+    if plan is None:
+        return None
+    rows = len(plan.slots)
+    counts = [int(chunk.last) for chunk in plan.chunks] or [1] * rows
+    return StepResult(plan.step, [7] * rows, counts, [0] * rows)
+
+
+def steady_step(rows: int, waiting: int, steps: int = 2000, depth: int = 2) -> list[float]:
+    """Seconds of plan + land of each decode step with ``rows`` running and ``waiting`` more queued."""
+    config = SchedulerConfig(
+        rows=rows,
+        slots=2 * rows,
+        blocks=rows * 128,
+        block_size=64,
+        max_model_len=8192,
+        depth=depth,
+        max_prefill_tokens=1 << 20,
+        decode_buckets=(rows,),
+    )
+    scheduler = Scheduler(config)
+    for request_id in range(rows + waiting):
+        prompt = tuple((request_id * 31 + i) % 1000 for i in range(512))
+        scheduler.submit(Admit(Request(request_id, prompt, SamplingParams(max_tokens=7000))))
+    in_flight: deque[StepPlan | None] = deque()
+    took: list[float] = []
+    while len(took) < steps:
+        started = time.perf_counter()
+        plan = scheduler.plan()
+        planned = time.perf_counter()
+        in_flight.append(plan)
+        landing = 0.0
+        if len(in_flight) > depth:
+            result = result_of(in_flight[0])
+            before = time.perf_counter()
+            scheduler.land(scheduler.step - len(in_flight), result)
+            in_flight.popleft()
+            landing = time.perf_counter() - before
+        if plan is not None and plan.kind is StepKind.DECODE and len(plan.slots) == rows:
+            took.append(planned - started + landing)
+    return took
+
+
+def main() -> None:
+    print(f"{'rows':>6} {'waiting':>8} {'p50 us':>8} {'p99 us':>8} {'max us':>8}")
+    for rows, waiting in ((1, 0), (16, 0), (256, 0), (256, 10_000), (1024, 0)):
+        took = sorted(1e6 * seconds for seconds in steady_step(rows, waiting))
+        p99 = took[int(len(took) * 0.99)]
+        print(f"{rows:>6} {waiting:>8} {statistics.median(took):>8.1f} {p99:>8.1f} {took[-1]:>8.1f}")
+
+
+if __name__ == "__main__":
+    main()

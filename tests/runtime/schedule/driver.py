@@ -1,0 +1,194 @@
+"""The engine's loop over a scheduler and the fake device, one turn at a time, so that a test can look in between.
+
+Knows: the order submit, plan, launch, land. Does not know: what a test wants to see.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TypedDict, Unpack
+
+from runtime.schedule.chain import State
+from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.sequence import SequenceState
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
+
+ROOMY = SchedulerConfig(
+    rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, decode_buckets=(1, 2, 4), max_prefill_tokens=64
+)
+ENOUGH_TURNS = 500
+
+
+def prompt_of(length: int, request_id: int = 0) -> tuple[int, ...]:
+    """Different for different requests from the first token on."""
+    return tuple((7 * request_id + 3 * i + 1) % VOCABULARY for i in range(length))
+
+
+def ending_by_stop(request_id: int, length: int, after: int) -> tuple[tuple[int, ...], int]:
+    """A prompt of ``length`` tokens and a stop id that ends the request with exactly its ``after``-th new token."""
+    for last in range(VOCABULARY):
+        prompt = (*prompt_of(length - 1, request_id), last)
+        tokens, _ = complete_alone(request_id, prompt, (), length + after)
+        if tokens.index(tokens[-1]) == after - 1:
+            return prompt, tokens[-1]
+    raise ValueError(f"no prompt of {length} tokens makes request {request_id} new {after} times")
+
+
+class Limits(TypedDict, total=False):
+    """Fields of SchedulerConfig."""
+
+    rows: int
+    slots: int
+    blocks: int
+    block_size: int
+    max_model_len: int
+    decode_buckets: tuple[int, ...]
+    depth: int
+    width: int
+    max_prefill_tokens: int
+    prefill_burst: int
+    prefix_caching: bool
+    max_waiting: int
+
+
+class Driver:
+    """``limits`` replace fields of ROOMY. Everything planned and landed is kept, books are checked after every verb."""
+
+    def __init__(self, **limits: Unpack[Limits]) -> None:
+        self.config = replace(ROOMY, **limits)
+        self.scheduler = Scheduler(self.config)
+        self.device = FakeDevice(self.config.blocks, self.config.block_size, self.config.slots)
+        self.plans: list[StepPlan | None] = []
+        self.outputs: list[StepOutput] = []
+        self.finished: dict[int, Finished] = {}
+        self._requests: dict[int, Request] = {}
+        self._in_flight: deque[int] = deque()
+
+    # ---- events ----
+
+    def admit(
+        self,
+        request_id: int,
+        prompt: int | tuple[int, ...] = 3,
+        max_tokens: int = 4,
+        stop: int | None = None,
+        priority: int = 0,
+    ) -> None:
+        """``prompt`` is its tokens, or how many."""
+        tokens = prompt_of(prompt, request_id) if isinstance(prompt, int) else prompt
+        stops = () if stop is None else (stop,)
+        request = Request(request_id, tokens, SamplingParams(max_tokens=max_tokens), stops, priority)
+        self._requests[request_id] = request
+        self._ended(self.scheduler.submit(Admit(request)))
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self._ended(self.scheduler.submit(Cancel(request_id, reason)))
+
+    def pause(self, request_id: int) -> None:
+        self._ended(self.scheduler.submit(Pause(request_id)))
+
+    def resume(self, request_id: int) -> None:
+        self._ended(self.scheduler.submit(Resume(request_id)))
+
+    def _ended(self, ended: tuple[Finished, ...]) -> None:
+        self.scheduler.check()
+        for item in ended:
+            assert item.request_id not in self.finished, f"request {item.request_id} ended twice"
+            self.finished[item.request_id] = item
+
+    # ---- turns ----
+
+    def turn(self) -> StepPlan | None:
+        """Plan and launch one step, and land the one that is due."""
+        plan = self.scheduler.plan()
+        self.scheduler.check()
+        assert plan is None or len(plan.slots) <= self.config.rows, "a step is never wider than memory was sized for"
+        self._room_for_rows(plan)
+        self.device.launch(plan)
+        self.plans.append(plan)
+        self._in_flight.append(self.scheduler.step - 1)
+        if len(self._in_flight) > self.config.depth:
+            self._land()
+        return plan
+
+    def _room_for_rows(self, plan: StepPlan | None) -> None:
+        """Law 4, at every step: a decode row's blocks hold its last token and its drafts, however far it has come.
+
+        A row that has come to its ``max_length`` is finished on the device and writes nothing more.
+        """
+        width = self.config.width
+        for sequence in self.scheduler._in[State.DECODE].values() if plan and not plan.chunks else ():
+            came_to = min(sequence.planned_tokens - width, sequence.max_length - 1)
+            assert came_to - 1 + width <= len(sequence.blocks) * self.config.block_size
+
+    def turns(self, count: int) -> list[StepPlan | None]:
+        return [self.turn() for _ in range(count)]
+
+    def real_turns(self, count: int) -> list[StepPlan]:
+        """The same where none of the steps may be void."""
+        plans = [plan for plan in self.turns(count) if plan is not None]
+        assert len(plans) == count, "a step was void"
+        return plans
+
+    def turns_until(self, state: State, request_id: int) -> None:
+        for _ in range(ENOUGH_TURNS):
+            if self.state(request_id) is state:
+                return
+            self.turn()
+        raise AssertionError(f"request {request_id} never became {state.value}: {self.state(request_id).value}")
+
+    def _land(self) -> None:
+        output = self.scheduler.land(self._in_flight.popleft(), self.device.land(self.scheduler.slots.epochs))
+        self.outputs.append(output)
+        self._ended(output.finished)
+
+    def finish(self) -> None:
+        """Run to the end; every token must be the one that the request gets alone, and everything must come back."""
+        for _ in range(ENOUGH_TURNS):
+            if not self.scheduler.unfinished:
+                break
+            self.turn()
+        else:
+            raise AssertionError(f"{self.scheduler.unfinished} requests did not end in {ENOUGH_TURNS} steps")
+        while not self.scheduler.quiescent:
+            self.turn()  # void, until the last ghosts have landed too
+        assert self.scheduler.pool.free_count == self.config.blocks
+        assert self.scheduler.slots.free_count == self.config.slots
+        for request_id, ended in self.finished.items():
+            assert ended.token_ids == self.alone(request_id)[: len(ended.token_ids)], f"request {request_id}"
+            if ended.reason in (FinishReason.STOP, FinishReason.LENGTH) and not self._stopped_by_host(ended):
+                assert ended.token_ids == self.alone(request_id), f"request {request_id}"
+
+    def _stopped_by_host(self, ended: Finished) -> bool:
+        return ended.reason is FinishReason.STOP and not self._requests[ended.request_id].stop_token_ids
+
+    # ---- what a test looks at ----
+
+    def alone(self, request_id: int) -> tuple[int, ...]:
+        """What this request generates with nobody beside it."""
+        request = self._requests[request_id]
+        prompt = request.prompt_token_ids
+        longest = min(len(prompt) + request.sampling.max_tokens, self.config.max_model_len)
+        return complete_alone(request_id, prompt, request.stop_token_ids, longest)[0]
+
+    def sequence(self, request_id: int) -> SequenceState:
+        return self.scheduler._sequences[request_id]
+
+    def state(self, request_id: int) -> State:
+        sequence = self.scheduler._sequences.get(request_id)
+        return State.ENDED if sequence is None else sequence.state
+
+    def reason(self, request_id: int) -> FinishReason:
+        return self.finished[request_id].reason
+
+    def steps_of(self, request_id: int) -> list[int]:
+        """The steps whose landing gave the request a token."""
+        return [
+            output.step
+            for output in self.outputs
+            for row, count in zip(output.request_ids, output.counts, strict=True)
+            if row == request_id and count
+        ]

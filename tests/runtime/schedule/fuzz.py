@@ -1,0 +1,266 @@
+"""The scheduler fuzzer: random traces against the depth-0 engine and against every request completed alone.
+
+python -m tests.runtime.schedule.fuzz --seeds 1000000      the long form, on every core
+python -m tests.runtime.schedule.fuzz --seed 4711          replay one seed and print its trace
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.slots import AccountingError
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
+
+MOST_STEPS = 4000  # a trace that runs longer hangs
+
+
+class WrongTokens(AssertionError):
+    """A request got, or was shown, other tokens than it gets alone; or ended for another reason."""
+
+
+class TooManyRows(AssertionError):
+    """A step is wider than memory was sized for."""
+
+
+class StillFound(AssertionError):
+    """Blocks over which a request's logits broke can still be found by their contents."""
+
+
+class Hang(AssertionError):
+    """A trace, or one of its requests, never came to an end."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A seed's whole story: the limits, and the events by the step they take effect in. ``breaks_at``: requests whose
+    logits break, with the number of tokens after which they do.
+    """
+
+    config: SchedulerConfig
+    events: dict[int, tuple[Event, ...]]
+    breaks_at: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def cancelled(self) -> set[int]:
+        return {e.request_id for events in self.events.values() for e in events if isinstance(e, Cancel)}
+
+
+def make_trace(seed: int) -> Trace:
+    """Everything a trace holds is drawn here, from ``seed`` alone."""
+    draw = random.Random(seed)
+    rows = draw.choice((1, 2, 3, 4, 6))
+    block_size = draw.choice((2, 3, 4))
+    width = draw.choice((1, 1, 2, 3, 4))
+    config = SchedulerConfig(
+        rows=rows,
+        slots=rows + draw.choice((0, 1, rows)),
+        blocks=draw.choice((8, 10, 14, 20, 40)),
+        block_size=block_size,
+        max_model_len=draw.choice((16, 24, 48)),
+        depth=draw.randrange(5),
+        width=width,
+        max_prefill_tokens=draw.choice((1, 3, 8, 64)),
+        decode_buckets=(max(1, rows // 2), rows),
+        prefill_burst=draw.choice((1, 2, 4)),
+        prefix_caching=draw.random() < 0.7,
+        max_waiting=draw.choice((3, 1000)),
+    )
+    stems = [tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(2, 14))) for _ in range(2)]
+    events: dict[int, list[Event]] = {}
+    for request_id in range(draw.randrange(3, 11)):
+        prompt = draw.choice(stems)[: draw.randrange(1, 14)] if draw.random() < 0.6 else ()
+        prompt += tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 5)))
+        stops = tuple(draw.sample(range(VOCABULARY), draw.choice((0, 1, 3))))
+        request = Request(
+            request_id,
+            prompt,
+            SamplingParams(max_tokens=draw.choice((1, 2, 5, 9, 20))),
+            stops,
+            priority=draw.choice((0, 0, 0, 1)),
+        )
+        at = draw.choice((0, draw.randrange(60)))
+        events.setdefault(at, []).append(Admit(request))
+        if draw.random() < 0.25:
+            events.setdefault(at + draw.randrange(25), []).append(Cancel(request_id))
+        if draw.random() < 0.15:
+            pause = at + draw.randrange(12)
+            events.setdefault(pause, []).append(Pause(request_id))
+            events.setdefault(pause + draw.randrange(1, 15), []).append(Resume(request_id))
+    breaks_at = {}  # drawn last: what was drawn before them is what the same seed always gave
+    for admit in [e for listed in events.values() for e in listed if isinstance(e, Admit)]:
+        if draw.random() < 0.15:
+            breaks_at[admit.request.request_id] = len(admit.request.prompt_token_ids) + draw.randrange(9)
+    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at)
+
+
+@dataclass
+class Run:
+    """What a trace came to: how each request ended, how many tokens each of its steps gave, how long it took."""
+
+    finished: dict[int, Finished]
+    accepted: dict[int, list[int]]
+    steps: int
+    digest: int
+    evictions: int
+
+
+def run(
+    trace: Trace, scheduler_class: type[Scheduler] = Scheduler, *, check: bool = True, least_steps: int = 60
+) -> Run:
+    """Drive one trace to its end, and at least ``least_steps`` steps; with ``check``, every block and slot is
+    accounted for after every event. Raises AccountingError, WrongTokens, Hang, or whatever else the scheduler breaks.
+    """
+    config = trace.config
+    scheduler = scheduler_class(config)
+    device = FakeDevice(config.blocks, config.block_size, config.slots)
+    device.breaks_at = trace.breaks_at
+    in_flight: deque[int] = deque()
+    finished: dict[int, Finished] = {}
+    shown: dict[int, list[int]] = {}
+    last_event = max(trace.events)
+
+    def end(ended: tuple[Finished, ...]) -> None:
+        for item in ended:
+            if item.request_id in finished:
+                raise AssertionError(f"request {item.request_id} ended twice")
+            finished[item.request_id] = item
+            if list(item.token_ids) != shown.get(item.request_id, []):
+                raise WrongTokens(f"request {item.request_id} was shown {shown.get(item.request_id)}, ended {item}")
+
+    def land() -> None:
+        output = scheduler.land(in_flight.popleft(), device.land(scheduler.slots.epochs))
+        found = [b for b in device.broken_blocks.get(output.step, ()) if scheduler.pool.findable(b)]
+        if found:
+            raise StillFound(f"blocks {found} were under a row that broke in step {output.step}, and can be found")
+        for row, (request_id, count) in enumerate(zip(output.request_ids, output.counts, strict=True)):
+            if count and request_id >= 0:
+                if request_id in finished:
+                    raise WrongTokens(f"request {request_id} was shown tokens of step {output.step} after its end")
+                begin = row * output.width
+                shown.setdefault(request_id, []).extend(output.tokens[begin : begin + count])
+        end(output.finished)
+
+    while scheduler.unfinished or in_flight or scheduler.step <= max(last_event, least_steps):
+        for event in trace.events.get(scheduler.step, ()):
+            end(scheduler.submit(event))
+            if check:
+                scheduler.check()
+        plan = scheduler.plan()
+        if plan is not None and len(plan.slots) > config.rows:
+            raise TooManyRows(f"step {plan.step} has {len(plan.slots)} rows, there is room for {config.rows}")
+        device.launch(plan)
+        in_flight.append(scheduler.step - 1)
+        if check:
+            scheduler.check()
+        if len(in_flight) > config.depth:
+            land()
+            if check:
+                scheduler.check()
+        if (
+            scheduler.step > last_event + least_steps
+            and plan is None
+            and scheduler.quiescent
+            and not scheduler.unfinished
+        ):
+            break
+        if scheduler.step > MOST_STEPS:
+            raise Hang(f"no end after {MOST_STEPS} steps: {scheduler.unfinished} requests unfinished")
+    while in_flight:
+        land()
+    if check:
+        scheduler.check()
+        if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.slots:
+            raise AccountingError("everything has ended, but not every block and slot is free")
+    return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, scheduler.counters.evictions)
+
+
+def check_seed(seed: int, scheduler_class: type[Scheduler] = Scheduler, *, check: bool = True) -> int:
+    """Raise where the trace of ``seed`` breaks a promise; returns the number of steps it ran."""
+    trace = make_trace(seed)
+    deep = run(trace, scheduler_class, check=check)
+    serial = run(replace(trace, config=replace(trace.config, depth=0)), scheduler_class, check=False)
+    requests = {
+        e.request.request_id: e.request for events in trace.events.values() for e in events if isinstance(e, Admit)
+    }
+    for request_id, request in requests.items():
+        mine, oracle = deep.finished.get(request_id), serial.finished.get(request_id)
+        if mine is None or oracle is None:
+            raise Hang(f"request {request_id} never ended: {mine}, depth 0: {oracle}")
+        _compare(trace, request, mine, oracle)
+        undisturbed = not deep.evictions and not serial.evictions and request_id not in trace.cancelled
+        if undisturbed and mine.reason != FinishReason.REJECTED != oracle.reason:
+            gains, expected = (r.accepted.get(request_id, []) for r in (deep, serial))
+            if gains != expected:
+                raise AssertionError(f"request {request_id} gained {gains} tokens a step, at depth 0 {expected}")
+    return deep.steps + serial.steps
+
+
+def _compare(trace: Trace, request: Request, mine: Finished, oracle: Finished) -> None:
+    max_length = min(len(request.prompt_token_ids) + request.sampling.max_tokens, trace.config.max_model_len)
+    alone, reason = complete_alone(
+        request.request_id,
+        request.prompt_token_ids,
+        request.stop_token_ids,
+        max_length,
+        trace.breaks_at.get(request.request_id),
+    )
+    for name, ended in (("this depth", mine), ("depth 0", oracle)):
+        if ended.reason == FinishReason.REJECTED:
+            if ended.token_ids:
+                raise WrongTokens(f"request {request.request_id} was rejected and has tokens: {ended}")
+        elif ended.reason == FinishReason.CANCELLED:
+            if ended.token_ids != alone[: len(ended.token_ids)]:
+                raise WrongTokens(f"request {request.request_id} at {name}: {ended.token_ids}, alone {alone}")
+        elif (ended.token_ids, ended.reason) != (alone, reason):
+            raise WrongTokens(f"request {request.request_id} at {name}: {ended}, alone {alone} {reason.name}")
+
+
+def check_range(first: int, count: int) -> tuple[int, str]:
+    """Steps run, and the first failing seed's message ('' where none failed)."""
+    steps = 0
+    for seed in range(first, first + count):
+        try:
+            steps += check_seed(seed)
+        except Exception as error:
+            return (
+                steps,
+                f"seed {seed}: {type(error).__name__}: {error} "
+                f"(replay: python -m tests.runtime.schedule.fuzz --seed {seed})",
+            )
+    return steps, ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1_000_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="replay this one")
+    options = parser.parse_args()
+    if options.seed is not None:
+        trace = make_trace(options.seed)
+        print(trace.config, *sorted(trace.events.items()), f"breaks at: {trace.breaks_at}", sep="\n")
+        print(check_seed(options.seed), "steps, no difference")
+        return
+    chunk, started, steps = 500, time.monotonic(), 0
+    with ProcessPoolExecutor() as pool:
+        starts = range(options.first, options.first + options.seeds, chunk)
+        sizes = [min(chunk, options.first + options.seeds - start) for start in starts]
+        for done, (ran, failure) in enumerate(pool.map(check_range, starts, sizes), 1):
+            steps += ran
+            if failure:
+                raise SystemExit(failure)
+            if done % 20 == 0 or done == len(sizes):
+                seconds = time.monotonic() - started
+                print(f"{done * chunk} seeds, {steps} steps, {steps / seconds:.0f} steps/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
