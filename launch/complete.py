@@ -16,7 +16,7 @@ from launch.ranks.rendezvous import check_degrees, discover
 from launch.ranks.start_engine import open_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.frontend.output_processor import OutputAssembler, drawn_seed
+from runtime.frontend.output_processor import OutputProcessor, drawn_seed
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import check_prompt, check_sampling
@@ -56,7 +56,7 @@ def _lead(
 ) -> list[RequestOutput]:
     folder, model = Path(engine.config.model), engine.model_config
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    assembler = OutputAssembler(tokenizer)
+    assembler = OutputProcessor(tokenizer)
     shared = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     for key, (prompt, params) in enumerate(zip(prompts, shared, strict=True)):
         text = prompt if isinstance(prompt, str) else None

@@ -74,7 +74,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ParallelDegrees:
     """How ``world`` ranks share one model: ``tensor`` ranks split each layer, ``expert`` ranks split the experts.
 
     Tensor-parallel groups are runs of consecutive ranks, so that they stay inside a node where they fit. Each such

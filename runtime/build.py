@@ -24,13 +24,13 @@ from runtime.engine import Engine, ServedModel
 from runtime.execute.device.protocol import open_device
 from runtime.execute.executor import Executor, ExecutorLimits
 from runtime.execute.landing import StepTiming
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.expert_placement import expert_split, load_report
-from runtime.groups.load_balancer import Assignment
-from runtime.groups.request_router import Dealer
-from runtime.groups.step_sync import Groups, exchange_ladder
+from runtime.groups.load_balancer import LoadBalancer
+from runtime.groups.request_router import RequestRouter
+from runtime.groups.step_sync import DpStepSync, exchange_ladder
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 
 CAPTURE_SECONDS = 300.0  # patience with a variant that is captured late: its kernels may have to be compiled
 WARM_VARIANTS = {
-    "greedy": SamplingFeatures(),
-    "random": SamplingFeatures(random=True),
-    "filtered": SamplingFeatures(random=True, filters=True),
-    "penalised": SamplingFeatures(random=True, filters=True, penalties=True),
+    "greedy": SamplingVariant(),
+    "random": SamplingVariant(random=True),
+    "filtered": SamplingVariant(random=True, filters=True),
+    "penalised": SamplingVariant(random=True, filters=True, penalties=True),
 }
 SLOTS_PER_ROW = 2  # successors are seated while the last tokens of those before them are in flight
 
@@ -179,13 +179,13 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 def _groups(
     config: EngineConfig, control: ControlPlane, exchange: TokenExchange | None
-) -> tuple[Groups | None, Dealer | None]:
+) -> tuple[DpStepSync | None, RequestRouter | None]:
     """What several groups need to step together and to share out requests; nothing where there is one."""
     if exchange is None:
         return None, None
-    assignment = Assignment(exchange.index, exchange.groups)
-    groups = Groups(control, config.decode_buckets, config.max_prefill_tokens, assignment)
-    return groups, Dealer(control, assignment)
+    assignment = LoadBalancer(exchange.index, exchange.groups)
+    groups = DpStepSync(control, config.decode_buckets, config.max_prefill_tokens, assignment)
+    return groups, RequestRouter(control, assignment)
 
 
 def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> SchedulerConfig:

@@ -6,11 +6,11 @@ Knows: where each part keeps its counters. Does not know: who reads them.
 from __future__ import annotations
 
 from runtime.execute.executor import Executor
-from runtime.groups.request_router import Dealer
+from runtime.groups.request_router import RequestRouter
 from runtime.schedule.scheduler import Scheduler
 
 
-def engine_counters(scheduler: Scheduler, executor: Executor, dealer: Dealer | None) -> dict[str, int | float]:
+def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRouter | None) -> dict[str, int | float]:
     """Counted so far; a labelled counter is ``name{label}``.
 
     Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,

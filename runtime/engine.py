@@ -21,13 +21,13 @@ from parallel.control.interface import ControlPlane
 from runtime.config import EngineConfig
 from runtime.counters import engine_counters
 from runtime.execute.executor import Executor
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.slot_state import DEFAULT_STOP_IDS, check_stop_ids
-from runtime.groups.request_router import Dealer
-from runtime.groups.step_sync import Groups
+from runtime.groups.request_router import RequestRouter
+from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.replicate.event_codec import decode_events, encode_events
-from runtime.replicate.pending_events import open_outbox
+from runtime.replicate.pending_events import open_pending_events
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.scheduler import Scheduler
@@ -70,8 +70,8 @@ class Engine:
         observe: StepObserver | None = None,
         watchdog: Watchdog | None = None,
         at_end: Callable[[], None] | None = None,
-        groups: Groups | None = None,
-        dealer: Dealer | None = None,
+        groups: DpStepSync | None = None,
+        dealer: RequestRouter | None = None,
         thaw: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
@@ -86,7 +86,7 @@ class Engine:
         self._dealer = dealer
         self._thaw = thaw
         self._in_flight: deque[_Flight] = deque()
-        self._outbox = open_outbox(config)
+        self._outbox = open_pending_events(config)
         control.explain_with(scheduler.digest.recent)
 
     # ---- the loop ----
@@ -133,7 +133,7 @@ class Engine:
             if plan is not None:
                 self.executor.launch(plan)
             return plan
-        features = SamplingFeatures() if plan is None else self.executor.features(plan)
+        features = SamplingVariant() if plan is None else self.executor.features(plan)
         self._at("exchange")
         joined = self._groups.join(self.scheduler.step - 1, plan, features, self.config.width)
         self._at("plan")

@@ -13,7 +13,7 @@ from launch.bench.session import Lengths
 from launch.bench.trace import BenchError
 from launch.bench.workload import greedy
 from runtime.engine import Engine
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
 SETTLING_STEPS = 16  # decode steps after the prefill that are no steady chain yet
@@ -32,7 +32,7 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     """
     executor = engine.executor
     plan = replay_plan(engine, lengths, batch)
-    features = SamplingFeatures.covering([greedy(lengths.output)])
+    features = SamplingVariant.covering([greedy(lengths.output)])
     graph = executor.graphs.get(plan.bucket, features, plan.exchange_rows)
     steps = lengths.output - 1
     skipped = settling(steps)

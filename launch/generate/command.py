@@ -26,12 +26,12 @@ from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
-from runtime.frontend.engine_protocol import EngineInterface
+from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import SamplingParams
 
-OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[EngineInterface]]
+OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[EngineProtocol]]
 
 SOME_FAILED = 1
 _LINE = "-" * 80
@@ -67,14 +67,14 @@ def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -
             return _lead(engine, options, results, lines, defaults, *texts)
 
 
-def _follow(engine: EngineInterface) -> int:
+def _follow(engine: EngineProtocol) -> int:
     with Interrupts() as interrupts:  # the leader drains for all: a signal to this rank changes only its exit code
         engine.follow()
         return interrupts.exit_code
 
 
 def _lead(
-    engine: EngineInterface,
+    engine: EngineProtocol,
     options: GenerateOptions,
     results: ResultsFile,
     lines: int,

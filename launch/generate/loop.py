@@ -15,8 +15,8 @@ from launch.generate.output_file import ResultsFile
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress, Summary
 from launch.ranks.signals import Interrupts
-from runtime.frontend.engine_protocol import EngineInterface
-from runtime.frontend.output_processor import OutputAssembler
+from runtime.frontend.engine_protocol import EngineProtocol
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
@@ -36,7 +36,7 @@ class BatchRun:
 
     def __init__(
         self,
-        engine: EngineInterface,
+        engine: EngineProtocol,
         source: ReadAhead[Arrival],
         results: ResultsFile,
         tokenizer: Tokenizer | None,
@@ -51,7 +51,7 @@ class BatchRun:
         self._source = source
         self._results = results
         self._tokenizer = tokenizer
-        self._assembler = OutputAssembler(tokenizer)
+        self._assembler = OutputProcessor(tokenizer)
         self._interrupts = interrupts
         self._drain_seconds = drain_seconds
         self._show = show

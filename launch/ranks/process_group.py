@@ -21,7 +21,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from launch.ranks.nccl_postmortem import record_collectives
 from launch.ranks.rendezvous import MeetingError, Rendezvous, RendezvousError
-from parallel.topology import Sharing, Topology
+from parallel.topology import ParallelDegrees, Topology
 
 GROUP_TIMEOUT_S = 300.0
 
@@ -52,7 +52,7 @@ class RankGroups:
     data: dist.ProcessGroup | None
 
 
-def rank_groups(sharing: Sharing, rank: int, device: str, timeout_s: float = GROUP_TIMEOUT_S) -> RankGroups:
+def rank_groups(sharing: ParallelDegrees, rank: int, device: str, timeout_s: float = GROUP_TIMEOUT_S) -> RankGroups:
     """Called inside ``joined``, by all ranks: each group is made by everybody, member or not, in one order."""
     world = dist.group.WORLD
     if world is None:

@@ -34,7 +34,7 @@ from parallel.comm.symmetric_exchange import fastest_exchange
 from parallel.control.connect import open_control
 from parallel.control.interface import ControlPlane
 from parallel.control.protocol.states import Limits
-from parallel.topology import Sharing
+from parallel.topology import ParallelDegrees
 from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
@@ -161,7 +161,7 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
     topology = rendezvous.topology
     if topology.world == 1:
         return _Fabric(SingleRank(), None, SingleRank())
-    sharing = Sharing(topology.world, config.tensor_parallel, topology.world if config.data_parallel > 1 else 1)
+    sharing = ParallelDegrees(topology.world, config.tensor_parallel, topology.world if config.data_parallel > 1 else 1)
     groups = rank_groups(sharing, topology.rank, config.device)
     everybody = GroupCollectives(groups.world)
     collectives = SingleRank() if groups.tensor is None else _collectives(groups.tensor, config, device)

@@ -22,7 +22,7 @@ from launch.sweep.point import SweepError
 from models.config import DTYPES, ModelConfig, ModelConfigError
 from models.group_size import legal_sizes
 from parallel.control.wire.frames import MAX_WORLD
-from parallel.topology import Sharing, Topology
+from parallel.topology import ParallelDegrees, Topology
 
 WRONG = 1
 _GIB = 1 << 30
@@ -34,7 +34,7 @@ class ModelPlan:
 
     name: str
     dtype: torch.dtype
-    sharing: Sharing
+    sharing: ParallelDegrees
     parts: dict[tuple[int, int], Part]
     coverage: Coverage
     seconds: float
@@ -50,7 +50,7 @@ def dry_run(models: Sequence[str], options: SweepOptions, say: Callable[[str], N
     local = topologies[0].local_world
     say(f"world        {world} ranks on {topologies[0].nodes} node(s) of {local}")
     errors: list[str] = []
-    sharings: list[Sharing] = []
+    sharings: list[ParallelDegrees] = []
     for model in models:
         plan = plan_model(model, world, local, options)
         errors += plan.coverage.errors
@@ -94,7 +94,7 @@ def plan_model(model: str, world: int, local: int, options: SweepOptions) -> Mod
         raise SweepError(f"--ep {options.ep}: {folder.name} has no experts")
     began = time.perf_counter()
     try:
-        sharing = Sharing(world, options.tp or _most_ranks(config, world, local, options.ep > 1), options.ep)
+        sharing = ParallelDegrees(world, options.tp or _most_ranks(config, world, local, options.ep > 1), options.ep)
         if 1 < sharing.expert < sharing.tensor:
             raise ValueError(f"--ep {sharing.expert} is less than --tp {sharing.tensor}: write 1, or a multiple of it")
         parts = {place: plan_part(config, dtype, sharing, place) for place in sorted(set(coordinates(sharing)))}
@@ -137,7 +137,7 @@ def model_text(plan: ModelPlan, options: SweepOptions) -> str:
     )
 
 
-def jobs_text(sharing: Sharing) -> str:
+def jobs_text(sharing: ParallelDegrees) -> str:
     """How many jobs that is, and how one of them is started: replicas are one job where they share experts."""
     ranks = max(sharing.tensor, sharing.expert)
     flags = f"--tensor-parallel-size {sharing.tensor}"
@@ -171,7 +171,7 @@ def tree_text(tree: ControlTree, local_world: int, costs: HopCosts | None = None
     )
 
 
-def rehearsal_text(rehearsal: Rehearsal, sharing: Sharing) -> str:
+def rehearsal_text(rehearsal: Rehearsal, sharing: ParallelDegrees) -> str:
     """What running everybody's turns showed."""
     return (
         f"schedules    {rehearsal.turns} turns of {sharing.world} ranks, {rehearsal.finished} requests ended in "

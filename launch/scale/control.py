@@ -18,7 +18,7 @@ from typing import TypeVar
 from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.leader import Leader
 from parallel.control.wire.frames import EVERYONE, HEADER_SIZE, Codec
-from parallel.topology import Sharing, Topology
+from parallel.topology import ParallelDegrees, Topology
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.digest import RollingDigest
@@ -157,7 +157,7 @@ class Rehearsal:
     errors: tuple[str, ...]
 
 
-def rehearse(sharing: Sharing, turns: int) -> Rehearsal:
+def rehearse(sharing: ParallelDegrees, turns: int) -> Rehearsal:
     """Every rank of ``sharing``, for ``turns`` turns, or until the ranks disagree."""
     return _Job(sharing).run(turns)
 
@@ -165,7 +165,7 @@ def rehearse(sharing: Sharing, turns: int) -> Rehearsal:
 class _Job:
     """All ranks and what is between them: frames arrive at once, in order."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: ParallelDegrees) -> None:
         self._sharing = sharing
         self._codec = codec = Codec(1, 0, sharing.world)
         config = _scheduler_config()

@@ -26,7 +26,7 @@ from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.shard import Shard
-from parallel.topology import Sharing
+from parallel.topology import ParallelDegrees
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) in each dim of a checkpoint tensor
 _EXPERTS = ".experts."  # in the checkpoint names of all families
@@ -85,13 +85,13 @@ class Coverage:
     errors: tuple[str, ...]
 
 
-def coordinates(sharing: Sharing) -> list[tuple[int, int]]:
+def coordinates(sharing: ParallelDegrees) -> list[tuple[int, int]]:
     """Of every rank: its place in its tensor-parallel group, and that group's place among those that share experts."""
     groups = max(1, sharing.expert // sharing.tensor)
     return [(rank % sharing.tensor, rank // sharing.tensor % groups) for rank in range(sharing.world)]
 
 
-def plan_part(config: ModelConfig, dtype: torch.dtype, sharing: Sharing, place: tuple[int, int]) -> Part:
+def plan_part(config: ModelConfig, dtype: torch.dtype, sharing: ParallelDegrees, place: tuple[int, int]) -> Part:
     """Raises ValueError where the model cannot be split like this."""
     model = _model(config, dtype, sharing, place)
     declared = model.checkpoint_shards()
@@ -106,7 +106,7 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, sharing: Sharing, place: 
     )
 
 
-def check_coverage(sharing: Sharing, parts: dict[tuple[int, int], Part]) -> Coverage:
+def check_coverage(sharing: ParallelDegrees, parts: dict[tuple[int, int], Part]) -> Coverage:
     """``parts``: of every coordinate. Each tensor-parallel group has every dense tensor; the experts may be spread over
     several groups."""
     errors = [f"rank part {place}: {error}" for place, part in parts.items() for error in part.errors]
@@ -128,7 +128,7 @@ def check_coverage(sharing: Sharing, parts: dict[tuple[int, int], Part]) -> Cove
     return Coverage(len(first.full_shapes), split, copied, len(parts), tuple(errors))
 
 
-def _model(config: ModelConfig, dtype: torch.dtype, sharing: Sharing, place: tuple[int, int]) -> Decoder:
+def _model(config: ModelConfig, dtype: torch.dtype, sharing: ParallelDegrees, place: tuple[int, int]) -> Decoder:
     rank, group = place
     groups = max(1, sharing.expert // sharing.tensor)
     exchange = PlannedExchange(group, groups) if groups > 1 else None
@@ -138,7 +138,7 @@ def _model(config: ModelConfig, dtype: torch.dtype, sharing: Sharing, place: tup
         return model_class(config.architecture)(config, dtype, collectives, ReferenceKernels(), split)
 
 
-def _missing_members(sharing: Sharing) -> Iterator[str]:
+def _missing_members(sharing: ParallelDegrees) -> Iterator[str]:
     """Every group must have each coordinate once, whichever of its ranks is asked."""
     places = coordinates(sharing)
     for rank in range(sharing.world):

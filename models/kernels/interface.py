@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 PrefillWanted = Literal[
     "auto", "flashinfer", "triton"
@@ -71,7 +71,7 @@ class Kernels(Protocol):
         ...
 
     def linear_into(
-        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too): where it has not,
         the sum that follows does that.

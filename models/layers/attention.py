@@ -13,9 +13,9 @@ from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
-from parallel.comm.collectives import Unsummed
+from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import QKVParallel, RowParallel
-from parallel.layers.shard import Placement
+from parallel.layers.shard import ShardContext
 
 
 class Attention(nn.Module):
@@ -27,7 +27,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        placement: Placement,
+        placement: ShardContext,
         kernels: Kernels,
         *,
         qkv_bias: bool,
@@ -51,13 +51,13 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_TN: Tensor | Unsummed,
+        x_TN: Tensor | PendingAllReduce,
         residual_TN: Tensor | None,
         inputs: StepInputs,
         kv_layer: Tensor,
         cos_sin_LR: Tensor,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | Unsummed, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
 
         Both results are [R, N] where only some tokens are ``wanted``; keys and values are written of all.

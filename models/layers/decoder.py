@@ -23,10 +23,10 @@ from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
-from parallel.comm.collectives import Collectives, GroupCollectives, Unsummed
+from parallel.comm.collectives import Collectives, GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
 from parallel.layers.experts import ExpertSplit
-from parallel.layers.shard import HeadShard, Placement, ScatteredShard, Shard, ShardedModule, VocabShard
+from parallel.layers.shard import HeadShard, ScatteredShard, Shard, ShardContext, ShardedModule, VocabShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         switches: Switches,
-        placement: Placement,
+        placement: ShardContext,
         kernels: Kernels,
         *,
         number: int,
@@ -85,13 +85,13 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x_TN: Tensor | Unsummed,
+        x_TN: Tensor | PendingAllReduce,
         residual_TN: Tensor | None,
         inputs: StepInputs,
         kv_layer: Tensor,
         cos_sin_LR: Tensor,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | Unsummed, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``wanted_R``: the tokens whose results somebody reads; None means all."""
         x_TN, residual_TN = self.attention(x_TN, residual_TN, inputs, kv_layer, cos_sin_LR, wanted_R)
         if isinstance(self.mlp, SparseMLP):
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         split = experts or ExpertSplit()
         groups = split.exchange.groups if split.exchange is not None else 1
         require_legal_size(config, collectives.size, whole_experts=split.whole, groups=groups)
-        placement = Placement(collectives, kernels, dtype)
+        placement = ShardContext(collectives, kernels, dtype)
         switches = self.switches(config)
         self.config = config
         self.dtype = dtype
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         Of the last layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed.
         """
         inputs = self._with_real_tokens(self._planned(inputs, kv_layers[0]), kv_layers[0])
-        x_TN: Tensor | Unsummed = self.embedding(inputs.token_ids_T)
+        x_TN: Tensor | PendingAllReduce = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         wanted_R = inputs.logit_rows_R
         early_R = None if self._whole_last_layer() else wanted_R

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
-from parallel.comm.collectives import Unsummed
+from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import GateUpParallel, RowParallel
-from parallel.layers.shard import Placement
+from parallel.layers.shard import ShardContext
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) of the normed input, [T, N] -> [T, N]; optional biases."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, kernels: Kernels, *, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, placement: ShardContext, kernels: Kernels, *, bias: bool) -> None:
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.kernels = kernels
@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
         self.gate_up = GateUpParallel(hidden, intermediate, placement, bias=bias)
         self.down = RowParallel(intermediate, hidden, placement, bias=bias, what="intermediate features")
 
-    def forward(self, x_TN: Tensor | Unsummed, residual_TN: Tensor) -> tuple[Tensor | Unsummed, Tensor]:
+    def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
         gate_up = self.gate_up
         if gate_up.bias is None:

@@ -14,9 +14,9 @@ from models.config import ModelConfig
 from models.kernels.interface import Kernels
 from models.layers.norm import RMSNorm
 from models.layers.routed_experts import RoutedExperts
-from parallel.comm.collectives import Unsummed
+from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.experts import ExpertSplit, ExpertWeights, Router
-from parallel.layers.shard import Placement
+from parallel.layers.shard import ShardContext
 
 
 class SparseMLP(nn.Module):
@@ -33,7 +33,7 @@ class SparseMLP(nn.Module):
         self,
         config: ModelConfig,
         experts: RoutedExperts,
-        placement: Placement,
+        placement: ShardContext,
         kernels: Kernels,
         *,
         layer: int,
@@ -59,8 +59,8 @@ class SparseMLP(nn.Module):
         self.load_E: Tensor | None = None
 
     def forward(
-        self, x_TN: Tensor | Unsummed, residual_TN: Tensor, real_T: Tensor, exchange_rows: int | None = None
-    ) -> tuple[Tensor | Unsummed, Tensor]:
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor, real_T: Tensor, exchange_rows: int | None = None
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second. The rest: see StepInputs."""
         experts = self.experts
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
@@ -75,7 +75,7 @@ class SparseMLP(nn.Module):
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
-    ) -> Tensor | Unsummed:
+    ) -> Tensor | PendingAllReduce:
         """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
         experts, tokens = self.experts, hidden_TN.shape[0]
         hidden_YN, weights_YC, local_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from models.kernels.interface import Kernels
-from parallel.comm.collectives import Unsummed
-from parallel.layers.shard import Placement, Shard, ShardedModule, whole
+from parallel.comm.collectives import PendingAllReduce
+from parallel.layers.shard import Shard, ShardContext, ShardedModule, whole
 
 
 class RMSNorm(ShardedModule):
@@ -21,34 +21,34 @@ class RMSNorm(ShardedModule):
     residual' = x + residual. Both inputs may be overwritten.
     """
 
-    def __init__(self, size: int, eps: float, placement: Placement, kernels: Kernels) -> None:
+    def __init__(self, size: int, eps: float, placement: ShardContext, kernels: Kernels) -> None:
         super().__init__()
         self.eps = eps
         self.weight = placement.parameter(size)
         self._kernels = kernels
 
-    def add(self, x_TN: Tensor | Unsummed, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(residual'), residual')"""
-        if isinstance(x_TN, Unsummed):
+        if isinstance(x_TN, PendingAllReduce):
             return x_TN.normed(residual_TN, self.weight, self.eps)
         if residual_TN is None:
             return self._kernels.rms_norm(x_TN, self.weight, self.eps), x_TN
         return self._kernels.add_rms_norm(x_TN, residual_TN, self.weight, self.eps)
 
     def add_linear(
-        self, x_TN: Tensor | Unsummed, residual_TN: Tensor | None, weight_ON: Tensor, bias_O: Tensor | None
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, weight_ON: Tensor, bias_O: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(linear(norm(residual'), weight, bias) [T, O], residual')"""
-        if isinstance(x_TN, Unsummed):
+        if isinstance(x_TN, PendingAllReduce):
             hidden_TN, residual_TN = self.add(x_TN, residual_TN)
             return self._kernels.linear(hidden_TN, weight_ON, bias_O), residual_TN
         return self._kernels.add_norm_linear(x_TN, residual_TN, self.weight, self.eps, weight_ON, bias_O)
 
     def add_gate_up(
-        self, x_TN: Tensor | Unsummed, residual_TN: Tensor | None, gate_up_2IN: Tensor
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, gate_up_2IN: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(silu_mul(linear(norm(residual'), gate_up)) [T, I], residual')"""
-        if isinstance(x_TN, Unsummed):
+        if isinstance(x_TN, PendingAllReduce):
             hidden_TN, residual_TN = self.add(x_TN, residual_TN)
             return self._kernels.gate_up(hidden_TN, gate_up_2IN), residual_TN
         return self._kernels.add_norm_gate_up(x_TN, residual_TN, self.weight, self.eps, gate_up_2IN)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm import peer_buffers as places
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Sums:
     ) -> None:
         from parallel.comm.all_reduce_triton import summed
 
-        self._places = Places(tuple(memory), exchanges, rank, ROWS, ROW_BYTES)
+        self._places = PeerBuffers(tuple(memory), exchanges, rank, ROWS, ROW_BYTES)
         self._limits = LIMITS[len(memory)] if limits is None else limits
         self.one_step: Sum = partial(summed, places=self._places, pdl=pdl)
         self.pushed: Sum = partial(summed, places=self._places, pushed=True, pdl=pdl)
@@ -77,7 +77,7 @@ class Sums:
                 return self.two_steps
         return None
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         """See Collectives."""
         return self._places if steps_of(self._limits, tokens, width, dtype) == 1 else None
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parallel.comm.matmul_push_triton import empty_like, is_empty, row_of_part, sendable
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 MOST_WARPS = 16
 MOST_WARPS_OF_MANY = 8  # between more than four ranks, whose parts a thread holds: with 16 it has half the registers
@@ -151,7 +151,7 @@ def _sum_kernel(
 
 def summed(
     x_TN: Tensor,
-    places: Places,
+    places: PeerBuffers,
     *,
     residual_TN: Tensor | None = None,
     norm_N: Tensor | None = None,

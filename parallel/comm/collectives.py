@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.call_log import CallLog
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name, which is the only one in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,7 +35,7 @@ class NormedSum(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Unsummed:
+class PendingAllReduce:
     """This rank's part [T, N] of a sum over the group, which whoever norms it takes in the same kernel. Used once, and
     on every rank alike, before any other call of the group. ``pushed``: the others have the part already."""
 
@@ -58,14 +58,14 @@ class Collectives(Protocol):
         """Sum over the group; may reuse ``x``'s memory. Bitwise the same on every rank."""
         ...
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         """Where the product that makes a part [tokens, width] of a sum may put it on the other ranks; None: nowhere.
 
         A part that was put there goes to ``sum_before_norm`` next, before any other call.
         """
         return None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
         """``all_reduce`` of what a norm follows; not yet done where sum and norm are one kernel. It may reuse ``x``.
 
         ``pushed``: x lies in ``places_for`` it already.

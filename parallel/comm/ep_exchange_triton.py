@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parallel.comm.all_reduce_triton import MOST_WARPS, MOST_WARPS_OF_MANY
 from parallel.comm.matmul_push_triton import empty_like, is_empty, row_of_part, sendable
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 _THREADS = 32  # of a warp
 _VECTOR = 4  # words of the widest load and store
@@ -123,7 +123,7 @@ def gathered(
     ids_TC: Tensor,
     rows: int,
     numbers_E: Tensor,
-    places: Places,
+    places: PeerBuffers,
     *,
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:

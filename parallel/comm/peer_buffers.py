@@ -15,7 +15,7 @@ EMPTY = -(1 << 15)  # int16: minus zero of a 16-bit type; nobody sends it, nor t
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PeerBuffers:
     """Memory of all ranks of a group, as this rank's GPU maps it, and this rank's count of exchanges.
 
     ``memory``: an address for each rank, a multiple of 16, of parts [2, ranks, rows, row_bytes], all of it EMPTY at
@@ -41,7 +41,7 @@ class Places:
         }
 
 
-def push_arguments(places: Places | None) -> dict[str, Any]:
+def push_arguments(places: PeerBuffers | None) -> dict[str, Any]:
     """Arguments of a kernel that puts its result into other ranks' places, or keeps it where there are None."""
     if places is None:
         nothing = {"memory": None, "exchanges_ptr": None, "RANK": 0, "WORLD": 1, "ROWS": 0, "ROW_BYTES": 0}

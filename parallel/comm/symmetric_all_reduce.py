@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.all_reduce_dispatch import DTYPES, ROWS, Sums, memory_bytes
-from parallel.comm.collectives import GroupCollectives, Unsummed
-from parallel.comm.peer_buffers import Places
-from parallel.comm.symmetric_memory import EmptyMemory, has_dependent_launches, made_where_all_can
+from parallel.comm.collectives import GroupCollectives, PendingAllReduce
+from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.symmetric_memory import SentinelMemory, has_dependent_launches, made_where_all_can
 
 _LOST = "all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLink"
 
@@ -29,7 +29,7 @@ class SymmetricCollectives(GroupCollectives):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._memory = EmptyMemory(group, device, memory_bytes(self.size))
+        self._memory = SentinelMemory(group, device, memory_bytes(self.size))
         exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
         self.sums = Sums(self._memory.addresses, exchanges, self.rank, pdl=has_dependent_launches(device))
 
@@ -39,11 +39,11 @@ class SymmetricCollectives(GroupCollectives):
         with self.calls.call("all_reduce", x):
             return summed(x.view(-1, x.shape[-1]))[0].view(x.shape)
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         return self.sums.places_for(tokens, width, dtype)
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
-        return self.all_reduce(x_TN) if self.sums.of(x_TN) is None else Unsummed(x_TN, self, pushed)
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+        return self.all_reduce(x_TN) if self.sums.of(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False

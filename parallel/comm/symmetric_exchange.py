@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel.comm.call_log import CallLog
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.peer_buffers import Places, memory_bytes
-from parallel.comm.symmetric_memory import EmptyMemory, has_dependent_launches, made_where_all_can
+from parallel.comm.peer_buffers import PeerBuffers, memory_bytes
+from parallel.comm.symmetric_memory import SentinelMemory, has_dependent_launches, made_where_all_can
 
 ROWS = 512
 ROW_BYTES = 16 << 10
@@ -41,9 +41,9 @@ class SymmetricExchange(GroupExchange):
         from parallel.comm.ep_exchange_triton import gathered
 
         super().__init__(group, calls)
-        self._memory = EmptyMemory(group, device, memory_bytes(self.groups, ROWS, ROW_BYTES))
+        self._memory = SentinelMemory(group, device, memory_bytes(self.groups, ROWS, ROW_BYTES))
         exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
-        places = Places(self._memory.addresses, exchanges, self.index, ROWS, ROW_BYTES)
+        places = PeerBuffers(self._memory.addresses, exchanges, self.index, ROWS, ROW_BYTES)
         pdl = has_dependent_launches(device)
         self._gathered = partial(gathered, places=places, pdl=pdl)
         self._summed = partial(summed, places=places, scatter=True, pdl=pdl)

@@ -32,7 +32,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 Made = TypeVar("Made")
 
 
-class EmptyMemory:
+class SentinelMemory:
     """As many bytes on every rank of ``group``, EMPTY, mapped by all of them for as long as this lives.
 
     Made by every rank together (a rendezvous), and on none of them before all of it is EMPTY. Raises RuntimeError where

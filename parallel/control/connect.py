@@ -22,9 +22,9 @@ from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.handshake import CHANNELS, Identity
 from parallel.control.protocol.leader import Leader
 from parallel.control.protocol.states import Limits
-from parallel.control.transport.combined_links import BothLinks, EitherReady
-from parallel.control.transport.rendezvous_local import LocalMeeting, join
-from parallel.control.transport.rendezvous_nodes import FarJoining, FarMeeting, Store
+from parallel.control.transport.combined_links import CombinedLinks, EitherReady
+from parallel.control.transport.rendezvous_local import LocalRendezvous, join
+from parallel.control.transport.rendezvous_nodes import NodeJoin, NodeRendezvous, Store
 from parallel.control.transport.uds import socket_path
 
 
@@ -81,7 +81,7 @@ def open_control(
     path = socket_path(directory, identity.job, identity.epoch, f"node{place.node_rank}")
     if place.rank != place.node_leader:
         return _follow(place, identity, path, limits)
-    meeting = LocalMeeting(path, identity, place.rank, place.node_ranks[1:], limits)
+    meeting = LocalRendezvous(path, identity, place.rank, place.node_ranks[1:], limits)
     try:
         if place.rank != 0:
             assert store is not None
@@ -102,15 +102,15 @@ def _follow(place: Place, identity: Identity, path: Path, limits: Limits) -> Con
 
 
 def _lead(
-    place: Place, identity: Identity, meeting: LocalMeeting, store: Store | None, address: str, limits: Limits
+    place: Place, identity: Identity, meeting: LocalRendezvous, store: Store | None, address: str, limits: Limits
 ) -> ControlPlane:
     covers: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in place.node_ranks[1:]}
     offsets: dict[int, int] = {}
-    far: FarMeeting | None = None
+    far: NodeRendezvous | None = None
     if place.nodes > 1 and store is not None:
         other_nodes = {rank: place.ranks_led_by(rank) for rank in place.node_leaders if rank != 0}
         covers |= other_nodes
-        far = FarMeeting(address, store, identity, other_nodes, limits)
+        far = NodeRendezvous(address, store, identity, other_nodes, limits)
     try:
         try:
             meeting.gather()
@@ -129,7 +129,7 @@ def _lead(
         links: dict[str, LeaderLink] = dict(near)
         if far is not None:
             distant = far.start()
-            links = {channel: BothLinks(near[channel], distant[channel]) for channel in CHANNELS}
+            links = {channel: CombinedLinks(near[channel], distant[channel]) for channel in CHANNELS}
     finally:
         if far is not None:
             far.close()
@@ -139,10 +139,10 @@ def _lead(
     return LeaderPlane(machine, links["step"], watch, covers)
 
 
-def _relay(place: Place, identity: Identity, meeting: LocalMeeting, store: Store, limits: Limits) -> ControlPlane:
+def _relay(place: Place, identity: Identity, meeting: LocalRendezvous, store: Store, limits: Limits) -> ControlPlane:
     rank, codec = place.rank, identity.codec()
     try:
-        far = FarJoining(store, identity, rank, place.node_ranks, limits)
+        far = NodeJoin(store, identity, rank, place.node_ranks, limits)
     except ControlError as error:
         meeting.refuse(error.verdict)
     try:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.comm.collectives import Collectives
-from parallel.layers.shard import Placement, Shard, ShardedModule, VocabShard, along_rows
+from parallel.layers.shard import Shard, ShardContext, ShardedModule, VocabShard, along_rows
 
 
 class VocabParallelEmbedding(ShardedModule):
     """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if there are several."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement):
+    def __init__(self, vocab_size: int, hidden_size: int, placement: ShardContext):
         super().__init__()
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
@@ -43,7 +43,7 @@ class LMHead(ShardedModule):
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, placement: Placement, tied_to: VocabParallelEmbedding | None = None
+        self, vocab_size: int, hidden_size: int, placement: ShardContext, tied_to: VocabParallelEmbedding | None = None
     ) -> None:
         super().__init__()
         self.placement = placement
@@ -68,7 +68,7 @@ def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -
     return collectives.all_gather(local_RV)[..., :vocab_size]
 
 
-def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: Placement) -> nn.Parameter:
+def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> nn.Parameter:
     """[width, N] with the padding rows zero: they are multiplied like the others, so they must be finite."""
     parameter = placement.parameter(vocab.width, hidden_size)
     with torch.no_grad():

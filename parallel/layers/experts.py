@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Unsummed
+from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.ep_exchange import TokenExchange
-from parallel.layers.shard import Placement, ScatteredShard, Shard, ShardedModule, divisors, even_share, whole
+from parallel.layers.shard import ScatteredShard, Shard, ShardContext, ShardedModule, divisors, even_share, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ExpertSplit:
 class Router(ShardedModule):
     """The matrix [E, N] that scores experts; every rank holds it in full, so that all route alike."""
 
-    def __init__(self, experts: int, hidden: int, placement: Placement) -> None:
+    def __init__(self, experts: int, hidden: int, placement: ShardContext) -> None:
         super().__init__()
         self.weight = placement.parameter(experts, hidden)
 
@@ -70,7 +70,7 @@ class ExpertWeights(ShardedModule):
         experts: int,
         hidden: int,
         intermediate: int,
-        placement: Placement,
+        placement: ShardContext,
         *,
         layer: int,
         split: ExpertSplit,
@@ -105,13 +105,13 @@ class ExpertWeights(ShardedModule):
             raise RuntimeError("there is nobody to gather from")
         return self.exchange.gather_choices(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
-    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | Unsummed:
+    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | PendingAllReduce:
         """This group's ``tokens`` of the sum of all ranks' terms. One scatter-sum, and one all-reduce in the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
         return self.combine(self.exchange.scatter_sum(partial_YN)[:tokens])
 
-    def combine(self, partial_TN: Tensor) -> Tensor | Unsummed:
+    def combine(self, partial_TN: Tensor) -> Tensor | PendingAllReduce:
         """The sum of the terms of the group's ranks, the same on each of them. One all-reduce, as in RowParallel."""
         return self.placement.collectives.sum_before_norm(partial_TN)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel.comm.collectives import Unsummed
-from parallel.layers.shard import HeadShard, Placement, Shard, ShardedModule, along_rows, even_share, whole
+from parallel.comm.collectives import PendingAllReduce
+from parallel.layers.shard import HeadShard, Shard, ShardContext, ShardedModule, along_rows, even_share, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StackedColumns(ShardedModule):
     No communication. ``pieces`` are this rank's rows, in the order of the outputs.
     """
 
-    def __init__(self, inputs: int, pieces: Sequence[Rows], placement: Placement, bias: bool) -> None:
+    def __init__(self, inputs: int, pieces: Sequence[Rows], placement: ShardContext, bias: bool) -> None:
         super().__init__()
         self.pieces = tuple(pieces)
         self.placement = placement
@@ -62,7 +62,7 @@ class ColumnParallel(StackedColumns):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, placement: Placement, bias: bool = False, what: str = "outputs"
+        self, inputs: int, outputs: int, placement: ShardContext, bias: bool = False, what: str = "outputs"
     ) -> None:
         share = even_share(what, outputs, placement.size)
         super().__init__(inputs, [Rows("", outputs, placement.rank * share, share)], placement, bias)
@@ -74,7 +74,7 @@ class GateUpParallel(StackedColumns):
     Raises ValueError where the intermediate size cannot be split evenly.
     """
 
-    def __init__(self, inputs: int, intermediate: int, placement: Placement, bias: bool = False) -> None:
+    def __init__(self, inputs: int, intermediate: int, placement: ShardContext, bias: bool = False) -> None:
         share = even_share("intermediate features", intermediate, placement.size)
         start = placement.rank * share
         pieces = [Rows(prefix, intermediate, start, share) for prefix in ("gate.", "up.")]
@@ -88,7 +88,7 @@ class QKVParallel(StackedColumns):
     """
 
     def __init__(
-        self, inputs: int, heads: int, kv_heads: int, head_dim: int, placement: Placement, bias: bool = False
+        self, inputs: int, heads: int, kv_heads: int, head_dim: int, placement: ShardContext, bias: bool = False
     ) -> None:
         shard = HeadShard(heads, kv_heads, placement.rank, placement.size)
         kv_rows = (kv_heads * head_dim, shard.first_kv_head * head_dim, shard.local_kv_heads * head_dim)
@@ -110,7 +110,7 @@ class RowParallel(ShardedModule):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, placement: Placement, bias: bool = False, what: str = "inputs"
+        self, inputs: int, outputs: int, placement: ShardContext, bias: bool = False, what: str = "inputs"
     ) -> None:
         super().__init__()
         self.inputs = inputs
@@ -119,7 +119,7 @@ class RowParallel(ShardedModule):
         self.weight = placement.parameter(outputs, self.local_inputs)
         self.bias = placement.parameter(outputs) if bias else None
 
-    def forward(self, x_TI: Tensor) -> Tensor | Unsummed:
+    def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
         # The bias belongs to the sum, so exactly one rank may add it.
         bias = self.bias if self.placement.rank == 0 else None
         kernels, collectives = self.placement.kernels, self.placement.collectives

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.collectives import Collectives
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 
 class Sliceable(Protocol):
@@ -31,14 +31,14 @@ class LinearKernel(Protocol):
         ...
 
     def linear_into(
-        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ShardContext:
     """What every parallel layer is built with: its group, its matrix product and the dtype of its parameters.
 
     The device is torch's default device at construction (``with torch.device(device): ...``).

@@ -19,9 +19,9 @@ from torch import Tensor
 from models.layers.decoder import Decoder
 from runtime.execute.cache.kv_pool import KvPool, KvShape, KvSizing, size_kv
 from runtime.execute.device.protocol import Device
-from runtime.execute.landing import Landing, ResultRing, StepTiming
-from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS, SamplingFeatures
-from runtime.execute.sampling.prompt_logprobs import PromptScores, StepScores
+from runtime.execute.landing import ResultReader, ResultRing, StepTiming
+from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS, SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
 from runtime.execute.slot_state import PADDING_SLOT, SlotTables
 from runtime.execute.staging import Chunks, Staging
 from runtime.execute.step.decode_graphs import DecodeGraphs
@@ -56,7 +56,7 @@ class ExecutorLimits:
     memory_fraction: float
     num_blocks: int | None
     agree_min: Callable[[int], int]
-    warm_variants: tuple[SamplingFeatures, ...] = (SamplingFeatures(),)
+    warm_variants: tuple[SamplingVariant, ...] = (SamplingVariant(),)
     exchanges: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
     share: Callable[[Callable[[], str]], str] | None = None
@@ -103,11 +103,11 @@ class Executor:
             device, self._work, self.tables, self.staging, limits.prefill_buckets, limits.agree_min
         )
         self.prefill_graphs.warm_up(limits.max_model_len, self._ring.undo)
-        self.prompt_scores = PromptScores(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
-        self.landing = Landing(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
+        self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
+        self.landing = ResultReader(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
         self.allocations_at_warmup = device.allocations()
-        self._slot_features: list[SamplingFeatures] = [SamplingFeatures()] * (limits.slots + 1)
-        self._row_features = SamplingFeatures()
+        self._slot_features: list[SamplingVariant] = [SamplingVariant()] * (limits.slots + 1)
+        self._row_features = SamplingVariant()
         self._features_of: tuple[int, ...] | None = None
 
     @property
@@ -117,7 +117,7 @@ class Executor:
 
     # ---- each step ----
 
-    def launch(self, plan: StepPlan, features: SamplingFeatures | None = None) -> None:
+    def launch(self, plan: StepPlan, features: SamplingVariant | None = None) -> None:
         """Put one step on the device, behind everything launched before it.
 
         ``features`` cover at least those of the plan's rows, which are the default.
@@ -139,7 +139,7 @@ class Executor:
         self.landing.submit(ticket)
 
     def _launch_prefill(
-        self, plan: StepPlan, features: SamplingFeatures, scores: StepScores | None, padded_tokens: int
+        self, plan: StepPlan, features: SamplingVariant, scores: StepPromptLogprobs | None, padded_tokens: int
     ) -> None:
         chunks, exchange_rows = self.staging.chunks(plan), plan.exchange_rows
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
@@ -162,13 +162,13 @@ class Executor:
         finally:
             self.device.close()
 
-    def features(self, plan: StepPlan) -> SamplingFeatures:
+    def features(self, plan: StepPlan) -> SamplingVariant:
         """The sampling variant that serves every row; worked out again only when the rows changed. Once a plan."""
         for write in plan.slot_writes:
-            self._slot_features[write.slot] = SamplingFeatures.covering([write.sampling])
+            self._slot_features[write.slot] = SamplingVariant.covering([write.sampling])
         if plan.slots is not self._features_of:
             self._features_of = plan.slots
-            self._row_features = SamplingFeatures()
+            self._row_features = SamplingVariant()
             for slot in plan.slots:
                 self._row_features |= self._slot_features[slot]
         return self._row_features
@@ -240,7 +240,7 @@ class Executor:
             self._ring.undo()
 
 
-GREEDY = SamplingFeatures()
+GREEDY = SamplingVariant()
 
 
 def shorter_prefills(most: int) -> Iterator[int]:

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.sampling.logprobs import TokenLogprobs
-from runtime.execute.sampling.prompt_logprobs import PromptScores, StepScores
+from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
 from runtime.schedule.plan import StepPlan, StepResult
 
 
-class LandingError(RuntimeError):
+class ResultError(RuntimeError):
     """A step's result could not be landed; the message names the step, the cause is chained."""
 
 
@@ -50,7 +50,7 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """When the device ran a step: milliseconds after ``Landing.origin_s``, by the device's clock."""
+    """When the device ran a step: milliseconds after ``ResultReader.origin_s``, by the device's clock."""
 
     step: int
     started_ms: float
@@ -68,7 +68,7 @@ class Ticket:
     start: Event
     ready: Event
     copied: Event
-    scores: StepScores | None = None
+    scores: StepPromptLogprobs | None = None
 
 
 def result_words(rows: int, width: int, logprobs: int | None) -> int:
@@ -112,20 +112,20 @@ class ResultRing:
     def undo(self) -> None:
         """Take back the latest append, as after each warm-up of a step. Graph-safe.
 
-        Never hurts a step in flight: the entry after the newest is always free (Landing.reserve).
+        Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve).
         """
         self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
 
 
 @dataclass(slots=True)
-class LandingCounters:
+class ResultCounters:
     """landed: steps; device_to_host_bytes: payload copied."""
 
     landed: int = 0
     device_to_host_bytes: int = 0
 
 
-class Landing:
+class ResultReader:
     """The host side. One thread calls reserve, submit and take; a worker thread waits for the copies.
 
     ``on_timing`` is called by the worker, with each step's device times, before the step can be taken; without it no
@@ -139,9 +139,9 @@ class Landing:
         ring: ResultRing,
         *,
         on_timing: Callable[[StepTiming], None] | None = None,
-        prompt_scores: PromptScores | None = None,
+        prompt_scores: PromptLogprobRing | None = None,
     ) -> None:
-        self.counters = LandingCounters()
+        self.counters = ResultCounters()
         self._device = device
         self._ring = ring
         self._on_timing = on_timing
@@ -164,7 +164,7 @@ class Landing:
         self._submitted: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._landed: dict[int, StepResult] = {}
         self._changed = threading.Condition()
-        self._failure: LandingError | None = None
+        self._failure: ResultError | None = None
         self._failure_raised = False
         self._worker = threading.Thread(target=self._work, name="landing", daemon=True)
         self._worker.start()
@@ -215,7 +215,7 @@ class Landing:
     def take(self, step: int, deadline_s: float | None = None) -> StepResult:
         """The result of ``step``; blocks until it has landed. Steps are taken in the order they were submitted.
 
-        LandingError when it failed, naming the step that did; TimeoutError after ``deadline_s``.
+        ResultError when it failed, naming the step that did; TimeoutError after ``deadline_s``.
         """
         if not self._in_flight or self._in_flight[0] != step:
             expected = f"step {self._in_flight[0]} is next" if self._in_flight else "no step is in flight"
@@ -235,14 +235,14 @@ class Landing:
         self._submitted.put(None)
         self._worker.join(deadline_s)
         if self._worker.is_alive():
-            raise LandingError(f"steps {list(self._in_flight)} did not land within {deadline_s:g} s of close")
+            raise ResultError(f"steps {list(self._in_flight)} did not land within {deadline_s:g} s of close")
         if not self._failure_raised:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             self._failure_raised = True
-            raise LandingError(str(self._failure)) from self._failure.__cause__
+            raise ResultError(str(self._failure)) from self._failure.__cause__
 
     # ---- the worker ----
 
@@ -253,7 +253,7 @@ class Landing:
                 if self._failure is None:
                     self._land(ticket)
             except BaseException as error:
-                failure = LandingError(f"step {ticket.plan.step}: {error}")
+                failure = ResultError(f"step {ticket.plan.step}: {error}")
                 failure.__cause__ = error
                 with self._changed:
                     self._failure = failure
@@ -287,7 +287,7 @@ class Landing:
     def _check_stamp(self, ticket: Ticket, stamp: int) -> None:
         expected = ticket.sequence % self._ring.stamps
         if stamp != expected:
-            raise LandingError(
+            raise ResultError(
                 f"result ring entry {ticket.index} holds append {stamp}, step {ticket.plan.step} is append {expected}: "
                 "the entry was overwritten before it was read, or a launched step appended nothing"
             )

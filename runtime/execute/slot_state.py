@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.sampling.inputs import SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import SlotWrite
 from runtime.schedule.request import FinishReason
@@ -127,13 +127,13 @@ class SlotColumns:
         self.frequency_penalty = floats[:, 15]
         self.stop_ids_NK = records[:, 16 : 16 + stop_ids]
 
-    def sampling(self) -> SamplingRows:
+    def sampling(self) -> SamplingInputs:
         """The sampler's view of these rows: the next token's position is the length."""
         return self.sampling_at(self.length.to(torch.int64), self.finished != 0)
 
-    def sampling_at(self, position_N: Tensor, ended_N: Tensor) -> SamplingRows:
+    def sampling_at(self, position_N: Tensor, ended_N: Tensor) -> SamplingInputs:
         """``sampling``, of the next tokens' positions (int64) and the finished flags (bool) that are there already."""
-        return SamplingRows(
+        return SamplingInputs(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

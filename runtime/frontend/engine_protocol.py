@@ -24,7 +24,7 @@ class ModelFacts(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
-class EngineInterface(Protocol):
+class EngineProtocol(Protocol):
     """One per rank. ``add``, ``cancel``, ``step`` and ``stop`` are the leader's; ``follow`` is everybody else's.
 
     Every added request is reported in ``StepOutput.finished`` exactly once, with all its tokens, whatever happens.

@@ -64,7 +64,7 @@ class _Sequence:
         return self.first_at is None or self.stream is not None or self.logprobs is not None
 
 
-class OutputAssembler:
+class OutputProcessor:
     """``open`` a request, hand its parts to the engine, ``route`` every step output until the answer comes out.
 
     ``tokenizer`` None gives empty texts (and refuses stop strings). ``clock`` returns seconds.

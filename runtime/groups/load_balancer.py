@@ -18,7 +18,7 @@ _ONE_REQUEST = 1 << 40  # of a load; below it are the tokens
 _MOST = (1 << 63) - 1  # that can be agreed on
 
 
-class Assignment:
+class LoadBalancer:
     """Kept by every rank of group ``index`` of ``groups``. Each step: ``assign`` what arrives, then agree on loads.
 
     ``requests``: how many each group was given so far. The loads of the other groups are those of the last agreement

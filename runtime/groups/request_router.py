@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from runtime.groups.load_balancer import Assignment
+from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.output_codec import decode_output, encode_output
 from runtime.groups.output_merge import merge_outputs
 from runtime.schedule.plan import Admit, Event, StepOutput
@@ -34,13 +34,13 @@ class Channel(Protocol):
     def told(self) -> list[tuple[int, bytes]]: ...
 
 
-class Dealer:
+class RequestRouter:
     """One a rank, where there are several groups. ``gather`` ends each turn.
 
     ``idle_steps``: by group, those that it launched for the others' sake, of those that rank 0 has put out.
     """
 
-    def __init__(self, channel: Channel, assignment: Assignment) -> None:
+    def __init__(self, channel: Channel, assignment: LoadBalancer) -> None:
         self.assignment = assignment
         self.idle_steps = [0] * assignment.groups
         self._channel = channel

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
-from runtime.execute.sampling.inputs import SamplingFeatures
-from runtime.groups.load_balancer import Assignment
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.groups.load_balancer import LoadBalancer
 from runtime.schedule.plan import StepKind, StepPlan
 
 RUNGS = (16, 4, 1)  # of the exchange's rows in steps with a prefill: the token budget divided by these
@@ -36,11 +36,11 @@ class Launch:
     """
 
     plan: StepPlan
-    features: SamplingFeatures
+    features: SamplingVariant
     decode_bucket: int
 
 
-class Groups:
+class DpStepSync:
     """One group's view of all. ``buckets`` and ``max_prefill_tokens`` as in SchedulerConfig, the same in every group.
 
     ``assignment``: whose loads are agreed along with the rest; None where each group has requests of its own making.
@@ -52,7 +52,7 @@ class Groups:
         agreement: StepAgreement,
         buckets: tuple[int, ...],
         max_prefill_tokens: int,
-        assignment: Assignment | None = None,
+        assignment: LoadBalancer | None = None,
     ) -> None:
         self._agreement = agreement
         self._assignment = assignment
@@ -60,7 +60,7 @@ class Groups:
         self._exchanges = exchange_ladder(buckets, max_prefill_tokens)
         self.idle_steps = 0
 
-    def join(self, step: int, plan: StepPlan | None, features: SamplingFeatures, width: int) -> Launch | None:
+    def join(self, step: int, plan: StepPlan | None, features: SamplingVariant, width: int) -> Launch | None:
         """What to launch as step ``step``, for which this group planned ``plan``. None where no group has work."""
         bucket = plan.bucket if plan is not None and plan.kind is StepKind.DECODE else 0
         prefill = sum(len(chunk.token_ids) for chunk in plan.chunks) if plan is not None else 0
@@ -93,9 +93,7 @@ def exchange_ladder(buckets: tuple[int, ...], max_prefill_tokens: int) -> tuple[
     return tuple(sorted({-(-most // rung) for rung in RUNGS}))
 
 
-def _features_of(numbers: Sequence[int]) -> SamplingFeatures:
+def _features_of(numbers: Sequence[int]) -> SamplingVariant:
     """The variant that covers every group's, from the maxima of ``astuple``."""
     random, filters, penalties, min_tokens, logprobs, top_logprobs = numbers
-    return SamplingFeatures(
-        bool(random), bool(filters), bool(penalties), bool(min_tokens), bool(logprobs), top_logprobs
-    )
+    return SamplingVariant(bool(random), bool(filters), bool(penalties), bool(min_tokens), bool(logprobs), top_logprobs)

@@ -18,7 +18,7 @@ LEAST_PROMPT_TOKENS = 8192  # reading so much takes well under a millisecond: sm
 LEAST_REQUESTS = 256
 
 
-class Outbox:
+class PendingEvents:
     """Events in the order of ``put``, but that none waits behind arrivals of other requests.
 
     ``prompt_tokens``, ``requests``: a portion's arrivals end with the one that reaches either.
@@ -58,9 +58,9 @@ class Outbox:
         return events
 
 
-def open_outbox(config: EngineConfig) -> Outbox:
+def open_pending_events(config: EngineConfig) -> PendingEvents:
     """A portion fills every group's next prefill step; twice, where it is dealt out to several, as shares differ."""
     steps = 1 if config.data_parallel == 1 else 2 * config.data_parallel
-    return Outbox(
+    return PendingEvents(
         max(steps * config.max_prefill_tokens, LEAST_PROMPT_TOKENS), max(steps * config.max_num_seqs, LEAST_REQUESTS)
     )

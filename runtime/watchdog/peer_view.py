@@ -16,7 +16,7 @@ from runtime.watchdog.blame import Patience, Sign, gone, judge, standing_still, 
 from runtime.watchdog.heartbeat import Channel, is_gone, is_stopped
 
 
-class Outlook:
+class PeerView:
     """The ranks as ``rank`` sees them. The watchdog's thread calls everything; times are those of time.monotonic.
 
     ``signs``: the last heartbeats of itself and of those whom it follows, a leader all, others their leader.

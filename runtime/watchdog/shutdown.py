@@ -19,7 +19,7 @@ from runtime.watchdog.crash_log import CrashLog, kill
 from runtime.watchdog.crash_report import Evidence, rank_folder, summary_file, write_bundle, write_summary
 from runtime.watchdog.heartbeat import Channel
 from runtime.watchdog.options import WatchdogOptions
-from runtime.watchdog.peer_view import Outlook
+from runtime.watchdog.peer_view import PeerView
 
 EXIT_CODE = 70  # sysexits.h's EX_SOFTWARE: ended by the watchdog, look at the bundle
 TERMINATED_CODE = 128 + signal.SIGTERM  # a signal from outside, and nothing worse, ended the job
@@ -30,10 +30,10 @@ def exit_code(verdict: Verdict) -> int:
     return TERMINATED_CODE if verdict.cause is Cause.TERMINATED else EXIT_CODE
 
 
-class LastActs:
+class Shutdown:
     """One a rank, from ``prepare`` on. Then either ``perform``, once, or ``leave_nothing`` after an agreed end."""
 
-    def __init__(self, rank: int, options: WatchdogOptions, evidence: Evidence, outlook: Outlook) -> None:
+    def __init__(self, rank: int, options: WatchdogOptions, evidence: Evidence, outlook: PeerView) -> None:
         self.rank = rank
         self._options = options
         self._evidence = evidence

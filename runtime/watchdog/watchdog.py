@@ -34,9 +34,9 @@ from runtime.watchdog.blame import CONSEQUENCES, Patience, verdict_on
 from runtime.watchdog.crash_report import Evidence
 from runtime.watchdog.heartbeat import Channel, News
 from runtime.watchdog.options import WatchdogOptions
-from runtime.watchdog.peer_view import Outlook
+from runtime.watchdog.peer_view import PeerView
 from runtime.watchdog.progress import Health, Progress
-from runtime.watchdog.shutdown import LAST_SECONDS, LastActs, exit_code
+from runtime.watchdog.shutdown import LAST_SECONDS, Shutdown, exit_code
 
 
 class Watchdog(Progress):
@@ -65,8 +65,8 @@ class Watchdog(Progress):
         self._parent = os.getppid()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._outlook = Outlook(self.rank, Patience(options.silence, options.limit, options.limit + options.held))
-        self._last_acts = LastActs(self.rank, options, self.evidence, self._outlook)
+        self._outlook = PeerView(self.rank, Patience(options.silence, options.limit, options.limit + options.held))
+        self._last_acts = Shutdown(self.rank, options, self.evidence, self._outlook)
         self._told_limit = 0.0
         self._reports: list[Verdict] = []
         self._settled_at = inf

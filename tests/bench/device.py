@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device, open_device
-from runtime.execute.landing import Landing, ResultRing, StepTiming
+from runtime.execute.landing import ResultReader, ResultRing, StepTiming
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from tests.runtime.execute.plans import decode_plan
@@ -37,7 +37,7 @@ def measure(device: Device, products: int, depth: int, on_timing: Callable[[Step
     tables = SlotTables(device, max_requests=ROWS, max_blocks=64, vocab_size=151_936, seen_bytes=0)
     staging = Staging(device, tables, max_prefill_tokens=8192, max_rows=ROWS)
     ring = ResultRing(device, entries=depth + 2, rows=ROWS, width=1)
-    landing = Landing(device, ring, on_timing=on_timing)
+    landing = ResultReader(device, ring, on_timing=on_timing)
     matrix = device.zeros(2048, 2048, dtype=torch.bfloat16)
     row_map = staging.row_map(ROWS)
     host_s: list[float] = []

@@ -29,7 +29,7 @@ from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, Linear
 from models.kernels.matmul.dispatch import PUSHING
 from models.kernels.nvidia import HopperKernels
 from parallel.comm.all_reduce_dispatch import ROW_BYTES, ROWS
-from parallel.comm.peer_buffers import Places, memory_bytes
+from parallel.comm.peer_buffers import PeerBuffers, memory_bytes
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from tests.bench.dense_shapes import BF16, MODELS
 from tests.bench.kernels import compile_all, run_share, short_name
@@ -71,12 +71,12 @@ def compile_pushing(index: int, share: int, tables: list[tuple[LinearShape, str]
     for shape, text in tables:
         for choice in choices_of(text):
             for rank in range(RANKS):
-                places = Places((memory.data_ptr(),) * RANKS, exchanges, rank, ROWS, ROW_BYTES)
+                places = PeerBuffers((memory.data_ptr(),) * RANKS, exchanges, rank, ROWS, ROW_BYTES)
                 todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, places)
     run_share(index, share, todo)
 
 
-def run(kernels: HopperKernels, shape: LinearShape, choice: Choice, places: Places | None) -> None:
+def run(kernels: HopperKernels, shape: LinearShape, choice: Choice, places: PeerBuffers | None) -> None:
     x = torch.zeros(shape.rows, shape.inner, dtype=BF16, device=kernels.device)
     weight = torch.zeros(shape.outputs, shape.inner, dtype=BF16, device=kernels.device)
     kernels._product(x, weight, None, choice, gate_up=False, places=places)

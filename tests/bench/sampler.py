@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runtime.execute.sampling import logprobs, sampler
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens
@@ -59,7 +59,7 @@ def _time(work: Callable[[], Any]) -> tuple[float, float]:
 def main() -> None:
     """Print one line a variant, batch and implementation."""
     for name, params in VARIANTS.items():
-        features = SamplingFeatures.covering([params])
+        features = SamplingVariant.covering([params])
         for batch in (1, 32, 256):
             logits = torch.randn(batch, VOCAB, device="cuda").mul_(3).bfloat16()
             rows = rows_for([params] * batch, [9] * batch, stop_ids=[[1, 2]] * batch, device="cuda")

@@ -18,7 +18,7 @@ from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.registry import model_class
 from parallel.comm.collectives import Collectives, SingleRank
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 from tests.bench.dense_shapes import BF16, FOLDERS, MODELS, SHAPES, Dense
 from tests.models.kernels.rank_without_gpu import FirstRank
 
@@ -49,7 +49,7 @@ class Asked(HopperProducts, ReferenceKernels):
         choice: Choice,
         *,
         gate_up: bool,
-        places: Places | None = None,
+        places: PeerBuffers | None = None,
     ) -> Tensor:
         assert x_MK.shape[1] == weight_OK.shape[1]
         return x_MK.new_empty(len(x_MK), len(weight_OK) // (2 if gate_up else 1))

@@ -17,7 +17,7 @@ from models.kernels.interface import PrefillWanted
 from models.kernels.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.device.cuda import CudaDevice
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.runtime.engine.rig import RigLimits, request, rig, run
@@ -31,7 +31,7 @@ SHAPE: dict[str, object] = {
     "num_key_value_heads": 2,
     "intermediate_size": 512,
 }
-EVERYTHING = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=3)
+EVERYTHING = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=3)
 
 PREFILLS: tuple[PrefillWanted, ...] = ("flashinfer", "triton")
 
@@ -109,7 +109,7 @@ def test_eviction_changes_no_token_of_the_serial_engine() -> None:
 def test_no_step_synchronises(prefill: PrefillWanted, buckets: tuple[int, ...]) -> None:
     """Prefill and decode of every variant, with graphs captured before: any hidden sync raises."""
     requests = mixture(3)
-    with gpu_rig(prefill, depth=2, prefill_buckets=buckets, variants=(SamplingFeatures(), EVERYTHING)) as engine:
+    with gpu_rig(prefill, depth=2, prefill_buckets=buckets, variants=(SamplingVariant(), EVERYTHING)) as engine:
         warm = run(engine, requests)  # lazily captured variants are captured here
         again = [Request(100 + r.request_id, r.prompt_token_ids, r.sampling, r.stop_token_ids) for r in requests]
         captured = engine.counters["graph_captures_after_warmup"]

@@ -16,10 +16,10 @@ from torch import Tensor
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import MOST_PUSHED_ROWS, PUSHING
 from models.kernels.nvidia import HopperKernels
-from parallel.comm.collectives import Unsummed
+from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from parallel.layers.linear import RowParallel
-from parallel.layers.shard import Placement
+from parallel.layers.shard import ShardContext
 from tests.gpu.ranks_on_gpus import OWN_GPUS, RANKS, free_port, joined, late_by_turns, leave
 from tests.gpu.untyped import Stream, spawn
 
@@ -69,7 +69,7 @@ class Layer:
     def __init__(self, made: SymmetricCollectives, inner: int, width: int) -> None:
         self.made, self.inner, self.width = made, inner, width
         self.kernels = HopperKernels(torch.device("cuda", made.rank), prefill="triton")
-        self.product = RowParallel(RANKS * inner, width, Placement(made, self.kernels, BF16), bias=True)
+        self.product = RowParallel(RANKS * inner, width, ShardContext(made, self.kernels, BF16), bias=True)
         torch.manual_seed(made.rank)
         self.product.weight.copy_(torch.randn(width, inner) * inner**-0.5)
         torch.manual_seed(RANKS)
@@ -92,7 +92,7 @@ class Layer:
     def run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """As a model runs it."""
         part = self.product(x)
-        assert isinstance(part, Unsummed)
+        assert isinstance(part, PendingAllReduce)
         choice = self.kernels.choice(LinearShape(len(x), self.width, self.inner, BF16))
         assert part.pushed == (isinstance(choice, PUSHING) and len(x) <= MOST_PUSHED_ROWS), choice
         return part.normed(residual, self.norm, EPS)
@@ -100,7 +100,7 @@ class Layer:
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         bias = self.product.bias if self.made.rank == 0 else None
         part = self.made.sum_before_norm(self.kernels.linear(x, self.product.weight, bias))
-        assert isinstance(part, Unsummed)
+        assert isinstance(part, PendingAllReduce)
         assert not part.pushed
         return part.normed(residual, self.norm, EPS)
 

@@ -16,7 +16,7 @@ import torch
 
 from runtime.execute.sampling import counter_rng, exact_math, logprobs, sampler
 from runtime.execute.sampling.filters import survival_threshold
-from runtime.execute.sampling.inputs import SamplingFeatures, SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_
 from runtime.execute.sampling.sampler import Draw, Verdict, local_best, merge_and_check, sample, sample_and_check
@@ -51,16 +51,16 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "kernels_for", lambda tensor: triton_kernels())
 
 
-def _moved(rows: SamplingRows, device: str) -> SamplingRows:
+def _moved(rows: SamplingInputs, device: str) -> SamplingInputs:
     """The rows on the device, as strided columns of one table like the slot records."""
 
     def strided(t: torch.Tensor) -> torch.Tensor:
         return torch.stack((t, t), -1).to(device)[..., 0]
 
-    return SamplingRows(**{f.name: strided(getattr(rows, f.name)) for f in fields(rows)})
+    return SamplingInputs(**{f.name: strided(getattr(rows, f.name)) for f in fields(rows)})
 
 
-def _mixture(seed: int, vocab: int, rows: int = ROWS) -> tuple[torch.Tensor, SamplingRows, SeenTokens]:
+def _mixture(seed: int, vocab: int, rows: int = ROWS) -> tuple[torch.Tensor, SamplingInputs, SeenTokens]:
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
     params = [random_params(rng, min_tokens=2, max_tokens=9, repetition_penalty=1.25) for _ in range(rows)]
@@ -78,7 +78,7 @@ def _mixture(seed: int, vocab: int, rows: int = ROWS) -> tuple[torch.Tensor, Sam
 
 
 def _on_cpu(
-    logits: torch.Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None
+    logits: torch.Tensor, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None
 ) -> tuple[Draw, Verdict]:
     """The torch path, whatever ``use_triton`` patched."""
     with pytest.MonkeyPatch.context() as patch:
@@ -87,17 +87,17 @@ def _on_cpu(
 
 
 VARIANTS = [
-    SamplingFeatures(),
-    SamplingFeatures(random=True),
-    SamplingFeatures(random=True, filters=True),
-    SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True),
+    SamplingVariant(),
+    SamplingVariant(random=True),
+    SamplingVariant(random=True, filters=True),
+    SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True),
 ]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("features", VARIANTS, ids=["greedy", "random", "filters", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_and_verdicts_are_those_of_the_cpu(vocab: int, features: SamplingFeatures, dtype: torch.dtype) -> None:
+def test_tokens_and_verdicts_are_those_of_the_cpu(vocab: int, features: SamplingVariant, dtype: torch.dtype) -> None:
     logits, rows, seen = _mixture(vocab, vocab)
     if not features.random:
         rows = replace(rows, temperature=torch.zeros_like(rows.temperature))
@@ -120,7 +120,7 @@ def test_tokens_and_verdicts_are_those_of_the_cpu(vocab: int, features: Sampling
 def test_shares_of_the_vocabulary(tp: int) -> None:
     vocab = VOCABS[-1] - 1
     logits, rows, _ = _mixture(3, vocab)
-    features = SamplingFeatures(random=True)
+    features = SamplingVariant(random=True)
     wanted, _ = _on_cpu(logits, rows, features)
     share = -(-vocab // tp)
     padded = torch.nn.functional.pad(logits, (0, share * tp - vocab), value=1e9).to(DEVICE)
@@ -197,7 +197,7 @@ def test_log_probabilities_have_the_same_bits_on_both(vocab: int, top_n: int, dt
 
 @needs_cuda
 @pytest.mark.parametrize("features", VARIANTS, ids=["greedy", "random", "filters", "all"])
-def test_a_captured_graph_draws_anew_at_each_position_and_never_syncs(features: SamplingFeatures) -> None:
+def test_a_captured_graph_draws_anew_at_each_position_and_never_syncs(features: SamplingVariant) -> None:
     vocab = 151_936
     logits, rows, seen = _mixture(5, vocab, 32)
     rows = replace(rows, finished=torch.zeros(32, dtype=torch.bool))
@@ -236,7 +236,7 @@ def test_a_captured_graph_draws_anew_at_each_position_and_never_syncs(features: 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
     logits, rows, _ = _mixture(8, VOCABS[-1])
-    features = SamplingFeatures(random=True, filters=True)
+    features = SamplingVariant(random=True, filters=True)
     moved, device_logits = _moved(rows, DEVICE), logits.to(DEVICE)
     together = sample(device_logits, moved, features).token_B
     for row in range(0, ROWS, 5):

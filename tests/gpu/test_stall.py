@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 
 from runtime.execute.landing import StepTiming
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.observe.observer import StepObserver
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
 from tests.runtime.engine.rig import request
@@ -48,7 +48,7 @@ def measure(depth: int, stalls: int) -> Measured:
         shape=MANY_LAYERS,
         max_model_len=256,
         block_size=64,
-        variants=(SamplingFeatures(random=True),),
+        variants=(SamplingVariant(random=True),),
         observe=StepObserver(on_timing=times.append),
         frozen=True,  # a full collection of this process takes more than three steps
     ) as engine:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.collectives import Unsummed
+from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.peer_buffers import EMPTY
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from tests.gpu.ranks_on_gpus import (
@@ -114,7 +114,7 @@ def _check_norm(made: SymmetricCollectives, rows: int, dtype: torch.dtype) -> No
         total = made.all_reduce(x.clone())
         total = total if before is None else (total.float() + before.float()).to(dtype)
         late = made.sum_before_norm(x)
-        assert isinstance(late, Unsummed)
+        assert isinstance(late, PendingAllReduce)
         normed, kept = late.normed(before, norm, 1e-6)
         assert torch.equal(kept, total)
         h = total.double()

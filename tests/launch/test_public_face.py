@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lockstride
-from runtime.frontend.engine_protocol import EngineInterface
+from runtime.frontend.engine_protocol import EngineProtocol
 
 
 def test_the_public_names_are_what_they_say() -> None:
@@ -13,7 +13,7 @@ def test_the_public_names_are_what_they_say() -> None:
 
 
 def test_the_engine_has_everything_a_front_end_needs() -> None:
-    needed = {name for name in vars(EngineInterface) if not name.startswith("_")}
+    needed = {name for name in vars(EngineProtocol) if not name.startswith("_")}
     assert needed
     assert {name for name in needed if not hasattr(lockstride.Engine, name)} <= {"config", "model_config"}
 

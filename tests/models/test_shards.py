@@ -13,7 +13,7 @@ from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.layers.linear import ColumnParallel, RowParallel
-from parallel.layers.shard import HeadShard, Placement, VocabShard
+from parallel.layers.shard import HeadShard, ShardContext, VocabShard
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors
 
 WIDE = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -119,7 +119,7 @@ def test_legal_head_splits(heads: int, kv_heads: int, legal: list[int]) -> None:
 
 
 def test_uneven_splits_name_the_legal_sizes() -> None:
-    placement = Placement(RankOf(0, 4), ReferenceKernels(), torch.float32)
+    placement = ShardContext(RankOf(0, 4), ReferenceKernels(), torch.float32)
     with pytest.raises(ValueError, match=r"6 query heads and 2 key/value heads .* over 4 .* out of \[1, 2, 6\]"):
         HeadShard(6, 2, 0, 4)
     with pytest.raises(ValueError, match=r"10 outputs .* over 4 .* out of \[1, 2, 5, 10\]"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.topology import Sharing, Topology
+from parallel.topology import ParallelDegrees, Topology
 
 
 def test_one_process_alone_leads_everything() -> None:
@@ -36,7 +36,7 @@ def test_numbers_that_do_not_fit_are_refused(numbers: tuple[int, ...], said: str
 
 @pytest.mark.parametrize(("world", "tensor", "expert"), [(8, 2, 8), (8, 4, 2), (8, 1, 4), (6, 3, 6), (1, 1, 1)])
 def test_groups_partition_the_ranks(world: int, tensor: int, expert: int) -> None:
-    sharing = Sharing(world, tensor, expert)
+    sharing = ParallelDegrees(world, tensor, expert)
     for group_of, size in (
         (sharing.tensor_group, tensor),
         (sharing.expert_group, expert),
@@ -52,6 +52,6 @@ def test_degrees_that_do_not_divide_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"tensor-parallel degree 3 does not divide 8 ranks: choose from \[1, 2, 4, 8\]"
     ):
-        Sharing(8, 3, 1)
+        ParallelDegrees(8, 3, 1)
     with pytest.raises(ValueError, match="one must divide the other"):
-        Sharing(6, 2, 3)
+        ParallelDegrees(6, 2, 3)

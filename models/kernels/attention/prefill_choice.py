@@ -75,7 +75,7 @@ class Prefill:
         if self._wanted == "auto" and self._backend != "fa3":
             return  # there ours is captured in graphs, and FlashInfer's is not
         try:
-            from models.kernels.attention import flashinfer as flashinfer_attention  # noqa: F401  here: it need not be installed
+            from models.kernels.attention import flashinfer_prefill  # noqa: F401  here: it need not be installed
         except (ImportError, OSError, RuntimeError) as missing:
             self._reason = f"{missing}; install the extra: pip install 'lockstride[cuda]'"
             return
@@ -93,7 +93,7 @@ class Prefill:
         everywhere = bool(agree_min(int(here)))
         self._settled = True
         if everywhere:
-            from models.kernels.attention.flashinfer import PagedPrefill
+            from models.kernels.attention.flashinfer_prefill import PagedPrefill
 
             self._paged = PagedPrefill(self._device, self._backend)
         elif self._plain:
@@ -145,8 +145,7 @@ class Prefill:
         return self._ready
 
     def _load(self, dtype: torch.dtype, head_dim: int) -> None:
-        from models.kernels.attention import flashinfer as flashinfer_attention
-        from models.kernels.attention import flashinfer_build
+        from models.kernels.attention import flashinfer_build, flashinfer_prefill
 
         try:
             if self._wanted == "auto":
@@ -155,7 +154,7 @@ class Prefill:
                     self._reason = flashinfer_build.obstacle()
                     self._unbuilt = spec if self._reason is None else None
                     return
-            flashinfer_attention.load_module(self._backend, dtype, head_dim)
+            flashinfer_prefill.load_module(self._backend, dtype, head_dim)
             self._ready = True
         except Exception as error:  # of its compilers, its files, its libraries: no class has them all
             self._reason = f"FlashInfer's for {dtype} with head_dim {head_dim} cannot be built or loaded: {error}"

@@ -25,7 +25,7 @@ from models.kernels.matmul.candidates import candidates_for, default_choice, qui
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class HopperProducts(Kernels):
         return self._product(x_TN, weight_ON, bias_O, self.choice(shape), gate_up=False)
 
     def linear_into(
-        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
         pushed = isinstance(choice, PUSHING) and x_TN.shape[0] <= MOST_PUSHED_ROWS
@@ -211,7 +211,7 @@ class HopperProducts(Kernels):
         choice: Choice,
         *,
         gate_up: bool,
-        places: Places | None = None,
+        places: PeerBuffers | None = None,
     ) -> Tensor:
         """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that is PUSHING: the result goes
         there, too."""
@@ -261,7 +261,7 @@ class HopperProducts(Kernels):
         choice: Gemv,
         *,
         gate_up: bool,
-        places: Places | None = None,
+        places: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
         return gemv_triton.gemv(
             x_MK,
@@ -290,7 +290,7 @@ class HopperProducts(Kernels):
         choice: Skinny,
         *,
         gate_up: bool,
-        places: Places | None = None,
+        places: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
         return skinny_triton.skinny(
             x_MK,

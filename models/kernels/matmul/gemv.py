@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.matmul.candidates import FIRST_WAVE
 from parallel.comm.matmul_push_triton import counted, push
-from parallel.comm.peer_buffers import Places, push_arguments
+from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def gemv(
     chunk: int,
     warps: int,
     prefetch: int = 0,
-    places: Places | None = None,
+    places: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
 from parallel.comm.matmul_push_triton import counted, push
-from parallel.comm.peer_buffers import Places, push_arguments
+from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 COUNTERS = 8192  # tiles a launch may have when it splits K
 
@@ -162,7 +162,7 @@ def skinny(
     stages: int,
     warps: int,
     prefetch: int,
-    places: Places | None = None,
+    places: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual') as models/kernels/matmul/gemv.py ``gemv``: y = x @ W^T + bias [M, O] with, where given,

@@ -40,7 +40,7 @@ def odd_one(reference: int, said: Mapping[int, _Said], size: int) -> int:
 
 
 @dataclass(slots=True)
-class Dispute:
+class Divergence:
     """What is known while the ranks of ``group`` explain their digests of ``step``, ``since`` a time in seconds."""
 
     group: GroupDigests

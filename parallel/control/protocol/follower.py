@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.protocol.divergence import Recent, nothing, summaries
 from parallel.control.protocol.max_rounds import Proposed, checked
-from parallel.control.protocol.reliable_messages import Teller
+from parallel.control.protocol.reliable_messages import ReliableSender
 from parallel.control.protocol.states import (
     FOLLOWER_TABLE,
     FollowerInput,
@@ -71,7 +71,7 @@ class Follower:
         self._reference = rank // size * size  # the rank that our digest is compared with
         self._acknowledgement = Form(codec, Kind.ACK, rank)
         self._proposal = -1, b""  # the step of our last one, and its frame
-        self._teller = Teller(self.limits.resend)
+        self._teller = ReliableSender(self.limits.resend)
         self._started = False  # until the leader is heard of, it may still be loading
         self._dispute = 0, 0  # step and the leader's digest, once they differ
         self._heard = 0.0
@@ -109,7 +109,7 @@ class Follower:
         self.outbox.append(proposal)
 
     def tell(self, payload: bytes, now: float) -> None:
-        """Bytes for the leader's engine. Raises as ``Teller.tell``."""
+        """Bytes for the leader's engine. Raises as ``ReliableSender.tell``."""
         self._tell(self._teller.tell(payload, now))
 
     @property

@@ -6,7 +6,7 @@ Does not know: what a digest stands for, how the verdict is worded (divergence.p
 
 from __future__ import annotations
 
-from parallel.control.protocol.divergence import Dispute, Recent, summaries
+from parallel.control.protocol.divergence import Divergence, Recent, summaries
 from parallel.control.protocol.group_digests import GroupDigests
 from parallel.control.protocol.leader_verdicts import Ending
 from parallel.control.protocol.states import LeaderInput, LeaderState, Limits
@@ -23,7 +23,7 @@ class Comparing(Ending):
         self.recent = recent
         self._size = size = codec.world // groups
         self._groups = [GroupDigests(number, range(number * size, (number + 1) * size)) for number in range(groups)]
-        self._dispute: Dispute | None = None
+        self._dispute: Divergence | None = None
 
     def _compare(self, rank: int, step: int, digest: int, now: float) -> None:
         """Takes a rank's digest, and compares what can be compared now."""
@@ -52,7 +52,7 @@ class Comparing(Ending):
         self._enter(given)
         before = self._dispute
         if self.state is LeaderState.DISPUTED and (before is None or step < before.step):
-            self._dispute = Dispute(group, step, now if before is None else before.since)
+            self._dispute = Divergence(group, step, now if before is None else before.since)
             if before is not None and before.group is group:
                 self._dispute.explained |= before.explained
 

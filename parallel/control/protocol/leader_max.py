@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from parallel.control.errors import FrameError, Verdict
 from parallel.control.protocol.divergence import Recent
 from parallel.control.protocol.leader_digests import Comparing
-from parallel.control.protocol.max_rounds import Proposals, Proposed, checked, one_sided
-from parallel.control.protocol.reliable_messages import Hearer, refuse_oversized
+from parallel.control.protocol.max_rounds import MaxRounds, Proposed, checked, one_sided
+from parallel.control.protocol.reliable_messages import ReliableReceiver, refuse_oversized
 from parallel.control.protocol.states import LeaderInput, LeaderState, Limits
 from parallel.control.wire.frames import EVERYONE, Codec, Kind, Numbers
 
@@ -26,11 +26,11 @@ class Agreeing(Comparing):
         super().__init__(codec, limits, rank, groups, recent)
         self.horizon = horizon
         self.maximum: Proposed | None = None
-        self._proposals = Proposals(codec.world, self._size)
+        self._proposals = MaxRounds(codec.world, self._size)
         self._proposed = -1, 0.0  # the step of our last proposal, and when it was made
         self._alive = 0.0  # when the others last heard of us while we wait for proposals
         self._agreed: dict[int, bytes] = {}  # by step, for ranks that may ask again
-        self._hearers = {r: Hearer(r) for r in self.acknowledged}
+        self._hearers = {r: ReliableReceiver(r) for r in self.acknowledged}
         self._own: list[bytes] = []
 
     def propose(self, step: int, numbers: Sequence[int], now: float) -> None:

@@ -37,7 +37,7 @@ class Round:
     contradicted: float | None = None
 
 
-class Proposals:
+class MaxRounds:
     """The leader's view of all ranks' proposals, for as many steps as ranks are ahead. Groups are runs of ``size``."""
 
     def __init__(self, world: int, size: int) -> None:

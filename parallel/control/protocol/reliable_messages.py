@@ -30,7 +30,7 @@ def refuse_oversized(payload: bytes) -> None:
         )
 
 
-class Teller:
+class ReliableSender:
     """A rank's side. Its methods return what is to be sent now, as (number, payload). ``resend``: seconds."""
 
     def __init__(self, resend: float) -> None:
@@ -100,7 +100,7 @@ class Teller:
         return sent
 
 
-class Hearer:
+class ReliableReceiver:
     """The leader's side for one rank: puts in order what came, and keeps it until it is taken."""
 
     def __init__(self, rank: int) -> None:

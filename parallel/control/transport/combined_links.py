@@ -42,7 +42,7 @@ class EitherReady:
             self._poller.poll(max(1, int(1000 * (until - now))))
 
 
-class BothLinks:
+class CombinedLinks:
     """A LeaderLink over a near one (Unix sockets) and a far one (ZeroMQ)."""
 
     def __init__(self, near: UdsLeaderLink, far: ZmqLeaderLink) -> None:

@@ -26,7 +26,7 @@ from parallel.control.transport.uds_links import UdsFollowerLink, UdsLeaderLink
 _SPARE = 64  # connections that may hang about unidentified, on top of those we expect
 
 
-class LocalMeeting:
+class LocalRendezvous:
     """The leader's side: listens at ``path`` for the followers ``ranks`` of this node.
 
     ``gather`` returns when all are there and the same as we; ``start`` lets them go. In between a leader of one node
@@ -142,7 +142,7 @@ class Joined:
 
 
 def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits) -> Joined:
-    """The follower's side of a LocalMeeting: connects, greets, waits for START.
+    """The follower's side of a LocalRendezvous: connects, greets, waits for START.
 
     Raises HandshakeRefused (the leader says the same), MissedDeadline or LostPeer naming the leader.
     """

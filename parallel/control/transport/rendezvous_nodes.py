@@ -30,7 +30,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-class FarMeeting:
+class NodeRendezvous:
     """Rank 0's side: listens on ``address`` for the node leaders ``expected`` (rank -> ranks of its node)."""
 
     def __init__(
@@ -122,7 +122,7 @@ class FarMeeting:
                     post(at, rank, reply)
 
 
-class FarJoining:
+class NodeJoin:
     """A node leader's side. Made when ``step`` is READY; then ``finish`` once its own node is complete, or ``decline``;
     after ``finish``, ``await_start``.
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from runtime.execute.sampling.exact_math import exp_weights, log
-from runtime.execute.sampling.inputs import SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs
 
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 _NO_LIMIT = 2**63 - 1
 
 
-def survival_threshold(scaled_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def survival_threshold(scaled_BV: Tensor, rows: SamplingInputs) -> tuple[Tensor, Tensor]:
     """(threshold_B, largest_B) of float32 logits after temperature: a token survives if its logit is >= the threshold.
 
     ``largest_B`` is the row's maximum, NaN where the row holds one. Rows with every filter off get -inf.

@@ -1,7 +1,7 @@
 """What the sampler needs to know of a row, and which work a whole batch needs.
 
-Knows: the per-row parameters as device tensors (SamplingRows) and the static variant a graph is captured for
-(SamplingFeatures). Does not know: slots (slot_state.py fills the rows, by row -> slot), logits, randomness.
+Knows: the per-row parameters as device tensors (SamplingInputs) and the static variant a graph is captured for
+(SamplingVariant). Does not know: slots (slot_state.py fills the rows, by row -> slot), logits, randomness.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _room_for(top: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
+class SamplingInputs:
     """Parameters of B rows; also fit to be the slot table itself, B = slots, of which ``select`` gathers rows.
 
     Meanings and "off" values are SamplingParams'. ``position`` is the absolute index (prompt included) of the token
@@ -48,7 +48,7 @@ class SamplingRows:
     finished: Tensor  # bool or int32 [B]
 
     @classmethod
-    def neutral(cls, rows: int, stop_width: int, device: torch.device | str = "cpu") -> SamplingRows:
+    def neutral(cls, rows: int, stop_width: int, device: torch.device | str = "cpu") -> SamplingInputs:
         """Greedy rows with every filter off that are ``finished``: what a table of slots starts as."""
 
         def full(value: float, dtype: torch.dtype) -> Tensor:
@@ -70,13 +70,13 @@ class SamplingRows:
             finished=full(True, torch.bool),
         )
 
-    def select(self, index_B: Tensor) -> SamplingRows:
+    def select(self, index_B: Tensor) -> SamplingInputs:
         """The rows ``index_B`` (int64) of this table, as fresh tensors."""
-        return SamplingRows(**{f.name: getattr(self, f.name).index_select(0, index_B) for f in fields(self)})
+        return SamplingInputs(**{f.name: getattr(self, f.name).index_select(0, index_B) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingFeatures:
+class SamplingVariant:
     """Which parts of sampling a graph contains: chosen on the host, one captured variant each.
 
     A feature that is on never changes a row that does not ask for it; a feature that is off must not be asked for by
@@ -97,7 +97,7 @@ class SamplingFeatures:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}")
 
     @classmethod
-    def covering(cls, params: Iterable[SamplingParams]) -> SamplingFeatures:
+    def covering(cls, params: Iterable[SamplingParams]) -> SamplingVariant:
         """A variant that serves all of ``params``, the smallest but for TOP_LOGPROBS; a greedy request's filters change
         nothing.
         """
@@ -119,11 +119,11 @@ class SamplingFeatures:
             on.append(f"up to {self.top_logprobs} likely tokens")
         return ", ".join(on) if on else "greedy sampling"
 
-    def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
+    def __or__(self, other: SamplingVariant) -> SamplingVariant:
         """The variant that serves both."""
         if self == other:
             return self
-        return SamplingFeatures(
+        return SamplingVariant(
             random=self.random or other.random,
             filters=self.filters or other.filters,
             penalties=self.penalties or other.penalties,

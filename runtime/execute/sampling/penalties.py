@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.execute.sampling.inputs import SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs
 
 _PADDING_SLOT = 0
 _MOST = 32767  # an int16 count stays there instead of wrapping
@@ -64,7 +64,7 @@ def count_tokens_(tables: SeenTokens, slots_B: Tensor, tokens_B: Tensor, live_B:
     flat.scatter_(0, index_B, counted_B.to(torch.int16))
 
 
-def apply_penalties(logits_BV: Tensor, seen: SeenTokens, rows: SamplingRows) -> Tensor:
+def apply_penalties(logits_BV: Tensor, seen: SeenTokens, rows: SamplingInputs) -> Tensor:
     """Penalised copy of float32 logits: repetition, then frequency, then presence. ``seen``: the rows' [B, V] counts.
 
     Positive logits of seen tokens are divided by the repetition penalty, others multiplied. Rows with neutral
@@ -78,7 +78,7 @@ def apply_penalties(logits_BV: Tensor, seen: SeenTokens, rows: SamplingRows) -> 
     return penalised_BV
 
 
-def mask_stop_ids(logits_BV: Tensor, rows: SamplingRows, vocab_start: int = 0) -> Tensor:
+def mask_stop_ids(logits_BV: Tensor, rows: SamplingInputs, vocab_start: int = 0) -> Tensor:
     """Copy of the logits with the stop ids of rows under their min_length at -inf (NaN and +inf still show as NaN)."""
     vocab = logits_BV.shape[1]
     early_B1 = (rows.position < rows.min_length)[:, None]

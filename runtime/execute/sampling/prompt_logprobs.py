@@ -52,7 +52,7 @@ def _columns(words_X: Tensor, tokens: int, top: int) -> TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class StepScores:
+class StepPromptLogprobs:
     """One step's share of the channel: S ``tokens``, ``top`` likely ones beside each, the same words on both sides."""
 
     plan: StepPlan
@@ -105,7 +105,7 @@ class StepScores:
         return tuple(rows)
 
 
-class PromptScores:
+class PromptLogprobRing:
     """The channel: one entry a ring entry, allocated at the first claim and kept."""
 
     def __init__(self, device: Device, *, entries: int, max_tokens: int) -> None:
@@ -118,7 +118,7 @@ class PromptScores:
         """Bytes held on each side; 0 until somebody has asked."""
         return 0 if self._sides_EX is None else self._sides_EX[0].nbytes
 
-    def claim(self, plan: StepPlan, index: int) -> StepScores | None:
+    def claim(self, plan: StepPlan, index: int) -> StepPromptLogprobs | None:
         """Entry ``index`` for what ``plan`` scores; None when that is nothing."""
         if not plan.chunks or not (tokens := plan.scored_tokens):
             return None
@@ -128,4 +128,4 @@ class PromptScores:
         top = max(chunk.scored.top for chunk in plan.chunks if chunk.scored is not None)
         device_EX, host_EX = self._sides_EX
         words = score_words(tokens, top)
-        return StepScores(plan, tokens, top, device_EX[index, :words], host_EX[index, :words])
+        return StepPromptLogprobs(plan, tokens, top, device_EX[index, :words], host_EX[index, :words])

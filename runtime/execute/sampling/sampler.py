@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
 from runtime.execute.sampling.filters import survival_threshold
-from runtime.execute.sampling.inputs import SamplingFeatures, SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import SeenTokens, apply_penalties, mask_stop_ids
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
     finish_B: Tensor
 
 
-def sample(logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None) -> Draw:
+def sample(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None) -> Draw:
     """One token a row from full logits (float32 or bfloat16; not modified). Ties go to the lowest id.
 
     seen: the rows' token counts (penalties.py), needed with features.penalties.
@@ -54,7 +54,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures, se
 
 
 def sample_and_check(
-    logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None = None
+    logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None
 ) -> tuple[Draw, Verdict]:
     """``sample`` and ``stop_check`` in the fewest launches."""
     return merge_and_check(*_candidates(logits_BV, 0, rows, features, seen), rows=rows)
@@ -63,8 +63,8 @@ def sample_and_check(
 def local_best(
     logits_BV: Tensor,
     vocab_start: int,
-    rows: SamplingRows,
-    features: SamplingFeatures,
+    rows: SamplingInputs,
+    features: SamplingVariant,
     seen: SeenTokens | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -97,7 +97,7 @@ def merge_best(keys_BP: Tensor, evidence_B: Tensor | None = None) -> Draw:
     return Draw(torch.where(ok_B, token_B, 0), ok_B)
 
 
-def stop_check(token_B: Tensor, rows: SamplingRows, ok_B: Tensor) -> Verdict:
+def stop_check(token_B: Tensor, rows: SamplingInputs, ok_B: Tensor) -> Verdict:
     """Whether each row ends with the token just drawn.
 
     A finished row gains nothing and reports NONE. Otherwise, first match: ERROR if its logits were not usable (it
@@ -114,7 +114,7 @@ def stop_check(token_B: Tensor, rows: SamplingRows, ok_B: Tensor) -> Verdict:
     return Verdict((ok_B & live_B).to(torch.int32), finish_B.to(torch.int32))
 
 
-def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: SamplingRows) -> tuple[Draw, Verdict]:
+def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: SamplingInputs) -> tuple[Draw, Verdict]:
     """``merge_best`` and ``stop_check`` together; one launch on CUDA."""
     if (kernels := kernels_for(keys_BP)) is None:
         draw = merge_best(keys_BP, evidence_B)
@@ -133,7 +133,7 @@ def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: 
 
 
 def _candidates(
-    logits_BV: Tensor, vocab_start: int, rows: SamplingRows, features: SamplingFeatures, seen: SeenTokens | None
+    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None
 ) -> tuple[Tensor, Tensor | None]:
     """(candidates int64 [B, P], evidence or None) of a share of the logits; what ``merge_best`` takes."""
     if features.penalties and seen is None:
@@ -159,8 +159,8 @@ def _triton_candidates(
     kernels: SamplingKernels,
     logits_BV: Tensor,
     vocab_start: int,
-    rows: SamplingRows,
-    features: SamplingFeatures,
+    rows: SamplingInputs,
+    features: SamplingVariant,
     seen: SeenTokens | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``_candidates`` in a few launches; makes float32 logits only where they are changed."""
@@ -193,11 +193,11 @@ def _triton_candidates(
     return keys_BP, largest_B
 
 
-def _is_random(rows: SamplingRows) -> Tensor:
+def _is_random(rows: SamplingInputs) -> Tensor:
     return rows.temperature >= MIN_TEMPERATURE
 
 
-def _scaled(logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures) -> Tensor:
+def _scaled(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Tensor:
     """Logits times 1 / temperature; greedy rows are multiplied by 1."""
     if not features.random:
         return logits_BV
@@ -205,7 +205,7 @@ def _scaled(logits_BV: Tensor, rows: SamplingRows, features: SamplingFeatures) -
     return logits_BV * factor_B[:, None]
 
 
-def _noise(score_BV: Tensor, vocab_start: int, rows: SamplingRows) -> Tensor:
+def _noise(score_BV: Tensor, vocab_start: int, rows: SamplingInputs) -> Tensor:
     """Gumbel noise of the row's draw, 0 for greedy rows."""
     last = vocab_start + score_BV.shape[1]
     ids_V = torch.arange(vocab_start, last, dtype=torch.int32, device=score_BV.device)

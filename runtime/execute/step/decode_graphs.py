@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.execute.device.protocol import Device, DeviceError, Graph
 from runtime.execute.landing import ResultRing
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.step import StepWork
 
 log = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ class DecodeGraphs:
         self._work = work
         self._ring = ring
         self._row_maps = row_maps
-        self._graphs: dict[tuple[int, SamplingFeatures, int], Graph] = {}
+        self._graphs: dict[tuple[int, SamplingVariant, int], Graph] = {}
         self._warm = False
-        self._late: set[SamplingFeatures] = set()
+        self._late: set[SamplingVariant] = set()
 
-    def warm_up(self, variants: tuple[SamplingFeatures, ...], exchanges: tuple[int, ...] = ()) -> None:
+    def warm_up(self, variants: tuple[SamplingVariant, ...], exchanges: tuple[int, ...] = ()) -> None:
         """Capture every bucket of ``variants``, the largest first so that the shared memory pool is sized once.
 
         With ``exchanges``, the rows of steps in which another group prefills, each bucket once for each of them too.
@@ -78,7 +78,7 @@ class DecodeGraphs:
             counters.bytes / (1 << 20),
         )
 
-    def get(self, bucket: int, features: SamplingFeatures, exchange_rows: int = 0) -> Graph:
+    def get(self, bucket: int, features: SamplingVariant, exchange_rows: int = 0) -> Graph:
         """The graph of that variant, captured now if it is not there yet. CaptureError names bucket and way out."""
         key = (bucket, features, exchange_rows)
         graph = self._graphs.get(key)
@@ -86,7 +86,7 @@ class DecodeGraphs:
             graph = self._graphs[key] = self._capture(*key)
         return graph
 
-    def _capture(self, bucket: int, features: SamplingFeatures, exchange_rows: int) -> Graph:
+    def _capture(self, bucket: int, features: SamplingVariant, exchange_rows: int) -> Graph:
         rows_B = self._row_maps[bucket]
         self.counters.captured += 1
         if self._warm:

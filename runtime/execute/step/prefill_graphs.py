@@ -20,7 +20,7 @@ import torch
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from runtime.execute.device.protocol import Device, DeviceError, Graph
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, Staging
 from runtime.execute.step.decode_graphs import CaptureError
@@ -78,7 +78,7 @@ class PrefillGraphs:
         chunks: Chunks,
         query_lengths: tuple[int, ...],
         kv_lengths: tuple[int, ...],
-        features: SamplingFeatures,
+        features: SamplingVariant,
     ) -> None:
         """Put a prefill step whose chunks are staged, and padded to ``bucket``, on the compute stream.
 
@@ -105,7 +105,7 @@ class PrefillGraphs:
         self._device.release_unused()  # of the rehearsals here
         largest = self._buckets[-1]
         chunks, lengths = self._staging.padded_chunks(largest), self._rows_of(largest, max_model_len)
-        self.launch(largest, chunks, lengths, lengths, SamplingFeatures())
+        self.launch(largest, chunks, lengths, lengths, SamplingVariant())
         self._device.compute.submit(undo)
         log.info(
             "graphs: %d of prefill steps of up to %d tokens captured in %.1f s",

@@ -17,10 +17,10 @@ from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill, St
 from models.layers.decoder import Decoder
 from runtime.execute.device.protocol import Device
 from runtime.execute.landing import ResultRing
-from runtime.execute.sampling.inputs import SamplingFeatures, SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_
-from runtime.execute.sampling.prompt_logprobs import StepScores
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, local_best, merge_and_check, sample_and_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
@@ -39,7 +39,7 @@ class StepWork:
         self._ring = ring
         self._block_size = block_size
 
-    def decode(self, rows_B: Tensor, features: SamplingFeatures, exchange_rows: int = 0) -> None:
+    def decode(self, rows_B: Tensor, features: SamplingVariant, exchange_rows: int = 0) -> None:
         """One token for every row of ``rows_B`` (int64 [B], row -> slot); ghost and padding rows are masked.
 
         ``exchange_rows``: see StepPlan.
@@ -67,8 +67,8 @@ class StepWork:
         chunks: Chunks,
         query_lengths: tuple[int, ...],
         kv_lengths: tuple[int, ...],
-        features: SamplingFeatures,
-        scores: StepScores | None = None,
+        features: SamplingVariant,
+        scores: StepPromptLogprobs | None = None,
         exchange_rows: int = 0,
     ) -> None:
         """Chunks of prompts, packed; rows whose chunk is the last draw their first token, the others produce nothing.
@@ -109,7 +109,7 @@ class StepWork:
         )
         return self._model.forward(inputs, self._kv_layers)
 
-    def finish_prefill(self, hidden_RN: Tensor, chunks: Chunks, features: SamplingFeatures) -> None:
+    def finish_prefill(self, hidden_RN: Tensor, chunks: Chunks, features: SamplingVariant) -> None:
         """The rest of it: the first tokens of rows whose chunk is the last."""
         columns = self._tables.gather(chunks.emitting_R)
         self._finish(hidden_RN, chunks.emitting_R, columns, columns.sampling(), features)
@@ -119,8 +119,8 @@ class StepWork:
         hidden_BN: Tensor,
         rows_B: Tensor,
         columns: SlotColumns,
-        sampling: SamplingRows,
-        features: SamplingFeatures,
+        sampling: SamplingInputs,
+        features: SamplingVariant,
     ) -> None:
         """Draw, check for the end, write back by slot, report."""
         draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), rows_B, sampling, features)
@@ -129,7 +129,7 @@ class StepWork:
         write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
 
     def _draw(
-        self, local_BV: Tensor, rows_B: Tensor, sampling: SamplingRows, features: SamplingFeatures
+        self, local_BV: Tensor, rows_B: Tensor, sampling: SamplingInputs, features: SamplingVariant
     ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
         seen = self._seen().select(rows_B) if features.penalties else None
         collectives = self._model.collectives

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.landing import ResultRing
-from runtime.execute.sampling.inputs import SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import SlotColumns, SlotTables
@@ -31,7 +31,7 @@ class Gathered:
     """
 
     columns: SlotColumns
-    sampling: SamplingRows
+    sampling: SamplingInputs
     page_table_BP: Tensor
     kv_lengths_B: Tensor
     token_B: Tensor

@@ -10,7 +10,7 @@ import pytest
 
 from launch.api.response import answer_row
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
-from runtime.frontend.output_processor import OutputAssembler
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import Completion, RequestOutput, Timing, TokenLogprob
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, SamplingParams
@@ -78,7 +78,7 @@ def scored(request_ids: list[int], *parts: PromptLogprobs | None, finished: tupl
 
 
 def test_parts_of_a_prompt_come_together_once_for_all_answers() -> None:
-    assembler = OutputAssembler(None)
+    assembler = OutputProcessor(None)
     sampling = SamplingParams(seed=1, n=3, prompt_logprobs=2)
     requests = assembler.open("k", (10, 11, 12, 13), sampling)
     assert [r.sampling.prompt_logprobs for r in requests] == [2, None, None], "the prompt is scored once"
@@ -95,7 +95,7 @@ def test_parts_of_a_prompt_come_together_once_for_all_answers() -> None:
 
 
 def test_ghosts_and_strangers_are_passed_over_and_what_was_not_computed_is_none() -> None:
-    assembler = OutputAssembler(None)
+    assembler = OutputProcessor(None)
     (curious,) = assembler.open("a", (10, 11, 12), SamplingParams(seed=1, prompt_logprobs=0))
     (silent,) = assembler.open("b", (10, 11, 12), SamplingParams(seed=1))
     assembler.route(scored([-1, 99, curious.request_id], part(1, -9.0), part(1, -9.0), part(1, -1.0)))

@@ -6,13 +6,13 @@ import msgspec
 
 from launch.bench.environment import engine_facts, environment
 from launch.ranks.rendezvous import discover
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.execute.step.test_decode_graphs import BUCKETS, SmallDevice
 
 
 def test_graphs_and_memory_of_the_engine_are_on_record() -> None:
-    variants = (SamplingFeatures(), SamplingFeatures(random=True))
+    variants = (SamplingVariant(), SamplingVariant(random=True))
     with rig(rows=4, buckets=BUCKETS, blocks=40, device=SmallDevice(), variants=variants) as engine:
         run(engine, [request(0, (5, 6), max_tokens=3, logprobs=1)])
         assert engine.counters["graph_captures_after_warmup"] == 1

@@ -1,6 +1,6 @@
 """An engine without a model: a request's tokens are a function of prompt and seed, and come in an unreliable order.
 
-It keeps the promises of EngineInterface and uses its freedoms: rows advance at random, several tokens at a time, a
+It keeps the promises of EngineProtocol and uses its freedoms: rows advance at random, several tokens at a time, a
 cancel takes effect some steps late, a stop string's victim may end by length meanwhile, nothing may land in a step.
 """
 

@@ -18,7 +18,7 @@ from launch.sweep.command import run
 from launch.sweep.options import SweepCommand
 from models.config import ModelConfig
 from parallel.layers.shard import HeadShard, Shard, VocabShard
-from parallel.topology import Sharing
+from parallel.topology import ParallelDegrees
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.scheduler import Scheduler
@@ -35,11 +35,11 @@ def config_of(shape: str, layers: int = 2) -> ModelConfig:
     return replace(config, layers=layers, experts=fewer)
 
 
-def parts_of(config: ModelConfig, sharing: Sharing) -> dict[tuple[int, int], Part]:
+def parts_of(config: ModelConfig, sharing: ParallelDegrees) -> dict[tuple[int, int], Part]:
     return {place: plan_part(config, torch.bfloat16, sharing, place) for place in sorted(set(coordinates(sharing)))}
 
 
-def errors_of(config: ModelConfig, sharing: Sharing) -> tuple[str, ...]:
+def errors_of(config: ModelConfig, sharing: ParallelDegrees) -> tuple[str, ...]:
     return check_coverage(sharing, parts_of(config, sharing)).errors
 
 
@@ -59,7 +59,7 @@ def errors_of(config: ModelConfig, sharing: Sharing) -> tuple[str, ...]:
     ],
 )
 def test_every_element_is_where_it_belongs(shape: str, world: int, tensor: int, expert: int) -> None:
-    sharing = Sharing(world, tensor, expert)
+    sharing = ParallelDegrees(world, tensor, expert)
     parts = parts_of(config_of(shape), sharing)
     coverage = check_coverage(sharing, parts)
     assert coverage.errors == ()
@@ -70,7 +70,7 @@ def test_every_element_is_where_it_belongs(shape: str, world: int, tensor: int, 
 
 def test_bytes_of_a_rank() -> None:
     config = config_of("qwen3-8b")
-    (whole,) = parts_of(config, Sharing()).values()
+    (whole,) = parts_of(config, ParallelDegrees()).values()
     expected = 2 * (2 * config.vocab_size * config.hidden_size + config.hidden_size)
     expected += (
         2
@@ -84,26 +84,26 @@ def test_bytes_of_a_rank() -> None:
     )
     assert whole.weight_bytes == expected
     assert whole.kv_bytes_per_token == 2 * config.layers * config.kv_heads * config.head_dim * 2
-    eighth = parts_of(config, Sharing(8, 8))[0, 0]
+    eighth = parts_of(config, ParallelDegrees(8, 8))[0, 0]
     assert expected / 8 < eighth.weight_bytes < expected / 8 * 1.01
     assert eighth.kv_bytes_per_token == whole.kv_bytes_per_token / 8
 
 
 def test_a_head_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadShard, "first_head", property(lambda self: self.rank // 2 * 2 * self.local_heads))
-    errors = errors_of(config_of("qwen3-8b"), Sharing(4, 4))
+    errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(4, 4))
     assert any("q_proj" in error and "elements" in error for error in errors), errors
 
 
 def test_a_key_value_head_that_is_copied_unevenly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadShard, "first_kv_head", property(lambda self: max(0, self.rank - 1) * 8 // self.size))
-    errors = errors_of(config_of("qwen3-8b"), Sharing(16, 16))
+    errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(16, 16))
     assert any("k_proj" in error and "held by 1 ranks, some by 3" in error for error in errors), errors
 
 
 def test_a_vocabulary_that_overlaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VocabShard, "start", property(lambda self: max(0, self.rank * self.width - 1)))
-    assert any("embed_tokens" in error for error in errors_of(config_of("qwen3-8b"), Sharing(4, 4)))
+    assert any("embed_tokens" in error for error in errors_of(config_of("qwen3-8b"), ParallelDegrees(4, 4)))
 
 
 def test_a_parameter_that_is_not_filled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +115,13 @@ def test_a_parameter_that_is_not_filled_is_found(monkeypatch: pytest.MonkeyPatch
         along_rows(self, full_shape, ranges, target[:-1] if target.shape[0] == 4096 else target, *more)
 
     monkeypatch.setattr(Shard, "__init__", short)
-    errors = errors_of(config_of("qwen3-8b"), Sharing(2, 2))
+    errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(2, 2))
     assert any("parameter layers.0.attention.output.weight: filled up to element" in error for error in errors), errors
 
 
 def test_a_group_with_one_part_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sharing, "tensor_group", lambda self, rank: (rank, rank))
-    errors = errors_of(config_of("qwen3-8b"), Sharing(4, 2))
+    monkeypatch.setattr(ParallelDegrees, "tensor_group", lambda self, rank: (rank, rank))
+    errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(4, 2))
     assert "rank 1: its tensor-parallel group has the shards [1, 1]" in errors
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_two_hand_records_to_is_found() -> None:
 
 
 def test_all_ranks_plan_the_same_steps_from_the_same_events() -> None:
-    found = rehearse(Sharing(16, 4), turns=30)
+    found = rehearse(ParallelDegrees(16, 4), turns=30)
     assert found.errors == ()
     assert (found.turns, found.groups) == (30, 4)
     assert found.finished >= 4 * 8
@@ -175,7 +175,7 @@ def test_a_rank_that_plans_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -
         return plan(self)
 
     monkeypatch.setattr(Scheduler, "plan", sometimes_late)
-    (error,) = rehearse(Sharing(4, 4), turns=20).errors
+    (error,) = rehearse(ParallelDegrees(4, 4), turns=20).errors
     assert "planned other steps than the first rank of its group" in error
 
 
@@ -189,7 +189,7 @@ def test_a_rank_that_gets_other_events_is_named(monkeypatch: pytest.MonkeyPatch)
         fold(self, step, kind, b"nothing" if asked == 7 and kind == "agreed" else decision)
 
     monkeypatch.setattr(RollingDigest, "fold", one_is_deaf)
-    found = rehearse(Sharing(4, 4), turns=20)
+    found = rehearse(ParallelDegrees(4, 4), turns=20)
     (error,) = found.errors
     assert "rank 2 is the odd one" in error.lower()
     assert found.turns == 3, "it ends in the turn after"
@@ -219,13 +219,13 @@ def test_a_world_is_planned_and_told(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("sharing", "jobs"),
     [
-        (Sharing(8, 4, 1), "2 of 4 rank(s): --tensor-parallel-size 4"),
-        (Sharing(8, 4, 4), "2 of 4 rank(s): --tensor-parallel-size 4 --expert-parallel"),
-        (Sharing(8, 2, 8), "1 of 8 rank(s): --tensor-parallel-size 2 --data-parallel-size 4"),
-        (Sharing(8, 1, 4), "2 of 4 rank(s): --tensor-parallel-size 1 --data-parallel-size 4"),
+        (ParallelDegrees(8, 4, 1), "2 of 4 rank(s): --tensor-parallel-size 4"),
+        (ParallelDegrees(8, 4, 4), "2 of 4 rank(s): --tensor-parallel-size 4 --expert-parallel"),
+        (ParallelDegrees(8, 2, 8), "1 of 8 rank(s): --tensor-parallel-size 2 --data-parallel-size 4"),
+        (ParallelDegrees(8, 1, 4), "2 of 4 rank(s): --tensor-parallel-size 1 --data-parallel-size 4"),
     ],
 )
-def test_a_plan_says_how_its_jobs_are_started(sharing: Sharing, jobs: str) -> None:
+def test_a_plan_says_how_its_jobs_are_started(sharing: ParallelDegrees, jobs: str) -> None:
     assert jobs_text(sharing) == jobs
     flags = jobs.partition(": ")[2].split()
     command = parsed(BenchCommand, ["bench", "latency", "--model", "m", *flags])

@@ -32,7 +32,7 @@ from models.kernels.matmul.dispatch import shipped_choices
 from models.kernels.nvidia import HopperKernels
 from parallel.comm.all_reduce_triton import summed
 from parallel.comm.ep_exchange_triton import gathered
-from parallel.comm.peer_buffers import Places
+from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.executor import shorter_prefills
 from tests.bench import rotation as bench_rotation
@@ -147,7 +147,7 @@ def exchanges(driver: CompilingDriver) -> None:
     """There and back, between two, three, five and eight groups: any number of tokens runs the same code."""
     for size in (2, 3, 5, 8):
         exchanges = torch.empty(ROWS, dtype=torch.int32, device=META)
-        places = Places(tuple((1 + rank) << 40 for rank in range(size)), exchanges, 0, ROWS, ROW_BYTES)
+        places = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), exchanges, 0, ROWS, ROW_BYTES)
         for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
             driver.where = f"{size} groups"
             for tokens in (1, 13, 16):

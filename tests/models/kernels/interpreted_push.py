@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.kernels.matmul.choice_table import Choice, Gemv, Skinny
 from parallel.comm.all_reduce_triton import summed
-from parallel.comm.peer_buffers import EMPTY, Places, memory_bytes
+from parallel.comm.peer_buffers import EMPTY, PeerBuffers, memory_bytes
 from tests.models.kernels.interpreted_kernels import REFERENCE, InterpretedKernels, check, randn
 
 RANKS, ROWS, ROW_BYTES = 3, 13, 512
@@ -40,7 +40,7 @@ class Emulated:
         self._memory = [torch.full((size,), EMPTY, dtype=torch.int16) for _ in range(RANKS)]
         addresses = tuple(memory.data_ptr() for memory in self._memory)
         self.exchanges = torch.zeros(RANKS, ROWS, dtype=torch.int32)
-        self.places = [Places(addresses, self.exchanges[rank], rank, ROWS, ROW_BYTES) for rank in range(RANKS)]
+        self.places = [PeerBuffers(addresses, self.exchanges[rank], rank, ROWS, ROW_BYTES) for rank in range(RANKS)]
         self._expected = torch.full((RANKS, 2, RANKS, ROWS, ROW_BYTES // 2), EMPTY, dtype=torch.int16)
 
     def expect_push(self, rank: int, part: Tensor) -> None:

@@ -26,15 +26,15 @@ from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, S
 from models.layers.attention import Attention
 from models.registry import model_class
 from parallel.comm import all_reduce_dispatch as sums
-from parallel.comm.collectives import Collectives, Unsummed
-from parallel.comm.peer_buffers import Places
+from parallel.comm.collectives import Collectives, PendingAllReduce
+from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute.landing import ResultRing
 from runtime.execute.sampling import logprobs, sampler
-from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingFeatures
+from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
-from runtime.execute.sampling.prompt_logprobs import StepScores, score_words
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io as step_ends
@@ -47,13 +47,13 @@ SHAPES = Path(__file__).parents[3] / "models/shapes"
 BUCKETS = default_buckets(DEVICE_DEFAULTS["max_num_seqs"]["cuda"])
 PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
 MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
-GREEDY = SamplingFeatures()
-_ALL = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True)
+GREEDY = SamplingVariant()
+_ALL = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True)
 SAMPLING = (
-    SamplingFeatures(random=True),
-    SamplingFeatures(random=True, filters=True),
-    SamplingFeatures(random=True, penalties=True),
-    SamplingFeatures(min_tokens=True),
+    SamplingVariant(random=True),
+    SamplingVariant(random=True, filters=True),
+    SamplingVariant(random=True, penalties=True),
+    SamplingVariant(min_tokens=True),
     _ALL,
     *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
 )
@@ -105,11 +105,11 @@ class FirstRank(Collectives):
         summed = self._sum_of(x)
         return x if summed is None else summed(x)[0]
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         return self.sums.places_for(tokens, width, dtype) if self.size > 1 else None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
-        return x_TN if self._sum_of(x_TN) is None else Unsummed(x_TN, self, pushed)
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+        return x_TN if self._sum_of(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
@@ -153,7 +153,7 @@ class Rank:
         )
         self._work = StepWork(self.model, self._kv, slots, ring, PAGE)
 
-    def decode(self, bucket: int, features: SamplingFeatures = GREEDY) -> None:
+    def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"
         self._work.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
 
@@ -172,7 +172,7 @@ class Rank:
         chunks = Chunks(*columns)
         top = TOP_LOGPROBS[-1]
         words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
-        scores = StepScores(Mock(), scored, top, words, words) if scored else None
+        scores = StepPromptLogprobs(Mock(), scored, top, words, words) if scored else None
         self._work.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
 
     def several_queries(self, rows: int, query_len: int) -> None:

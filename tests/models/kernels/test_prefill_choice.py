@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import models.kernels
+import models.kernels.attention
 from models.inputs import PrefillAttention
 from models.kernels.reference import ReferenceKernels
 from tests.runtime.engine.rig import request, rig, run
@@ -38,7 +38,7 @@ class FlashInfer:
         self.stops: str | None = None
 
     def modules(self) -> dict[str, ModuleType]:
-        attention, build = ModuleType("flashinfer_attention"), ModuleType("flashinfer_build")
+        attention, build = ModuleType("flashinfer_prefill"), ModuleType("flashinfer_build")
         paged = SimpleNamespace(plan=lambda *_: "planned", repeated=lambda *_: "repeated")
         attention.__dict__.update(load_module=self._load, PagedPrefill=lambda device, backend: paged)
         build.__dict__.update(
@@ -47,7 +47,7 @@ class FlashInfer:
             obstacle=lambda: self.stops,
             build_aside=self._build_aside,
         )
-        return {"flashinfer_attention": attention, "flashinfer_build": build}
+        return {"flashinfer_prefill": attention, "flashinfer_build": build}
 
     def _load(self, *asked: object) -> None:
         self.loaded.append(asked)
@@ -67,12 +67,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def made(flashinfer: FlashInfer | None, wanted: str = "auto", capability: int = 9) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
-        for name in ("flashinfer_attention", "flashinfer_build"):
+        for name in ("flashinfer_prefill", "flashinfer_build"):
             module = None if flashinfer is None else flashinfer.modules()[name]
-            monkeypatch.setitem(sys.modules, f"models.kernels.{name}", module)
-            monkeypatch.delattr(models.kernels, name, raising=False)
+            monkeypatch.setitem(sys.modules, f"models.kernels.attention.{name}", module)
+            monkeypatch.delattr(models.kernels.attention, name, raising=False)
             if module is not None:
-                monkeypatch.setattr(models.kernels, name, module, raising=False)
+                monkeypatch.setattr(models.kernels.attention, name, module, raising=False)
         return prefill.Prefill(CPU, wanted, pdl=False)
 
     return made

@@ -26,7 +26,7 @@ from parallel.comm.collectives import Collectives, GroupCollectives
 from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.peer_buffers import EMPTY
 from parallel.layers.experts import ExpertSplit
-from parallel.topology import Sharing
+from parallel.topology import ParallelDegrees
 from tests.models.kernels.paged_driver import PagedDriver
 from tests.models.tiny_checkpoint import TINY
 
@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 2,
 }
-SHARING = Sharing(world=4, tensor=2, expert=4)
+SHARING = ParallelDegrees(world=4, tensor=2, expert=4)
 
 
 def prompts_of(group: int) -> list[list[int]]:
@@ -65,7 +65,7 @@ def answers(group: int, collectives: Collectives, split: ExpertSplit) -> dict[st
 
 
 class FileMemory:
-    """As symmetric_memory.EmptyMemory, of files in ``folder``."""
+    """As symmetric_memory.SentinelMemory, of files in ``folder``."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
         def mapped(rank: int) -> Tensor:
@@ -81,7 +81,7 @@ def exchange_over(way: str, folder: Path, group: dist.ProcessGroup) -> GroupExch
     if way == "gloo":
         return GroupExchange(group)
     symmetric: Any = symmetric_exchange
-    symmetric.EmptyMemory = partial(FileMemory, folder)
+    symmetric.SentinelMemory = partial(FileMemory, folder)
     symmetric.has_dependent_launches = lambda device: False
     return symmetric_exchange.SymmetricExchange(group, torch.device("cpu"))
 

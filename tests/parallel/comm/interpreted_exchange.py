@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel.comm import peer_buffers as places
 from parallel.comm.all_reduce_triton import summed
 from parallel.comm.ep_exchange_triton import gathered
-from parallel.comm.peer_buffers import EMPTY, Places
+from parallel.comm.peer_buffers import EMPTY, PeerBuffers
 from tests.parallel.comm.exchange_cases import layer, same_bits
 from tests.parallel.comm.interpreted_sums import RANKS, in_processes
 
@@ -28,7 +28,7 @@ ORDERS = (("gather", "sum"), ("sum", "gather", "gather"), ("sum", "sum", "gather
 def rank(number: int, memory: list[Tensor]) -> None:
     torch.set_num_threads(1)
     made = torch.zeros(ROWS, dtype=torch.int32)
-    own = Places(tuple(one.data_ptr() for one in memory), torch.zeros_like(made), number, ROWS, ROW_BYTES)
+    own = PeerBuffers(tuple(one.data_ptr() for one in memory), torch.zeros_like(made), number, ROWS, ROW_BYTES)
     late = random.Random(number)
     for turn in range(TURNS):
         rows, width, choices = 1 + turn * 3 % ROWS, (96, 40)[turn // 2 % 2], (8, 2, 3)[turn // 3 % 3]

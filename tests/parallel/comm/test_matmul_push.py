@@ -8,12 +8,12 @@ from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.reference import ReferenceKernels
-from parallel.comm.collectives import Collectives, SingleRank, Unsummed
-from parallel.comm.peer_buffers import Places, push_arguments
+from parallel.comm.collectives import Collectives, PendingAllReduce, SingleRank
+from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 from parallel.layers.linear import RowParallel
-from parallel.layers.shard import Placement
+from parallel.layers.shard import ShardContext
 
-PLACES = Places((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
+PLACES = PeerBuffers((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
 
 
 class Told(SingleRank):
@@ -25,11 +25,11 @@ class Told(SingleRank):
         self.rank, self._rows = rank, rows
         self.sums: list[tuple[Tensor, bool]] = []
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         return PLACES if tokens <= self._rows else None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
-        return Unsummed(x_TN, self, pushed)
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+        return PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
@@ -40,17 +40,17 @@ class Told(SingleRank):
 
 class PushingKernels(ReferenceKernels):
     def __init__(self) -> None:
-        self.pushed: list[tuple[Places, Tensor | None]] = []
+        self.pushed: list[tuple[PeerBuffers, Tensor | None]] = []
 
     def linear_into(
-        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         self.pushed.append((places, bias_O))
         return self.linear(x_TN, weight_ON, bias_O), True
 
 
 def layer(collectives: Collectives, kernels: ReferenceKernels) -> RowParallel:
-    made = RowParallel(6, 8, Placement(collectives, kernels, torch.float32), bias=True)
+    made = RowParallel(6, 8, ShardContext(collectives, kernels, torch.float32), bias=True)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made
@@ -62,7 +62,7 @@ def test_a_pushing_product_is_given_places_and_its_sum_is_told(rank: int) -> Non
     product = layer(collectives, kernels)
     x = torch.randn(3, 3)
     part = product(x)
-    assert isinstance(part, Unsummed)
+    assert isinstance(part, PendingAllReduce)
     bias = product.bias if rank == 0 else None
     assert kernels.pushed == [(PLACES, bias)]
     assert torch.equal(part.part_TN, kernels.linear(x, product.weight, bias))
@@ -81,7 +81,7 @@ def test_a_kernel_that_cannot_push_leaves_it_to_the_sum() -> None:
 def test_without_places_nothing_is_pushed() -> None:
     kernels = PushingKernels()
     part = layer(Told(rows=2), kernels)(torch.randn(3, 3))
-    assert isinstance(part, Unsummed)
+    assert isinstance(part, PendingAllReduce)
     assert not part.pushed
     alone = layer(SingleRank(), kernels)
     assert isinstance(alone(torch.randn(3, 6)), Tensor)
@@ -110,7 +110,7 @@ def test_kernels_for_few_rows_push_few_rows(
     x, weight = torch.randn(rows, 8), torch.randn(4, 8)
     asked = []
 
-    def product(self: object, *rest: object, places: Places | None = None, **options: object) -> Tensor:
+    def product(self: object, *rest: object, places: PeerBuffers | None = None, **options: object) -> Tensor:
         asked.append((rest, places))
         return x
 

@@ -112,7 +112,7 @@ def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, m
 
     monkeypatch.setattr("parallel.comm.ep_exchange_triton.gathered", gathered)
     monkeypatch.setattr("parallel.comm.all_reduce_triton.summed", summed)
-    monkeypatch.setattr("parallel.comm.symmetric_exchange.EmptyMemory", lambda *_: SimpleNamespace(addresses=(16,)))
+    monkeypatch.setattr("parallel.comm.symmetric_exchange.SentinelMemory", lambda *_: SimpleNamespace(addresses=(16,)))
     monkeypatch.setattr("parallel.comm.symmetric_exchange.has_dependent_launches", lambda device: False)
     logs = []
     for tokens in (1, 5):

@@ -7,7 +7,7 @@ import pytest
 from parallel.control.errors import Cause, Disagreement, MissedDeadline, Verdict
 from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.leader import Leader
-from parallel.control.protocol.max_rounds import Proposals
+from parallel.control.protocol.max_rounds import MaxRounds
 from parallel.control.protocol.states import FollowerInput, FollowerState, LeaderState, Limits
 from parallel.control.wire.frames import EVERYONE, MOST, MOST_NUMBERS, Codec, Frame, Kind, Numbers
 from tests.parallel.control.bus import Faults, Job
@@ -384,29 +384,29 @@ def test_the_machines_as_they_are_pass_what_follows() -> None:
 
 def test_a_maximum_over_stale_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that keeps a group's numbers of an earlier step when that group's new ones are late."""
-    add = Proposals.add
+    add = MaxRounds.add
     last: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def stale(self: Proposals, rank: int, step: int, numbers: tuple[int, ...], now: float) -> None:
+    def stale(self: MaxRounds, rank: int, step: int, numbers: tuple[int, ...], now: float) -> None:
         before = last.get((id(self), rank), numbers) if rank >= 2 else numbers
         last[id(self), rank] = numbers
         add(self, rank, step, (before + numbers)[: len(numbers)], now)
 
-    monkeypatch.setattr(Proposals, "add", stale)
+    monkeypatch.setattr(MaxRounds, "add", stale)
     assert seeds_that_notice(LOSSLESS) == 20
 
 
 def test_a_maximum_that_waits_for_all_but_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Proposals.maximum
+    whole = MaxRounds.maximum
 
-    def hasty(self: Proposals, step: int) -> tuple[int, ...] | None:
+    def hasty(self: MaxRounds, step: int) -> tuple[int, ...] | None:
         self.world -= 1
         try:
             return whole(self, step)
         finally:
             self.world += 1
 
-    monkeypatch.setattr(Proposals, "maximum", hasty)
+    monkeypatch.setattr(MaxRounds, "maximum", hasty)
     assert seeds_that_notice(LOSSLESS) > 10
 
 

@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 
 from parallel.control.errors import FrameError
-from parallel.control.protocol.reliable_messages import MAX_KEPT, WINDOW, WINDOW_BYTES, Hearer, Teller
+from parallel.control.protocol.reliable_messages import MAX_KEPT, WINDOW, WINDOW_BYTES, ReliableReceiver, ReliableSender
 from parallel.control.wire.frames import MAX_PAYLOAD
 
 
 def test_all_that_is_told_is_taken_in_order_whatever_is_lost() -> None:
     rng = random.Random(1)
     for _ in range(200):
-        teller, hearer = Teller(1.0), Hearer(3)
+        teller, hearer = ReliableSender(1.0), ReliableReceiver(3)
         told: list[bytes] = []
         taken: list[bytes] = []
         way: list[tuple[int, bytes]] = []
@@ -41,7 +41,7 @@ def test_all_that_is_told_is_taken_in_order_whatever_is_lost() -> None:
 
 
 def test_a_window_is_on_the_way_and_the_rest_waits() -> None:
-    teller, hearer = Teller(1.0), Hearer(1)
+    teller, hearer = ReliableSender(1.0), ReliableReceiver(1)
     sent = [frame for number in range(WINDOW + 10) for frame in teller.tell(b"%d" % number, 0.0)]
     assert [number for number, _ in sent] == list(range(WINDOW))
     for frame in sent:
@@ -52,7 +52,7 @@ def test_a_window_is_on_the_way_and_the_rest_waits() -> None:
 
 
 def test_large_payloads_go_one_by_one() -> None:
-    teller = Teller(1.0)
+    teller = ReliableSender(1.0)
     large = bytes(WINDOW_BYTES)
     assert [number for _ in range(3) for number, _ in teller.tell(large, 0.0)] == [0]
     assert [number for number, _ in teller.heard(1, 0.0)] == [1]
@@ -60,7 +60,7 @@ def test_large_payloads_go_one_by_one() -> None:
 
 def test_the_oldest_is_sent_again_ever_more_seldom() -> None:
     """A leader may be busy, and has it already: it should not find thousands of echoes then."""
-    teller = Teller(1.0)
+    teller = ReliableSender(1.0)
     for payload in (b"a", b"b"):
         teller.tell(payload, 0.0)
     again = [now for now in range(1, 200) if teller.due(float(now) + 0.5) == [(0, b"a")]]
@@ -73,7 +73,7 @@ def test_the_oldest_is_sent_again_ever_more_seldom() -> None:
 
 
 def test_echoes_say_nothing_new() -> None:
-    teller, hearer = Teller(1.0), Hearer(1)
+    teller, hearer = ReliableSender(1.0), ReliableReceiver(1)
     (frame,) = teller.tell(b"a", 0.0)
     assert hearer.hear(*frame)
     assert not hearer.hear(*frame)
@@ -84,7 +84,7 @@ def test_echoes_say_nothing_new() -> None:
 
 
 def test_what_is_kept_is_bounded_on_both_sides() -> None:
-    teller, hearer = Teller(1.0), Hearer(1)
+    teller, hearer = ReliableSender(1.0), ReliableReceiver(1)
     with pytest.raises(ValueError, match=f"{MAX_PAYLOAD + 1} bytes told at once, the limit is {MAX_PAYLOAD}"):
         teller.tell(bytes(MAX_PAYLOAD + 1), 0.0)
     most = bytes(MAX_PAYLOAD)

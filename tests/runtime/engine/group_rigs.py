@@ -20,7 +20,7 @@ from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import SingleRankControl
 from parallel.layers.experts import ExpertSplit
 from runtime.engine import Engine
-from runtime.groups.load_balancer import Assignment
+from runtime.groups.load_balancer import LoadBalancer
 from runtime.replicate.event_codec import encode_events
 from runtime.schedule.plan import Event
 from tests.runtime.engine.exact_kernels import ExactKernels
@@ -134,7 +134,7 @@ def dealt_rig(
         exchange = MetExchange(meetings[0], index)
         rows.append(exchange.rows)
         experts = ExpertSplit(whole=True, exchange=exchange)
-        assignment = Assignment(index, groups)
+        assignment = LoadBalancer(index, groups)
         return {"control": control, "groups": control, "experts": experts, "assignment": assignment}
 
     with _together(groups, one, limits, all_back) as engine:

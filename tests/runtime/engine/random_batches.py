@@ -27,7 +27,7 @@ import torch
 from launch.api.parser import BadLine, PreparedRequest
 from launch.api.response import answer_row
 from runtime.engine import Engine
-from runtime.frontend.output_processor import OutputAssembler
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import Completion, RequestOutput
 from runtime.schedule.request import FinishReason
 from tests.launch.generate.batches import parser
@@ -187,7 +187,7 @@ def play(batch: Batch) -> tuple[dict[object, RequestOutput], dict[str, int | flo
     ids: dict[object, list[int]] = {}
     arrivals, turn = dict(batch.arrivals), 0
     with _engine(batch.limits) as engine:
-        assembler = OutputAssembler(small_tokenizers.byte_level())
+        assembler = OutputProcessor(small_tokenizers.byte_level())
         while arrivals or assembler.live:
             for prepared in arrivals.pop(turn, ()):
                 ids[prepared.id] = _add(engine, assembler, prepared)
@@ -207,7 +207,7 @@ def play(batch: Batch) -> tuple[dict[object, RequestOutput], dict[str, int | flo
         return done, dict(engine.counters)
 
 
-def _add(engine: Engine, assembler: OutputAssembler, prepared: PreparedRequest) -> list[int]:
+def _add(engine: Engine, assembler: OutputProcessor, prepared: PreparedRequest) -> list[int]:
     requests = assembler.open(
         prepared.id,
         prepared.prompt_token_ids,
@@ -227,7 +227,7 @@ def plainly(requests: list[PreparedRequest]) -> dict[object, RequestOutput]:
     arrivals: dict[object, RequestOutput] = {}
     with _engine(limits) as engine:
         for prepared in requests:
-            assembler = OutputAssembler(small_tokenizers.byte_level())
+            assembler = OutputProcessor(small_tokenizers.byte_level())
             assembler._next_id = 10 * len(arrivals)
             _add(engine, assembler, prepared)
             while assembler.live:

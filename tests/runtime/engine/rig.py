@@ -25,11 +25,11 @@ from runtime.engine import Engine, ServedModel
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor, ExecutorLimits
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
-from runtime.groups.load_balancer import Assignment
-from runtime.groups.request_router import Dealer
-from runtime.groups.step_sync import Groups, StepAgreement, exchange_ladder
+from runtime.groups.load_balancer import LoadBalancer
+from runtime.groups.request_router import RequestRouter
+from runtime.groups.step_sync import DpStepSync, StepAgreement, exchange_ladder
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
 from runtime.schedule.plan import Finished, StepOutput
@@ -82,7 +82,7 @@ class RigLimits(TypedDict, total=False):
     buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...]
     prefill_burst: int
-    variants: tuple[SamplingFeatures, ...]
+    variants: tuple[SamplingVariant, ...]
     observe: StepObserver | None
     ranges: Ranges | None
     frozen: bool
@@ -96,7 +96,7 @@ class RigPlace(TypedDict, total=False):
     experts: ExpertSplit | None
     groups: StepAgreement | None
     control: ControlPlane | None
-    assignment: Assignment | None
+    assignment: LoadBalancer | None
 
 
 @contextmanager
@@ -117,12 +117,12 @@ def rig(
     experts: ExpertSplit | None = None,
     groups: StepAgreement | None = None,
     control: ControlPlane | None = None,
-    assignment: Assignment | None = None,
+    assignment: LoadBalancer | None = None,
     kernels: Kernels | None = None,
     buckets: tuple[int, ...] | None = None,
     prefill_buckets: tuple[int, ...] = (),
     prefill_burst: int = 4,
-    variants: tuple[SamplingFeatures, ...] = (SamplingFeatures(),),
+    variants: tuple[SamplingVariant, ...] = (SamplingVariant(),),
     observe: StepObserver | None = None,
     ranges: Ranges | None = None,
     frozen: bool = False,
@@ -195,8 +195,8 @@ def rig(
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
     control = control or SingleRankControl(horizon)
-    shared = None if groups is None else Groups(groups, config.decode_buckets, max_prefill_tokens, assignment)
-    dealer = None if assignment is None else Dealer(control, assignment)
+    shared = None if groups is None else DpStepSync(groups, config.decode_buckets, max_prefill_tokens, assignment)
+    dealer = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
     engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer, thaw=thaw)
     try:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Collectives, Unsummed
-from parallel.comm.peer_buffers import Places
+from parallel.comm.collectives import Collectives, PendingAllReduce
+from parallel.comm.peer_buffers import PeerBuffers
 from parallel.control.interface import SingleRankControl
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
@@ -65,9 +65,9 @@ class LateSums(MetCollectives):
 
     late = 0
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | Unsummed:
+    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
         type(self).late += 1
-        return Unsummed(x_TN, self, pushed)
+        return PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
@@ -89,9 +89,9 @@ class PushedSums(LateSums):
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(meeting, rank)
         waiting = torch.zeros(1, dtype=torch.int32)
-        self._places = Places((0,) * self.size, waiting, rank, rows=0, row_bytes=0)
+        self._places = PeerBuffers((0,) * self.size, waiting, rank, rows=0, row_bytes=0)
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> Places | None:
+    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         return self._places if tokens % 2 else None  # so that both ways take turns
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class PushingKernels(ExactKernels):
     """Those whose every product for a sum is pushed."""
 
     def linear_into(
-        self, places: Places, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         places.exchanges.add_(1)
         return self.linear(x_TN, weight_ON, bias_O), True

@@ -18,7 +18,7 @@ import torch
 
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import Request
 from tests.runtime.engine.exact_kernels import ExactKernels
@@ -77,7 +77,7 @@ def requests() -> list[Request]:
 @contextmanager
 def clockwork(depth: int) -> Iterator[Clockwork]:
     device = TwinDevice()
-    variants = (SamplingFeatures.covering(one.sampling for one in requests()),)  # a capture would wait for the device
+    variants = (SamplingVariant.covering(one.sampling for one in requests()),)  # a capture would wait for the device
     exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
     with rig(depth=depth, device=device, block_size=4, variants=variants, **exact) as engine:
         for one in requests():

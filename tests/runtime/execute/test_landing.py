@@ -11,7 +11,7 @@ import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import DeviceError
-from runtime.execute.landing import Landing, LandingError, ResultRing, StepLogprobs, StepTiming
+from runtime.execute.landing import ResultError, ResultReader, ResultRing, StepLogprobs, StepTiming
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.schedule.plan import StepPlan
 from tests.runtime.execute.plans import decode_plan
@@ -33,7 +33,7 @@ class Steps:
     ) -> None:
         self.device = device
         self.ring = ResultRing(device, entries=ENTRIES, rows=rows, width=width, max_logprobs=max_logprobs)
-        self.landing = Landing(device, self.ring, on_timing=on_timing)
+        self.landing = ResultReader(device, self.ring, on_timing=on_timing)
 
     def launch(self, plan: StepPlan, *, logprobs: int | None = None, fail: bool = False) -> None:
         ticket = self.landing.reserve(plan, logprobs=logprobs)
@@ -214,9 +214,9 @@ def overrun(steps: Steps) -> list[list[int]]:
 def test_without_the_bound_the_stamp_catches_the_overwritten_entry(
     device: TwinDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Landing, "_check_free", lambda self, plan: None)
+    monkeypatch.setattr(ResultReader, "_check_free", lambda self, plan: None)
     steps = Steps(device)
-    with pytest.raises(LandingError, match=r"step 0: result ring entry 0 holds append 4, step 0 is append 0"):
+    with pytest.raises(ResultError, match=r"step 0: result ring entry 0 holds append 4, step 0 is append 0"):
         overrun(steps)
     steps.landing.close()
 
@@ -224,8 +224,8 @@ def test_without_the_bound_the_stamp_catches_the_overwritten_entry(
 def test_without_bound_and_stamp_the_wrong_token_comes_home(
     device: TwinDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Landing, "_check_free", lambda self, plan: None)
-    monkeypatch.setattr(Landing, "_check_stamp", lambda self, ticket, stamp: None)
+    monkeypatch.setattr(ResultReader, "_check_free", lambda self, plan: None)
+    monkeypatch.setattr(ResultReader, "_check_stamp", lambda self, ticket, stamp: None)
     steps = Steps(device)
     assert overrun(steps)[0] == [400]  # step 0 was given step 4's token
     steps.landing.close()
@@ -238,7 +238,7 @@ def test_a_step_that_appends_nothing_is_caught(steps: Steps) -> None:
     ticket = steps.landing.reserve(decode_plan(5, (1,)))
     steps.device.compute.record(ticket.ready)
     steps.landing.submit(ticket)
-    with pytest.raises(LandingError, match="step 5: result ring entry 1 holds append 1, step 5 is append 5"):
+    with pytest.raises(ResultError, match="step 5: result ring entry 1 holds append 1, step 5 is append 5"):
         steps.landing.take(5)
 
 
@@ -255,9 +255,7 @@ def test_a_failing_step_is_named_and_later_ones_fail_with_it() -> None:
     steps.launch(decode_plan(3, (1,)))
     device.compute.resume()
     for _ in range(2):
-        with pytest.raises(
-            LandingError, match=r"step 2: stream 'compute'.*FloatingPointError: the model failed"
-        ) as got:
+        with pytest.raises(ResultError, match=r"step 2: stream 'compute'.*FloatingPointError: the model failed") as got:
             steps.landing.take(2)
         assert isinstance(got.value.__cause__, DeviceError)
     steps.landing.close()
@@ -268,7 +266,7 @@ def test_close_raises_a_failure_nobody_took() -> None:
     device = TwinDevice()
     steps = Steps(device)
     steps.launch(decode_plan(1, (1,)), fail=True)
-    with pytest.raises(LandingError, match="step 1:"):
+    with pytest.raises(ResultError, match="step 1:"):
         steps.landing.close()
     with pytest.raises(DeviceError, match="FloatingPointError"):
         device.compute.synchronize()
@@ -294,7 +292,7 @@ def test_close_says_which_steps_are_stuck() -> None:
     steps = Steps(device)
     device.compute.pause()
     steps.launch(decode_plan(4, (1,)))
-    with pytest.raises(LandingError, match=r"steps \[4\] did not land within 0.01 s of close"):
+    with pytest.raises(ResultError, match=r"steps \[4\] did not land within 0.01 s of close"):
         steps.landing.close(deadline_s=0.01)
     device.compute.resume()
     steps.landing.close()

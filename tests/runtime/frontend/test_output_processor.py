@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.execute.landing import StepLogprobs
-from runtime.frontend.output_processor import OutputAssembler
+from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.validation import RequestError
 from runtime.schedule.plan import Finished, StepOutput
@@ -43,7 +43,7 @@ def one_row(request_id: int, *tokens: int, finished: Finished | None = None) -> 
     )
 
 
-def feed(assembler: OutputAssembler, request_id: int, tokens: list[int], reason: FinishReason) -> RequestOutput:
+def feed(assembler: OutputProcessor, request_id: int, tokens: list[int], reason: FinishReason) -> RequestOutput:
     for token in tokens[:-1]:
         assert assembler.route(one_row(request_id, token)) == ([], [])
     routed = assembler.route(one_row(request_id, tokens[-1], finished=Finished(request_id, reason, tuple(tokens))))
@@ -58,7 +58,7 @@ def params(**fields: Unpack[SamplingFields]) -> SamplingParams:
 
 
 def test_text_without_the_stop_id_and_tokens_with_it() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     (request,) = assembler.open("k", (9, 8), params(), prompt="p", eos_token_ids=(EOS, 2))
     assert (request.stop_token_ids, request.prompt_token_ids) == ((EOS, 2), (9, 8))
     output = feed(assembler, request.request_id, [*tokens_of("the dog"), EOS], FinishReason.STOP)
@@ -70,7 +70,7 @@ def test_text_without_the_stop_id_and_tokens_with_it() -> None:
 
 
 def test_a_length_finish_shows_the_last_token_even_if_it_is_a_stop_id() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     dot = tokens_of(".")[0]
     (request,) = assembler.open("k", (9,), params(stop_token_ids=(dot,), ignore_eos=True), eos_token_ids=(EOS,))
     assert request.stop_token_ids == (dot,)
@@ -79,7 +79,7 @@ def test_a_length_finish_shows_the_last_token_even_if_it_is_a_stop_id() -> None:
 
 
 def test_a_stop_string_is_reported_once_and_trims_what_came_after() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     (request,) = assembler.open("k", (9,), params(stop=("ND",)))
     ids, stops = letters("aEND of it"), []
     for token in ids:
@@ -95,7 +95,7 @@ def test_a_stop_string_is_reported_once_and_trims_what_came_after() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED])
 def test_a_stop_string_wins_over_an_end_that_came_later(reason: FinishReason) -> None:
     """At depth 0 the request would have ended at the stop string, so at any depth it has."""
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     (request,) = assembler.open("k", (9,), params(stop=("b",)), eos_token_ids=(EOS,))
     ids = [*letters("abc"), EOS]
     finished = Finished(request.request_id, reason, tuple(ids))
@@ -111,7 +111,7 @@ def test_half_a_character_of_an_answer_that_was_cut_short_is_no_stop_string(reas
     """Its next byte might have completed it: only an answer that has ended knows that none comes."""
     half = tokens_of("\U00013000")[0]
     for ending in (reason, FinishReason.LENGTH):
-        assembler = OutputAssembler(small_tokenizers.byte_level())
+        assembler = OutputProcessor(small_tokenizers.byte_level())
         (request,) = assembler.open("k", (9,), params(stop=("\ufffd",)))
         output = feed(assembler, request.request_id, [*letters("ab"), half], ending)
         (completion,) = output.completions
@@ -120,7 +120,7 @@ def test_half_a_character_of_an_answer_that_was_cut_short_is_no_stop_string(reas
 
 
 def test_what_came_after_a_stop_string_is_not_told() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     (request,) = assembler.open("k", (9,), params(stop=("b",)))
     assert assembler.route(one_row(request.request_id, *letters("ab"))).stop == [request.request_id]
     broken = Finished(request.request_id, FinishReason.ERROR, tuple(letters("ab")), "the logits are not finite")
@@ -129,7 +129,7 @@ def test_what_came_after_a_stop_string_is_not_told() -> None:
 
 
 def test_an_eos_before_the_stop_string_is_no_text() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     dot = tokens_of(".")[0]
     (request,) = assembler.open("k", (9,), params(stop=(".x",), stop_token_ids=(dot,)))
     output = feed(assembler, request.request_id, letters("ab."), FinishReason.STOP)
@@ -137,7 +137,7 @@ def test_an_eos_before_the_stop_string_is_no_text() -> None:
 
 
 def test_several_answers_have_their_own_seeds_and_come_out_together() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     requests = assembler.open("k", (9,), params(n=3, seed=2**63 - 2))
     assert [r.sampling.seed for r in requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert [r.sampling.n for r in requests] == [1, 1, 1]
@@ -156,7 +156,7 @@ def _length(request_id: int, text: str) -> Finished:
 
 def test_times() -> None:
     clock = Clock(10.0)
-    assembler = OutputAssembler(small_tokenizers.byte_level(), clock)
+    assembler = OutputProcessor(small_tokenizers.byte_level(), clock)
     (request,) = assembler.open("k", (9,), params(stop=("!",)), arrived_at=8.0)
     ids = letters("ab!c")
     for now, token in zip((13.0, 14.0, 17.0, 19.0), ids, strict=True):
@@ -172,7 +172,7 @@ def test_times() -> None:
 
 
 def test_a_request_without_a_token_has_no_token_times() -> None:
-    assembler = OutputAssembler(None, Clock(0.0))
+    assembler = OutputProcessor(None, Clock(0.0))
     (request,) = assembler.open("k", (9,), params())
     assert assembler.not_begun() == [request.request_id]
     end = Finished(request.request_id, FinishReason.REJECTED, (), "queue full")
@@ -183,7 +183,7 @@ def test_a_request_without_a_token_has_no_token_times() -> None:
 
 
 def test_log_probabilities_are_cut_to_what_was_asked_and_to_the_tokens_kept() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     (curious,) = assembler.open("a", (9,), params(logprobs=1, stop=("b",)))
     (silent,) = assembler.open("b", (9,), params())
     ids = letters("abc")
@@ -205,12 +205,12 @@ def test_log_probabilities_are_cut_to_what_was_asked_and_to_the_tokens_kept() ->
 
 
 def test_rows_that_belong_to_nobody_are_passed_over() -> None:
-    assembler = OutputAssembler(small_tokenizers.byte_level())
+    assembler = OutputProcessor(small_tokenizers.byte_level())
     assert assembler.route(StepOutput(0, [-1, 77], [1, 2], [1, 1], 1, (_length(78, "a"),))) == ([], [])
 
 
 def test_what_cannot_be_opened_is_refused_by_name() -> None:
-    assembler = OutputAssembler(None)
+    assembler = OutputProcessor(None)
     with pytest.raises(RequestError, match="need a tokenizer"):
         assembler.open("k", (9,), params(stop=("x",)))
     with pytest.raises(RequestError, match="drawn_seed"):

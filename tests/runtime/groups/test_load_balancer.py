@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from runtime.groups.load_balancer import Assignment
+from runtime.groups.load_balancer import LoadBalancer
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine.rig import request
@@ -18,26 +18,26 @@ def ended(*request_ids: int) -> list[Finished]:
     return [Finished(i, FinishReason.LENGTH, ()) for i in request_ids]
 
 
-def agree(ranks: list[Assignment]) -> None:
+def agree(ranks: list[LoadBalancer]) -> None:
     loads = tuple(map(max, zip(*(rank.proposal for rank in ranks), strict=True)))
     for rank in ranks:
         rank.agreed(loads)
 
 
 def test_arrivals_of_one_step_take_turns_from_the_first_group_on() -> None:
-    rank = Assignment(1, 3)
+    rank = LoadBalancer(1, 3)
     assert [rank.assign(of(i)) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert rank.requests == [3, 2, 2]
 
 
 def test_of_groups_with_equally_many_requests_the_one_with_fewer_tokens_comes_first() -> None:
-    rank = Assignment(0, 2)
+    rank = LoadBalancer(0, 2)
     assert [rank.assign(of(i, tokens)) for i, tokens in enumerate((100, 3, 100, 3))] == [0, 1, 1, 0]
     assert rank.assign(of(4)) == 0, "both have 103 tokens"
 
 
 def test_what_has_ended_counts_from_the_next_agreement_on() -> None:
-    ranks = [Assignment(0, 2), Assignment(1, 2)]
+    ranks = [LoadBalancer(0, 2), LoadBalancer(1, 2)]
     for i in range(6):
         assert len({rank.assign(of(i)) for rank in ranks}) == 1
     ranks[1].ended(ended(1, 3))
@@ -47,7 +47,7 @@ def test_what_has_ended_counts_from_the_next_agreement_on() -> None:
 
 
 def test_ends_of_unknown_requests_change_nothing() -> None:
-    rank = Assignment(0, 2)
+    rank = LoadBalancer(0, 2)
     rank.assign(of(1))
     before = rank.proposal
     rank.ended(ended(99))
@@ -57,7 +57,7 @@ def test_ends_of_unknown_requests_change_nothing() -> None:
 
 
 def test_a_load_can_always_be_agreed_on() -> None:
-    rank = Assignment(0, 1)
+    rank = LoadBalancer(0, 1)
     rank._load = 1 << 70
     assert rank.proposal == ((1 << 63) - 1,)
 
@@ -65,7 +65,7 @@ def test_a_load_can_always_be_agreed_on() -> None:
 def test_ranks_never_part_and_loads_never_drift() -> None:
     """A random history on three groups; each rank knows only its own ends. Brute force knows all."""
     draw = random.Random(5)
-    ranks = [Assignment(index, 3) for index in range(3)]
+    ranks = [LoadBalancer(index, 3) for index in range(3)]
     running: list[dict[int, int]] = [{}, {}, {}]
     number = 0
     for _ in range(300):

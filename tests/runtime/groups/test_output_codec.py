@@ -13,10 +13,10 @@ import pytest
 
 from runtime.execute.landing import StepLogprobs
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
-from runtime.groups.load_balancer import Assignment
+from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.output_codec import OutputRefused, decode_output, encode_output
 from runtime.groups.output_merge import merge_outputs
-from runtime.groups.request_router import Dealer
+from runtime.groups.request_router import RequestRouter
 from runtime.schedule.plan import Admit, Cancel, Finished, StepOutput
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine.rig import request
@@ -165,9 +165,9 @@ class Channel:
         return [self._mailbox.popleft() for _ in range(len(self._mailbox))]
 
 
-def dealers() -> list[Dealer]:
+def dealers() -> list[RequestRouter]:
     mailbox: deque[tuple[int, bytes]] = deque()
-    return [Dealer(Channel(rank, mailbox), Assignment(rank // 2, 2)) for rank in range(4)]
+    return [RequestRouter(Channel(rank, mailbox), LoadBalancer(rank // 2, 2)) for rank in range(4)]
 
 
 def test_arrivals_go_to_one_group_and_everything_else_to_all() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from tests.runtime.engine.rig import request, rig, run
 
 DEPTHS = (0, 1, 2, 4)
@@ -65,7 +65,7 @@ def test_a_graph_captured_late_is_counted() -> None:
         assert engine.counters["graph_captures_after_warmup"] == 0
         run(engine, [asks])
         assert engine.counters["graph_captures_after_warmup"] == 1, "one bucket, one new variant"
-    warm = (SamplingFeatures(), SamplingFeatures.covering([asks.sampling]))
+    warm = (SamplingVariant(), SamplingVariant.covering([asks.sampling]))
     with rig(variants=warm) as engine:
         run(engine, [plain, asks])
         assert engine.counters["graph_captures_after_warmup"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.config import EngineConfig
-from runtime.replicate.pending_events import LEAST_PROMPT_TOKENS, LEAST_REQUESTS, Outbox, open_outbox
+from runtime.replicate.pending_events import LEAST_PROMPT_TOKENS, LEAST_REQUESTS, PendingEvents, open_pending_events
 from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
 from tests.runtime.engine.rig import request, rig
 
@@ -12,7 +12,7 @@ def arrival(request_id: int, length: int = 4) -> Admit:
     return Admit(request(request_id, range(length)))
 
 
-def drained(outbox: Outbox) -> list[list[Event]]:
+def drained(outbox: PendingEvents) -> list[list[Event]]:
     portions = []
     while outbox:
         portions.append(outbox.portion())
@@ -20,7 +20,7 @@ def drained(outbox: Outbox) -> list[list[Event]]:
 
 
 def test_a_portion_ends_with_the_arrival_that_reaches_its_prompt_tokens() -> None:
-    outbox = Outbox(prompt_tokens=10, requests=100)
+    outbox = PendingEvents(prompt_tokens=10, requests=100)
     arrivals = [arrival(i, length) for i, length in enumerate((4, 5, 6, 10, 30, 1))]
     for one in arrivals:
         outbox.put(one)
@@ -30,7 +30,7 @@ def test_a_portion_ends_with_the_arrival_that_reaches_its_prompt_tokens() -> Non
 
 
 def test_a_portion_ends_with_the_arrival_that_reaches_its_requests() -> None:
-    outbox = Outbox(prompt_tokens=100, requests=2)
+    outbox = PendingEvents(prompt_tokens=100, requests=2)
     arrivals = [arrival(i) for i in range(5)]
     for one in arrivals:
         outbox.put(one)
@@ -38,7 +38,7 @@ def test_a_portion_ends_with_the_arrival_that_reaches_its_requests() -> None:
 
 
 def test_what_is_about_an_arrival_stays_behind_it_and_all_else_goes_first() -> None:
-    outbox = Outbox(prompt_tokens=100, requests=1)
+    outbox = PendingEvents(prompt_tokens=100, requests=1)
     events: list[Event] = [arrival(0), arrival(1), Pause(1), Cancel(7), Resume(1), Cancel(1), Pause(0)]
     for one in events:
         outbox.put(one)
@@ -59,11 +59,11 @@ def test_a_portion_fills_the_next_prefill_step_of_every_group() -> None:
         (groups, 4 * 2 * 20_000, 4 * 2 * 512),
         (small, LEAST_PROMPT_TOKENS, LEAST_REQUESTS),
     ):
-        outbox = open_outbox(engine)
+        outbox = open_pending_events(engine)
         for i in range(3):
             outbox.put(arrival(i, tokens // 2))
         assert len(outbox.portion()) == 2
-        outbox = open_outbox(engine)
+        outbox = open_pending_events(engine)
         for i in range(requests + 1):
             outbox.put(arrival(i, 1))
         assert len(outbox.portion()) == requests

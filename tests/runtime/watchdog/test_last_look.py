@@ -18,7 +18,7 @@ from parallel.control.wire.frames import Codec, Heartbeat
 from runtime.watchdog.blame import Patience
 from runtime.watchdog.heartbeat import Channel, is_gone
 from runtime.watchdog.options import WatchdogOptions
-from runtime.watchdog.peer_view import Outlook
+from runtime.watchdog.peer_view import PeerView
 from runtime.watchdog.shutdown import EXIT_CODE, TERMINATED_CODE
 from runtime.watchdog.watchdog import Watchdog
 
@@ -151,7 +151,7 @@ def test_a_process_of_another_namespace_is_unknown() -> None:
 def test_a_silent_rank_whose_process_is_gone_is_lost_at_once(dead: int) -> None:
     """Not after the patience with a rank that loads: its connection may never close."""
     watch = Watch(Codec(1, 0, 3), 0, down=Peers({1: os.getpid(), 2: dead}))
-    outlook = Outlook(0, Patience(silence=2.0, stopped=10.0, mute=40.0))
+    outlook = PeerView(0, Patience(silence=2.0, stopped=10.0, mute=40.0))
     channel = Channel(watch, 0)
     outlook.begin(3, channel, now=100.0)
     loading = Heartbeat(0, 0, "load", 0.0, 1800.0, 0, 0, 0, ())
@@ -167,7 +167,7 @@ def test_a_silent_rank_whose_process_is_gone_is_lost_at_once(dead: int) -> None:
 
 def test_a_rank_that_was_away_itself_blames_nobody_s_silence() -> None:
     watch = Watch(Codec(1, 0, 3), 0, down=Peers({}))
-    outlook = Outlook(0, Patience(silence=2.0))
+    outlook = PeerView(0, Patience(silence=2.0))
     outlook.begin(3, Channel(watch, 0), now=100.0)
     told = Verdict(Cause.TERMINATED, 0, 0, "rank 0 ends at step 0: SystemExit: 143")
     assert outlook.weigh([told]) == told

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.landing import Landing, ResultRing, StepTiming
+from runtime.execute.landing import ResultReader, ResultRing, StepTiming
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.plan import SlotWrite, StepPlan
@@ -37,7 +37,7 @@ class ChainProgram:
         self.tables = SlotTables(self.device, max_requests=SLOTS, max_blocks=4, vocab_size=11)
         self.staging = Staging(self.device, self.tables, max_prefill_tokens=64, max_rows=ROWS)
         self.ring = ResultRing(self.device, entries=self.depth + 2, rows=ROWS, width=1)
-        self.landing = Landing(self.device, self.ring, on_timing=self.times.append)
+        self.landing = ResultReader(self.device, self.ring, on_timing=self.times.append)
         row_map = self.staging.row_map(ROWS)
 
         def warm_up() -> None:

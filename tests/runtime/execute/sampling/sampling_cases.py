@@ -1,6 +1,6 @@
 """SamplingParams as the sampler's rows: what the slot tables do in the engine, for tests.
 
-Knows: how a list of requests becomes SamplingRows. Does not know: slots, expected results.
+Knows: how a list of requests becomes SamplingInputs. Does not know: slots, expected results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.execute.sampling.inputs import SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
@@ -26,7 +26,7 @@ def rows_for(
     prompt_lengths: Sequence[int] | None = None,
     finished: Sequence[bool] | None = None,
     device: str = "cpu",
-) -> SamplingRows:
+) -> SamplingInputs:
     """Row i draws for ``params[i]`` (its seed set) at ``positions[i]``; min and max lengths count from its prompt."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -36,7 +36,7 @@ def rows_for(
     prompts = prompt_lengths if prompt_lengths is not None else [0] * len(params)
     width = max((len(ids) for ids in stops), default=0) + 1
     seeds = [(0 if p.seed is None else p.seed) for p in params]
-    return SamplingRows(
+    return SamplingInputs(
         temperature=column([p.temperature for p in params], torch.float32),
         top_k=column([p.top_k for p in params], torch.int32),
         top_p=column([p.top_p for p in params], torch.float32),

@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.packing import pack
 from runtime.execute.sampling.logprobs import token_logprobs
-from runtime.execute.sampling.prompt_logprobs import PIECE, PromptLogprobs, PromptScores, score_words
+from runtime.execute.sampling.prompt_logprobs import PIECE, PromptLogprobRing, PromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import Chunk, Scored, StepPlan
 from tests.runtime.execute.plans import decode_plan, prefill_plan
@@ -57,7 +57,7 @@ def test_a_long_prompt_is_scored_piece_by_piece_and_rows_come_apart_again(device
         sizes.append(len(hidden_RN))
         return hidden_RN @ head
 
-    scores = PromptScores(device, entries=2, max_tokens=ROOM).claim(plan, 1)
+    scores = PromptLogprobRing(device, entries=2, max_tokens=ROOM).claim(plan, 1)
     assert scores is not None
     scores.fill(hidden_TN, scored_2S(device, plan), logits_of)
     scores.send()
@@ -79,7 +79,7 @@ def test_a_long_prompt_is_scored_piece_by_piece_and_rows_come_apart_again(device
 
 
 def test_memory_is_taken_at_the_first_claim_and_never_again(device: TwinDevice) -> None:
-    channel = PromptScores(device, entries=3, max_tokens=ROOM)
+    channel = PromptLogprobRing(device, entries=3, max_tokens=ROOM)
     before = device.allocations()
     silent = prefill_plan(1, (Chunk(1, 0, (1, 2), last=True),))
     assert channel.claim(silent, 0) is None
@@ -94,7 +94,7 @@ def test_memory_is_taken_at_the_first_claim_and_never_again(device: TwinDevice) 
 def test_a_full_step_fits_with_everything_asked_for(device: TwinDevice) -> None:
     tokens = (1,) * ROOM
     plan = prefill_plan(1, (Chunk(1, 0, tokens, last=False, scored=Scored(1, tokens, 20)),))
-    scores = PromptScores(device, entries=1, max_tokens=ROOM).claim(plan, 0)
+    scores = PromptLogprobRing(device, entries=1, max_tokens=ROOM).claim(plan, 0)
     assert scores is not None
     assert scores.words == score_words(ROOM, 20)
 
@@ -102,7 +102,7 @@ def test_a_full_step_fits_with_everything_asked_for(device: TwinDevice) -> None:
 def test_what_was_read_survives_the_entry(device: TwinDevice) -> None:
     """The pinned memory belongs to a later step as soon as this one is taken."""
     plan = long_plan(3)
-    channel = PromptScores(device, entries=1, max_tokens=ROOM)
+    channel = PromptLogprobRing(device, entries=1, max_tokens=ROOM)
     scores = channel.claim(plan, 0)
     assert scores is not None
     scores.device_X.fill_(7)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute.sampling.inputs import SamplingFeatures, SamplingRows
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import count_tokens_, load_tokens_, reset_slots_
@@ -27,7 +27,7 @@ from tests.dispatch_mode import DispatchMode
 from tests.runtime.execute.sampling import sampling_reference as reference
 from tests.runtime.execute.sampling.sampling_cases import random_params, rows_for, seen_for
 
-EVERYTHING = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True)
+EVERYTHING = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True)
 
 
 def _mixture(seed: int, rows: int, vocab: int) -> tuple[torch.Tensor, list[SamplingParams], list[int]]:
@@ -42,7 +42,7 @@ def _mixture(seed: int, rows: int, vocab: int) -> tuple[torch.Tensor, list[Sampl
 @pytest.mark.parametrize("vocab", [1, 2, 5, 333, 1024, 2001])
 def test_tokens_are_those_of_the_float64_reference(vocab: int) -> None:
     logits, params, positions = _mixture(vocab, 64, vocab)
-    got = sample(logits, rows_for(params, positions), SamplingFeatures.covering(params))
+    got = sample(logits, rows_for(params, positions), SamplingVariant.covering(params))
     wanted = [
         reference.draw(logits[i].double().numpy(), p, (p.seed or 0) % 2**64, positions[i]) for i, p in enumerate(params)
     ]
@@ -70,7 +70,7 @@ def test_draws_have_the_exact_distribution(params: SamplingParams, vary: str) ->
     draws, vocab = 40_000, 23
     logits = np.random.default_rng(8).normal(0, 1.5, vocab).astype(np.float32)
     prompt, output = [1, 2, 3, 3], [4, 4, 5, 1]
-    features = SamplingFeatures.covering([params])
+    features = SamplingVariant.covering([params])
     rows = rows_for([params], [17]).select(torch.zeros(draws, dtype=torch.int64))
     rows = replace(rows, **{vary: torch.arange(draws)})
     seen = seen_for(vocab, [prompt], [output]).select(torch.zeros(draws, dtype=torch.int64))
@@ -89,7 +89,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -
     logits[0] = np.log(1 << 16)
     rows = rows_for([SamplingParams()], [0]).select(torch.zeros(draws, dtype=torch.int64))
     rows = replace(rows, seed=torch.arange(draws))
-    tokens = sample(logits.expand(draws, vocab), rows, SamplingFeatures(random=True)).token_B
+    tokens = sample(logits.expand(draws, vocab), rows, SamplingVariant(random=True)).token_B
     rare = tokens[tokens > 0]
     assert abs(len(rare) - draws / 2) < 5 * np.sqrt(draws / 4)
     observed = torch.histc(rare.double(), bins=8, min=1, max=vocab - 1).long().numpy()
@@ -103,7 +103,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -
 def test_a_row_draws_the_same_token_in_any_batch() -> None:
     logits, params, positions = _mixture(5, 40, 777)
     rows = rows_for(params, positions)
-    features = SamplingFeatures.covering(params)
+    features = SamplingVariant.covering(params)
     together = sample(logits, rows, features).token_B
     order = torch.from_numpy(np.random.default_rng(6).permutation(40))
     assert torch.equal(sample(logits[order], rows.select(order), features).token_B, together[order])
@@ -119,7 +119,7 @@ def test_variants_agree_on_rows_that_do_not_use_the_difference() -> None:
     seen = seen_for(555, [[1, 2]] * 48, [[3, 3]] * 48)
     everything = sample(logits, rows, EVERYTHING, seen).token_B
     for row, p in enumerate(params):
-        own = SamplingFeatures.covering([p])
+        own = SamplingVariant.covering([p])
         alone = torch.tensor([row])
         assert sample(logits[alone], rows.select(alone), own).token_B[0] == everything[row], (p, own)
 
@@ -132,14 +132,14 @@ def test_greedy_takes_the_lowest_id_of_ties_under_every_variant() -> None:
     logits[2] = 5.0
     rows = rows_for([SamplingParams(temperature=0.0)] * 3, [3] * 3)
     seen = seen_for(1000, [[]] * 3, [[]] * 3)
-    for features in (SamplingFeatures(), SamplingFeatures(random=True), SamplingFeatures(filters=True), EVERYTHING):
+    for features in (SamplingVariant(), SamplingVariant(random=True), SamplingVariant(filters=True), EVERYTHING):
         assert sample(logits, rows, features, seen).token_B.tolist() == [31, 0, 0]
 
 
 def test_logits_are_not_modified_and_bfloat16_is_taken() -> None:
     logits, params, positions = _mixture(12, 8, 64)
     half = logits.bfloat16()
-    rows, features = rows_for(params, positions), SamplingFeatures.covering(params)
+    rows, features = rows_for(params, positions), SamplingVariant.covering(params)
     before = half.clone()
     assert torch.equal(sample(half, rows, features).token_B, sample(half.float(), rows, features).token_B)
     assert torch.equal(half, before)
@@ -152,7 +152,7 @@ def test_logits_are_not_modified_and_bfloat16_is_taken() -> None:
 def test_extreme_temperatures(temperature: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 8, (200, 51)).astype(np.float32))
     rows = rows_for([SamplingParams(temperature=temperature, seed=3)] * 200, list(range(200)))
-    draw = sample(logits, rows, SamplingFeatures(random=True))
+    draw = sample(logits, rows, SamplingVariant(random=True))
     assert draw.ok_B.all()
     if temperature < 1:
         assert torch.equal(draw.token_B, logits.argmax(1))
@@ -172,7 +172,7 @@ def test_shares_of_the_vocabulary_give_the_token_of_the_whole(tp: int, vocab: in
     stop_ids = [[i % vocab, vocab - 1] for i in range(32)]
     rows = rows_for(params, [p % 16 for p in positions], stop_ids=stop_ids)
     seen = seen_for(vocab, [[i % vocab] for i in range(32)], [[0, vocab // 2]] * 32)
-    features = SamplingFeatures.covering(params)
+    features = SamplingVariant.covering(params)
     assert features.vocabulary_parallel
     whole = sample(logits, rows, features, seen)
 
@@ -195,7 +195,7 @@ def test_a_bad_share_ends_only_its_row() -> None:
     logits = torch.zeros(4, 16)
     logits[1, 3], logits[2, 12] = float("nan"), float("inf")
     rows = rows_for([SamplingParams(temperature=0.0), *[SamplingParams(seed=1)] * 3], [0] * 4)
-    features = SamplingFeatures(random=True)
+    features = SamplingVariant(random=True)
     keys = torch.stack([local_best(logits[:, s : s + 4], s, rows, features) for s in range(0, 16, 4)], 1)
     assert merge_best(keys).ok_B.tolist() == [True, False, False, True]
     assert torch.equal(merge_best(keys).token_B, sample(logits, rows, features).token_B)
@@ -203,7 +203,7 @@ def test_a_bad_share_ends_only_its_row() -> None:
 
 def test_filters_refuse_a_share() -> None:
     with pytest.raises(ValueError, match="gather them and call sample"):
-        local_best(torch.zeros(1, 4), 0, SamplingRows.neutral(1, 1), SamplingFeatures(filters=True))
+        local_best(torch.zeros(1, 4), 0, SamplingInputs.neutral(1, 1), SamplingVariant(filters=True))
 
 
 def test_candidates_order_as_scores_then_lowest_id() -> None:
@@ -222,9 +222,9 @@ def test_candidates_order_as_scores_then_lowest_id() -> None:
 # ---- rows that cannot be drawn from, and rows that end ----
 
 
-@pytest.mark.parametrize("features", [SamplingFeatures(), SamplingFeatures(random=True), EVERYTHING], ids=str)
+@pytest.mark.parametrize("features", [SamplingVariant(), SamplingVariant(random=True), EVERYTHING], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_unusable_rows_are_isolated(features: SamplingFeatures, bad: float) -> None:
+def test_unusable_rows_are_isolated(features: SamplingVariant, bad: float) -> None:
     logits, params, positions = _mixture(21, 6, 50)
     if not features.random:
         params = [SamplingParams(temperature=0.0)] * 6
@@ -248,7 +248,7 @@ def test_some_minus_infinity_is_usable() -> None:
     logits = torch.full((2, 9), float("-inf"))
     logits[:, 6] = -3.0
     rows = rows_for([SamplingParams(seed=2), SamplingParams(temperature=0.0)], [0, 0])
-    for features in (SamplingFeatures(random=True), EVERYTHING):
+    for features in (SamplingVariant(random=True), EVERYTHING):
         draw = sample(logits, rows, features, seen_for(9, [[], []], [[], []]))
         assert draw.token_B.tolist() == [6, 6]
         assert draw.ok_B.all()
@@ -289,7 +289,7 @@ def test_min_tokens_keeps_stop_ids_from_being_drawn() -> None:
     for temperature in (0.0, 1.0):
         params = [SamplingParams(temperature=temperature, min_tokens=2, seed=6)] * 3
         rows = rows_for(params, [5, 6, 7], prompt_lengths=[5] * 3, stop_ids=[[4, 9]] * 3)
-        tokens = sample(logits, rows, SamplingFeatures.covering(params)).token_B
+        tokens = sample(logits, rows, SamplingVariant.covering(params)).token_B
         assert not set(tokens[:2].tolist()) & {4, 9}
         assert tokens[2] == 4
         verdict = stop_check(tokens, rows, torch.ones(3, dtype=torch.bool))
@@ -299,10 +299,10 @@ def test_min_tokens_keeps_stop_ids_from_being_drawn() -> None:
 def test_the_fused_forms_are_the_two_steps() -> None:
     logits, params, positions = _mixture(33, 12, 90)
     rows = rows_for(params, positions, stop_ids=[[i] for i in range(12)], finished=[i % 4 == 0 for i in range(12)])
-    features = SamplingFeatures.covering(params)
+    features = SamplingVariant.covering(params)
     draw = sample(logits, rows, features)
     verdict = stop_check(draw.token_B, rows, draw.ok_B)
-    keys = local_best(logits, 0, rows, SamplingFeatures(random=True))[:, None]
+    keys = local_best(logits, 0, rows, SamplingVariant(random=True))[:, None]
     merged = merge_best(keys)
     for got, wanted in (
         (sample_and_check(logits, rows, features), (draw, verdict)),
@@ -341,7 +341,7 @@ def test_sampling_reads_nothing_back() -> None:
     slots, live = torch.arange(5), torch.ones(5, dtype=torch.bool)
     with _NoReadBack():
         draw, verdict = sample_and_check(logits, rows.select(slots), EVERYTHING, seen.select(slots))
-        merge_and_check(local_best(logits, 0, rows, SamplingFeatures(random=True))[:, None], rows=rows)
+        merge_and_check(local_best(logits, 0, rows, SamplingVariant(random=True))[:, None], rows=rows)
         token_logprobs(logits, draw.token_B, 3)
         count_tokens_(seen, slots, draw.token_B, verdict.count_B > 0)
         reset_slots_(seen, slots[:2])
@@ -352,12 +352,12 @@ def test_sampling_reads_nothing_back() -> None:
 
 
 def test_features_cover_what_requests_ask_for() -> None:
-    covering = SamplingFeatures.covering
-    assert covering([]) == covering([SamplingParams(temperature=0.0, top_k=5, top_p=0.5)]) == SamplingFeatures()
-    assert covering([SamplingParams(), SamplingParams(temperature=0.0)]) == SamplingFeatures(random=True)
-    assert covering([SamplingParams(min_p=0.1)]) == SamplingFeatures(random=True, filters=True)
+    covering = SamplingVariant.covering
+    assert covering([]) == covering([SamplingParams(temperature=0.0, top_k=5, top_p=0.5)]) == SamplingVariant()
+    assert covering([SamplingParams(), SamplingParams(temperature=0.0)]) == SamplingVariant(random=True)
+    assert covering([SamplingParams(min_p=0.1)]) == SamplingVariant(random=True, filters=True)
     mixed = covering([SamplingParams(logprobs=0), SamplingParams(logprobs=7), SamplingParams(min_tokens=1)])
-    assert mixed == SamplingFeatures(random=True, min_tokens=True, logprobs=True, top_logprobs=20)
+    assert mixed == SamplingVariant(random=True, min_tokens=True, logprobs=True, top_logprobs=20)
     assert not mixed.vocabulary_parallel
     assert covering([SamplingParams(presence_penalty=1.0)]).penalties
     with pytest.raises(ValueError, match="top_logprobs is 21"):
@@ -366,11 +366,11 @@ def test_features_cover_what_requests_ask_for() -> None:
 
 def test_numbers_of_likely_tokens_share_few_variants() -> None:
     """Each variant is captured for itself; a row is shown as many as it asked for, whatever the variant computes."""
-    room = [SamplingFeatures.covering([SamplingParams(logprobs=n)]).top_logprobs for n in range(21)]
+    room = [SamplingVariant.covering([SamplingParams(logprobs=n)]).top_logprobs for n in range(21)]
     assert room == [0, 1, *[5] * 4, *[20] * 15]
-    assert str(SamplingFeatures.covering([SamplingParams(logprobs=2)])) == "random, logprobs, up to 5 likely tokens"
+    assert str(SamplingVariant.covering([SamplingParams(logprobs=2)])) == "random, logprobs, up to 5 likely tokens"
 
 
 def test_penalties_without_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="token counts"):
-        sample(torch.zeros(1, 4), SamplingRows.neutral(1, 1), SamplingFeatures(penalties=True))
+        sample(torch.zeros(1, 4), SamplingInputs.neutral(1, 1), SamplingVariant(penalties=True))

@@ -9,7 +9,7 @@ import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice, TwinGraph
 from runtime.execute.device.protocol import DeviceError, Work
-from runtime.execute.sampling.inputs import SamplingFeatures
+from runtime.execute.sampling.inputs import SamplingVariant
 from tests.runtime.engine.rig import request, rig, run
 
 BUCKETS = (1, 2, 4)
@@ -46,7 +46,7 @@ def test_memory_that_runs_out_at_a_capture_names_the_bucket_and_the_options(rows
 
 
 def test_the_cost_of_all_graphs_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    variants = (SamplingFeatures(), SamplingFeatures(random=True))
+    variants = (SamplingVariant(), SamplingVariant(random=True))
     with (
         caplog.at_level(logging.INFO, "runtime.execute.step.decode_graphs"),
         rig(rows=4, buckets=BUCKETS, device=SmallDevice(), variants=variants) as engine,

@@ -22,8 +22,8 @@ from runtime.execute.cache.kv_pool import KvPool, KvShape
 from runtime.execute.device.protocol import Device
 from runtime.execute.landing import ResultRing
 from runtime.execute.packing import Changes
-from runtime.execute.sampling.inputs import SamplingFeatures
-from runtime.execute.sampling.prompt_logprobs import StepScores, score_words
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.step import StepWork
@@ -39,8 +39,8 @@ SPARSE = TINY | {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-EVERYTHING = SamplingFeatures(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=5)
-VARIANTS = [SamplingFeatures(), SamplingFeatures(random=True), EVERYTHING]
+EVERYTHING = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, logprobs=True, top_logprobs=5)
+VARIANTS = [SamplingVariant(), SamplingVariant(random=True), EVERYTHING]
 BLOCK = 16
 
 
@@ -100,7 +100,7 @@ class Parts:
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
 @pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
-def test_a_decode_step(shape: Mapping[str, object], features: SamplingFeatures) -> None:
+def test_a_decode_step(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     with step():
         parts.work.decode(integers(8), features)
@@ -109,13 +109,13 @@ def test_a_decode_step(shape: Mapping[str, object], features: SamplingFeatures) 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
 @pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
-def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], features: SamplingFeatures) -> None:
+def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     tokens, rows = integers(24), integers(2)
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, integers(2, 5))
     words = torch.zeros(score_words(5, 3), dtype=torch.int32, device=META)
     with step():
-        scores = StepScores(cast(Any, None), 5, 3, words, words)
+        scores = StepPromptLogprobs(cast(Any, None), 5, 3, words, words)
         parts.work.prefill(chunks, (12, 12), (12, 28), features, scores)
 
 
