@@ -66,7 +66,7 @@ def _run(command: Command | BenchCommand) -> int:
     from models.config import ModelConfigError
     from runtime.config import ConfigError
     from runtime.execute.cache.kv_pool import KvMemoryError
-    from runtime.execute.step.decode_graphs import CaptureError
+    from runtime.execute.step.row_graphs import CaptureError
     from runtime.frontend.tokenizer import TokenizerError
 
     of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)

@@ -22,15 +22,17 @@ from parallel.control.interface import ControlPlane
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.protocol import open_device
-from runtime.execute.executor import Executor, ExecutorLimits
-from runtime.execute.landing import StepTiming
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.result_reader import StepTiming
+from runtime.execute.role import ExecutorLimits
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
-from runtime.groups.step_sync import DpStepSync, exchange_ladder
+from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -110,7 +112,7 @@ def build_engine(
         )
         log.info(
             "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",
-            executor.graphs.counters.captured + executor.prefill_graphs.captured,
+            executor.device.captures,
             time.perf_counter() - loaded,
         )
     except BaseException:
@@ -119,7 +121,7 @@ def build_engine(
     scheduler = Scheduler(_schedule(config, served, executor))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
-        executor.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
+        executor.decode.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
     at_end = load_report(config, model, split)
     groups, dealer = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
@@ -184,8 +186,7 @@ def _groups(
     if exchange is None:
         return None, None
     assignment = LoadBalancer(exchange.index, exchange.groups)
-    groups = DpStepSync(control, config.decode_buckets, config.max_prefill_tokens, assignment)
-    return groups, RequestRouter(control, assignment)
+    return DpStepSync(control, assignment), RequestRouter(control, assignment)
 
 
 def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> SchedulerConfig:

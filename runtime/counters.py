@@ -16,7 +16,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
     Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,
     ``group_idle_steps{g}``: steps that group g launched for the others' sake, without a row of its own.
     """
-    schedule, staging, landing = scheduler.counters, executor.staging.counters, executor.landing.counters
+    schedule, staging, landing = scheduler.counters, executor.staging.counters, executor.results.counters
     counted: dict[str, int | float] = {
         "steps": schedule.prefill_steps + schedule.decode_steps,
         "prefill_steps": schedule.prefill_steps,
@@ -32,7 +32,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": landing.device_to_host_bytes,
-        "graph_captures_after_warmup": executor.graphs.counters.after_warmup,
+        "graph_captures_after_warmup": executor.decode.graphs.counters.after_warmup,
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}

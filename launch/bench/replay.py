@@ -13,6 +13,7 @@ from launch.bench.session import Lengths
 from launch.bench.trace import BenchError
 from launch.bench.workload import greedy
 from runtime.engine import Engine
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
@@ -32,8 +33,8 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     """
     executor = engine.executor
     plan = replay_plan(engine, lengths, batch)
-    features = SamplingVariant.covering([greedy(lengths.output)])
-    graph = executor.graphs.get(plan.bucket, features, plan.exchange_rows)
+    spec = replay_spec(engine, plan, SamplingVariant.covering([greedy(lengths.output)]))
+    graph = executor.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
     steps = lengths.output - 1
     skipped = settling(steps)
     compute, device = executor.device.compute, executor.device
@@ -42,7 +43,7 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
         compute.submit(lambda layer=layer: layer[:, 1 : 1 + blocks].normal_())  # type: ignore[misc]
     found = []
     for repeat in range(1 + repeats):  # the first one warms up
-        staged = executor.staging.stage(plan)
+        staged = executor.staging.stage(spec)
         if staged is not None:
             executor.staging.apply(staged)
         for _ in range(skipped):
@@ -56,6 +57,12 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
         if repeat:
             found.append(began.elapsed_ms(ended) / (steps - skipped))
     return statistics.median(found)
+
+
+def replay_spec(engine: Engine, plan: StepPlan, variant: SamplingVariant) -> LaunchSpec:
+    """As the executor would launch ``plan``, whose requests no scheduler knows."""
+    rows = plan.bucket if engine.config.data_parallel > 1 else 0
+    return LaunchSpec(plan, engine.executor.decode.name, plan.bucket, variant, exchange_rows=rows)
 
 
 def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
@@ -93,5 +100,4 @@ def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
             for slot in slots
         ),
         block_writes=tuple((slot, i, 1 + (slot - 1) * each + i) for slot in slots for i in range(each)),
-        exchange_rows=bucket if groups > 1 else 0,
     )

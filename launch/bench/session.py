@@ -30,7 +30,7 @@ from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from models.config import ModelConfig
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 
 OnTiming = Callable[[StepTiming], None]
 OpenEngine = Callable[[EngineConfig, Rendezvous, OnTiming | None], Engine]

@@ -38,7 +38,7 @@ from parallel.topology import ParallelDegrees
 from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.watchdog import Watchdog
 

@@ -28,8 +28,8 @@ class EngineProtocol(Protocol):
     """One per rank. ``add``, ``cancel``, ``step`` and ``stop`` are the leader's; ``follow`` is everybody else's.
 
     Every added request is reported in ``StepOutput.finished`` exactly once, with all its tokens, whatever happens.
-    ``StepOutput.logprobs``, when not None, is a StepLogprobs (runtime/execute/landing.py) aligned with the rows, and
-    ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/prompt_logprobs.py) or None for each
+    ``StepOutput.logprobs``, when not None, is a StepLogprobs (runtime/execute/result_reader.py) aligned with the rows,
+    and ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/prompt_logprobs.py) or None for each
     row. ``counters`` has at least ``steps``, ``chained_steps``, ``ghost_rows``, ``wasted_tokens`` and one
     ``chain_breaks{reason}`` for each reason that occurred; where there are groups (EngineConfig.data_parallel), also
     ``group_requests{g}`` and ``group_idle_steps{g}``, while the rest is of the leader's group.

@@ -117,8 +117,6 @@ class StepPlan:
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
     ``slot_writes`` take effect before the step's rows are gathered.
     ``width``: tokens a row may gain (W). ``chunks`` is empty for decode steps and aligned with ``slots`` for prefill.
-    ``exchange_rows``: rows of this step's exchanges with other groups, as agreed with them
-    (runtime/groups/step_sync.py); 0 where there is one group.
     """
 
     step: int
@@ -130,7 +128,11 @@ class StepPlan:
     slot_writes: tuple[SlotWrite, ...] = ()
     block_writes: tuple[tuple[int, int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    exchange_rows: int = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of all its chunks; 0 for a decode step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
     def scored_tokens(self) -> int:

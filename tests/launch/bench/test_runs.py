@@ -11,7 +11,7 @@ from launch.bench.session import Lengths, StepTimings
 from launch.bench.throughput import saturation
 from launch.bench.trace import BenchError, DecodeStep, check_complete, run_requests, why_not_full
 from launch.bench.workload import RequestNumbers, random_prompts
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 from tests.runtime.engine.rig import VOCABULARY, request, rig
 
 

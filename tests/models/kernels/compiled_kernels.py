@@ -34,7 +34,7 @@ from parallel.comm.all_reduce_triton import summed
 from parallel.comm.ep_exchange_triton import gathered
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
-from runtime.execute.executor import shorter_prefills
+from runtime.execute.step.prefill import shorter_prefills
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver

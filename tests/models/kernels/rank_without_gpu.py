@@ -30,7 +30,8 @@ from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
 from runtime.config import DEVICE_DEFAULTS, default_buckets
-from runtime.execute.landing import ResultRing
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.role import RoleParts
 from runtime.execute.sampling import logprobs, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -39,7 +40,8 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io as step_ends
 from runtime.execute.step import step_io_kernels as step_kernels
-from runtime.execute.step.step import StepWork
+from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.prefill import PrefillRole
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
@@ -151,11 +153,13 @@ class Rank:
             max_blocks=-(-(config.max_length + 1) // PAGE),
             vocab_size=config.vocab_size,
         )
-        self._work = StepWork(self.model, self._kv, slots, ring, PAGE)
+        limits = cast(Any, SimpleNamespace(block_size=PAGE, decode_buckets=()))
+        parts = RoleParts(device, self.model, self._kv, slots, ring, cast(Any, None), limits)
+        self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"
-        self._work.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+        self._decode.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
 
     def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
         """``scored`` prompt tokens with their log-probabilities."""
@@ -173,7 +177,7 @@ class Rank:
         top = TOP_LOGPROBS[-1]
         words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
         scores = StepPromptLogprobs(Mock(), scored, top, words, words) if scored else None
-        self._work.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
+        self._prefill.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
 
     def several_queries(self, rows: int, query_len: int) -> None:
         """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""

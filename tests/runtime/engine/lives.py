@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import torch
 
 from runtime.engine import Engine
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.observe.observer import StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request

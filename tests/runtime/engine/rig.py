@@ -24,12 +24,14 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
-from runtime.execute.executor import Executor, ExecutorLimits
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.role import ExecutorLimits
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
-from runtime.groups.step_sync import DpStepSync, StepAgreement, exchange_ladder
+from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
 from runtime.schedule.plan import Finished, StepOutput
@@ -195,7 +197,7 @@ def rig(
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
     control = control or SingleRankControl(horizon)
-    shared = None if groups is None else DpStepSync(groups, config.decode_buckets, max_prefill_tokens, assignment)
+    shared = None if groups is None else DpStepSync(groups, assignment)
     dealer = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
     engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer, thaw=thaw)

@@ -87,12 +87,12 @@ def test_nobody_launches_while_nobody_has_work(depth: int) -> None:
         for pair in (requests[:1], requests[1:3], requests[3:]):
             found |= run(engine, pair)
             assert not engine.has_work
-            at_rest = len(engine.executor.landing._in_flight), engine.counters["steps"]
+            at_rest = len(engine.executor.results._in_flight), engine.counters["steps"]
             for _ in range(5):
                 output = engine.step()
                 assert not output.request_ids
                 assert not output.finished
-            assert (len(engine.executor.landing._in_flight), engine.counters["steps"]) == at_rest
+            assert (len(engine.executor.results._in_flight), engine.counters["steps"]) == at_rest
     assert {i: (e.token_ids, e.reason) for i, e in found.items()} == whole.answers
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run

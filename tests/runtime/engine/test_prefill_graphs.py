@@ -7,6 +7,7 @@ what a replay reads anew, and in which order. Attention fills the padding's rows
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.step.prefill_graphs import prefill_buckets
+from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -29,14 +30,14 @@ EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
 
 def replays(engine: Engine) -> dict[int, int]:
     """Counts, from here on, the replays of each bucket."""
-    counts = dict.fromkeys(engine.executor.prefill_graphs._graphs, 0)
-    launch = engine.executor.prefill_graphs.launch
+    counts = dict.fromkeys(engine.executor.prefill.graphs._graphs, 0)
+    launch = engine.executor.prefill.graphs.launch
 
     def counted(bucket: int, *rest: Any) -> None:
         counts[bucket] += 1
         launch(bucket, *rest)
 
-    engine.executor.prefill_graphs.launch = counted  # type: ignore[method-assign,assignment]
+    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign,assignment]
     return counts
 
 
@@ -97,12 +98,11 @@ def test_every_rank_of_a_group_replays() -> None:
 def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
     """``agree_min`` says what the least able rank can do."""
     with rig(prefill_buckets=BUCKETS) as engine:
-        graphs = engine.executor.prefill_graphs
-        assert graphs.captured == len(BUCKETS)
-        other = type(graphs)(
-            graphs._device, graphs._work, graphs._tables, graphs._staging, BUCKETS, agree_min=lambda mine: 0
-        )
-        other.warm_up(128, lambda: None)
+        role = engine.executor.prefill
+        assert role.graphs.captured == len(BUCKETS)
+        parts = replace(role._parts, limits=replace(role._parts.limits, agree_min=lambda mine: 0))
+        other = PrefillGraphs(parts, role)
+        other.warm_up()
         assert other.captured == 0
         run(engine, [request(0, range(5))])
 

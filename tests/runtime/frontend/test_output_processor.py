@@ -8,7 +8,7 @@ from typing import Unpack
 import numpy as np
 import pytest
 
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.validation import RequestError

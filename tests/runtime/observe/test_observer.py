@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.step_record import VOID, StepRecord

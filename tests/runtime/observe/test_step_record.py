@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.step_record import StepLog, StepRecord
 from runtime.schedule.plan import StepKind, StepPlan
@@ -51,7 +52,9 @@ def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
         if step < steps:
             observe.agree(step)
             observe.plan()
-            observe.launch(StepPlan(step, StepKind.DECODE, 4, (1, 2, 3), (0, 0, 0), 1), None)
+            plan = StepPlan(step, StepKind.DECODE, 4, (1, 2, 3), (0, 0, 0), 1)
+            observe.launch(plan, None)
+            observe.resolved(LaunchSpec(plan, "decode", 4))
             observe.launched()
         if step >= depth:
             observe.wait(step - depth)

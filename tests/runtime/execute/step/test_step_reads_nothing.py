@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,13 +21,15 @@ from models.registry import model_class
 from parallel.comm.collectives import SingleRank
 from runtime.execute.cache.kv_pool import KvPool, KvShape
 from runtime.execute.device.protocol import Device
-from runtime.execute.landing import ResultRing
 from runtime.execute.packing import Changes
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, apply_changes
-from runtime.execute.step.step import StepWork
+from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.prefill import PrefillRole
 from tests.dispatch_mode import DispatchMode
 from tests.runtime.engine.rig import TINY
 
@@ -95,7 +98,9 @@ class Parts:
         pool = KvPool(device, KvShape(kv.layers, BLOCK, kv.kv_heads, kv.head_dim, kv.dtype), 64)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
-        self.work = StepWork(model, pool.layers, self.tables, self.ring, BLOCK)
+        limits = cast(Any, SimpleNamespace(block_size=BLOCK, decode_buckets=()))
+        parts = RoleParts(device, model, pool.layers, self.tables, self.ring, cast(Any, None), limits)
+        self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
@@ -103,7 +108,7 @@ class Parts:
 def test_a_decode_step(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     with step():
-        parts.work.decode(integers(8), features)
+        parts.decode.decode(integers(8), features)
         parts.ring.undo()
 
 
@@ -116,7 +121,7 @@ def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], fea
     words = torch.zeros(score_words(5, 3), dtype=torch.int32, device=META)
     with step():
         scores = StepPromptLogprobs(cast(Any, None), 5, 3, words, words)
-        parts.work.prefill(chunks, (12, 12), (12, 28), features, scores)
+        parts.prefill.prefill(chunks, (12, 12), (12, 28), features, scores)
 
 
 def test_what_a_plan_changes() -> None:

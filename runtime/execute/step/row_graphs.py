@@ -1,7 +1,7 @@
 """One captured graph a (bucket, sampling variant): a steady decode step is one launch.
 
 Knows: which variants exist, how one is captured without touching a live request, and how many were captured late.
-Does not know: what a step computes (step.py) or when it runs (executor.py).
+Does not know: what a step computes (it is given as a function), or when it runs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device, DeviceError, Graph
-from runtime.execute.landing import ResultRing
+from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.step.step import StepWork
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,19 @@ class GraphCounters:
     bytes: int = 0
 
 
-class DecodeGraphs:
-    """Graphs of the decode step. ``row_maps``: bucket -> its row map (int64 [bucket]) that every replay reads.
+RowWork = Callable[[Tensor, SamplingVariant, int], None]  # of a row map, a variant, and exchange rows
 
-    Roles never share a mutable container: a verify or draft role will have a class, row maps and graphs of its own.
+
+class RowGraphs:
+    """The graphs of one role. ``row_maps``: bucket -> its row map (int64 [bucket]) that every replay reads.
+
+    ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``.
     """
 
-    def __init__(self, device: Device, work: StepWork, ring: ResultRing, row_maps: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, name: str, device: Device, work: RowWork, ring: ResultRing, row_maps: Mapping[int, Tensor]
+    ) -> None:
+        self.name = name
         self.counters = GraphCounters()
         self.around_capture: Callable[[], AbstractContextManager[object]] = nullcontext  # a capture may take seconds
         self._device = device
@@ -71,8 +76,9 @@ class DecodeGraphs:
         counters = self.counters
         counters.warm_up_s, counters.bytes = time.perf_counter() - began, self._device.graph_bytes()
         log.info(
-            "graphs: %d of decode steps of up to %d rows captured in %.1f s, %.1f MiB of memory shared by all",
+            "graphs: %d of %s steps of up to %d rows captured in %.1f s, %.1f MiB of memory shared by all",
             counters.captured,
+            self.name,
             max(self._row_maps),
             counters.warm_up_s,
             counters.bytes / (1 << 20),
@@ -96,18 +102,18 @@ class DecodeGraphs:
                 log.info("first requests with %s: their graphs are captured as they are needed", features)
 
         def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance
-            self._work.decode(rows_B.new_zeros(bucket), features, exchange_rows)
+            self._work(rows_B.new_zeros(bucket), features, exchange_rows)
             self._ring.undo()
 
         try:
             with self.around_capture():
                 return self._device.capture(
-                    lambda: self._work.decode(rows_B, features, exchange_rows),
-                    name=f"decode of {bucket} rows",
+                    lambda: self._work(rows_B, features, exchange_rows),
+                    name=f"{self.name} of {bucket} rows",
                     warmup=rehearse,
                 )
         except DeviceError as error:
             raise CaptureError(
-                f"capturing the decode graph of {bucket} rows failed: {error}. If memory ran out, lower "
+                f"capturing the {self.name} graph of {bucket} rows failed: {error}. If memory ran out, lower "
                 "--memory-fraction, --max-num-seqs or the largest of --decode-buckets"
             ) from error

@@ -1,7 +1,7 @@
-"""Results on their way home: a ring on the device, a pinned ring on the host, and one worker thread that waits.
+"""Results on their way to the host: a copy of each ring entry into pinned memory, and one worker thread that waits.
 
-Knows: how a step's results are packed, which ring entry holds which step, and when an entry may be used again.
-Does not know: how results are computed, or what a result means to a request (the scheduler).
+Knows: which ring entry holds which step, when an entry may be used again, and how a step is read from its words.
+Does not know: how results are computed or packed (result_ring.py), or what they mean to a request (the scheduler).
 
 A step's path:  reserve (host) -> record start -> work, ending in ResultRing.append -> record ready -> submit
                 -> copy stream: device entry -> pinned entry -> worker: StepResult -> take (host)
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device, Event
-from runtime.execute.sampling.logprobs import TokenLogprobs
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_ring import ResultRing, result_words
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
-from runtime.schedule.plan import StepPlan, StepResult
+from runtime.schedule.plan import StepResult
 
 
 class ResultError(RuntimeError):
@@ -61,60 +62,13 @@ class StepTiming:
 class Ticket:
     """A step's claim on a ring entry. Record ``start`` and ``ready`` on the compute stream around the step's work."""
 
-    plan: StepPlan
-    logprobs: int | None
+    spec: LaunchSpec
     sequence: int
     index: int
     start: Event
     ready: Event
     copied: Event
     scores: StepPromptLogprobs | None = None
-
-
-def result_words(rows: int, width: int, logprobs: int | None) -> int:
-    """int32 words of one step: stamp, tokens [B, W], counts [B], finish [B] and, unless None, chosen [B, W],
-    rank [B, W], top ids [B, W, n], top values [B, W, n]."""
-    words = 1 + rows * (width + 2)
-    return words if logprobs is None else words + rows * width * (2 + 2 * logprobs)
-
-
-class ResultRing:
-    """The device side. ``append`` runs inside the step, captured or not: where to write is a counter on the device.
-
-    buffer_EX int32 [entries, words]; appended_1 int64 [1]: the next append's number, modulo ``stamps``. On CUDA
-    step_ends.write_back does what ``append`` does.
-    """
-
-    def __init__(self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0) -> None:
-        words = result_words(rows, width, max_logprobs)
-        self.buffer_EX = device.zeros(entries, words, dtype=torch.int32)
-        self.entries = entries
-        self.width = width
-        self.max_logprobs = max_logprobs
-        self.stamps = 2**31 - 2**31 % entries  # appends are numbered modulo this
-        self.appended_1 = device.zeros(1, dtype=torch.int64)
-
-    def append(
-        self, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, logprobs: TokenLogprobs | None = None
-    ) -> None:
-        """Write one step's results into the next entry; exactly once a step. Graph-safe.
-
-        Integers of any width. ``logprobs`` of the B * W tokens, in that order, whatever its leading shape.
-        """
-        integers = [self.appended_1, tokens_BW, counts_B, finish_B]
-        words = [part.reshape(-1).to(torch.int32) for part in integers]
-        if logprobs is not None:
-            words += [part.reshape(-1).view(torch.int32) for part in logprobs]
-        packed = torch.cat(words).unsqueeze(0)
-        self.buffer_EX[:, : packed.shape[1]].index_copy_(0, self.appended_1 % self.entries, packed)
-        self.appended_1.add_(1).remainder_(self.stamps)
-
-    def undo(self) -> None:
-        """Take back the latest append, as after each warm-up of a step. Graph-safe.
-
-        Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve).
-        """
-        self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
 
 
 @dataclass(slots=True)
@@ -169,31 +123,30 @@ class ResultReader:
         self._worker = threading.Thread(target=self._work, name="landing", daemon=True)
         self._worker.start()
 
-    def reserve(self, plan: StepPlan, *, logprobs: int | None = None) -> Ticket:
+    def reserve(self, spec: LaunchSpec) -> Ticket:
         """Claim the ring entry the step will append to; before its work is launched.
 
-        ``logprobs`` None: the step appends none; n: the chosen ones and n most likely. RuntimeError when no entry is
-        free: a step was launched before the oldest one in flight was taken.
+        RuntimeError when no entry is free: a step was launched before the oldest one in flight was taken.
         """
-        self._check_free(plan)
+        self._check_free(spec.step)
         sequence = self._reserved
         self._reserved += 1
         index = sequence % self._ring.entries
-        scores = self._prompt_scores.claim(plan, index) if self._prompt_scores is not None else None
-        return Ticket(plan, logprobs, sequence, index, *self._events[index], scores)
+        scores = self._prompt_scores.claim(spec.plan, index) if self._prompt_scores is not None else None
+        return Ticket(spec, sequence, index, *self._events[index], scores)
 
-    def _check_free(self, plan: StepPlan) -> None:
+    def _check_free(self, step: int) -> None:
         outstanding = self._reserved - self._taken
         if outstanding >= self._ring.entries - 1:
             raise RuntimeError(
-                f"step {plan.step}: {outstanding} steps are launched and not taken, a result ring of "
+                f"step {step}: {outstanding} steps are launched and not taken, a result ring of "
                 f"{self._ring.entries} entries allows {self._ring.entries - 1}; take a step first"
             )
 
     def submit(self, ticket: Ticket) -> None:
         """Send the step's results home once ``ticket.ready`` has happened. Returns at once."""
-        plan = ticket.plan
-        words = result_words(plan.bucket, plan.width, ticket.logprobs)
+        spec = ticket.spec
+        words = result_words(spec.bucket, spec.width, spec.logprobs)
         source, target = self._views(ticket.index, words)
         self._device.copy.wait(ticket.ready)
         self._device.copy.submit(lambda: target.copy_(source, non_blocking=True))
@@ -202,7 +155,7 @@ class ResultReader:
             self.counters.device_to_host_bytes += 4 * ticket.scores.words
         self._device.copy.record(ticket.copied)
         self.counters.device_to_host_bytes += 4 * words
-        self._in_flight.append(plan.step)
+        self._in_flight.append(spec.step)
         self._submitted.put(ticket)
 
     def _views(self, index: int, words: int) -> tuple[Tensor, Tensor]:
@@ -253,7 +206,7 @@ class ResultReader:
                 if self._failure is None:
                     self._land(ticket)
             except BaseException as error:
-                failure = ResultError(f"step {ticket.plan.step}: {error}")
+                failure = ResultError(f"step {ticket.spec.step}: {error}")
                 failure.__cause__ = error
                 with self._changed:
                     self._failure = failure
@@ -265,18 +218,18 @@ class ResultReader:
         result = self._read(ticket)
         self.counters.landed += 1
         with self._changed:
-            self._landed[ticket.plan.step] = result
+            self._landed[ticket.spec.step] = result
             self._changed.notify_all()
 
     def _read(self, ticket: Ticket) -> StepResult:
         """Copies out of the pinned entry: it may be overwritten once the step is taken."""
-        plan, words = ticket.plan, self._array_EX[ticket.index]
+        spec, words = ticket.spec, self._array_EX[ticket.index]
         self._check_stamp(ticket, int(words[0]))
-        bucket, width, rows = plan.bucket, plan.width, len(plan.slots)
+        bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
         counts_at = 1 + bucket * width
         finish_at = counts_at + bucket
         return StepResult(
-            step=plan.step,
+            step=spec.step,
             tokens=words[1 : 1 + rows * width].tolist(),
             counts=words[counts_at : counts_at + rows].tolist(),
             finish=words[finish_at : finish_at + rows].tolist(),
@@ -288,15 +241,15 @@ class ResultReader:
         expected = ticket.sequence % self._ring.stamps
         if stamp != expected:
             raise ResultError(
-                f"result ring entry {ticket.index} holds append {stamp}, step {ticket.plan.step} is append {expected}: "
+                f"result ring entry {ticket.index} holds append {stamp}, step {ticket.spec.step} is append {expected}: "
                 "the entry was overwritten before it was read, or a launched step appended nothing"
             )
 
     def _read_logprobs(self, ticket: Ticket, words: npt.NDArray[np.int32]) -> StepLogprobs | None:
-        if ticket.logprobs is None:
+        spec, top = ticket.spec, ticket.spec.logprobs
+        if top is None:
             return None
-        plan, top = ticket.plan, ticket.logprobs
-        bucket, width, rows = plan.bucket, plan.width, len(plan.slots)
+        bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
         tokens = bucket * width
         chosen, rank, top_ids, values, _ = np.split(words, np.cumsum([tokens, tokens, tokens * top, tokens * top]))
         return StepLogprobs(
@@ -316,4 +269,4 @@ class ResultReader:
         started_ms = self._previous_end_ms + self._previous_end.elapsed_ms(ticket.start)
         ended_ms = started_ms + ticket.start.elapsed_ms(ticket.ready)
         self._previous_end, self._previous_end_ms = ticket.ready, ended_ms
-        self._on_timing(StepTiming(ticket.plan.step, started_ms, ended_ms))
+        self._on_timing(StepTiming(ticket.spec.step, started_ms, ended_ms))

@@ -1,0 +1,100 @@
+"""A role: one kind of step, with its model, its view of the caches, its row maps and its graphs.
+
+Knows: what every role is asked for, and what it is made from. Does not know: any particular role (step/decode.py,
+step/prefill.py), or when one runs (launch_spec.py decides that).
+
+Roles share the slot tables, the result ring and the device's streams, and nothing that one of them could change under
+another: no graph, row map or buffer belongs to two roles. So alternating between roles captures and allocates nothing,
+and a new role touches no other one's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from models.layers.decoder import Decoder
+from runtime.execute.device.protocol import Device
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.staging import Staging
+from runtime.schedule.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What memory and graphs are sized for. ``agree_min`` returns the least of a number over all ranks.
+
+    ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
+    measurement. ``kernel_cache``: folder in which those choices are kept. ``width``: the largest W of any plan.
+    ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
+    is one group. ``prefill_buckets``: token counts, ascending, of prefill steps that are captured; none where empty.
+    """
+
+    rows: int
+    slots: int
+    block_size: int
+    max_model_len: int
+    depth: int
+    width: int
+    max_prefill_tokens: int
+    decode_buckets: tuple[int, ...]
+    memory_fraction: float
+    num_blocks: int | None
+    agree_min: Callable[[int], int]
+    warm_variants: tuple[SamplingVariant, ...] = (SamplingVariant(),)
+    exchanges: tuple[int, ...] = ()
+    prefill_buckets: tuple[int, ...] = ()
+    share: Callable[[Callable[[], str]], str] | None = None
+    kernel_cache: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleParts:
+    """What a role is made from. ``kv_layers``: one paged cache a layer of ``model``."""
+
+    device: Device
+    model: Decoder
+    kv_layers: Sequence[Tensor]
+    tables: SlotTables
+    ring: ResultRing
+    staging: Staging
+    limits: ExecutorLimits
+
+
+class Role(Protocol):
+    """One kind of step. ``rehearse`` and ``warm_up`` run at start-up, ``launch`` in every step that the role serves."""
+
+    @property
+    def name(self) -> str:
+        """Of the role, in launch specs, timelines and errors."""
+        ...
+
+    def serves(self, plan: StepPlan) -> bool:
+        """Whether steps with such a plan are this role's."""
+        ...
+
+    def rehearse(self) -> None:
+        """Run the role's largest step over padding, uncaptured, so that its memory can be measured."""
+        ...
+
+    def warm_up(self) -> None:
+        """Capture the role's graphs. CaptureError names the graph and the option to change."""
+        ...
+
+    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
+        """Put the step, whose changes are staged and applied, on the compute stream.
+
+        ``scores`` receives the log-probabilities of prompt tokens; None where nobody asked.
+        """
+        ...
+
+
+MakeRole = Callable[[RoleParts], Role]

@@ -1,0 +1,72 @@
+"""The decode role: one new token for every running row, the whole step one captured graph a bucket.
+
+Knows: what a decode step computes, from slot tables to the result ring, and its graphs.
+Does not know: plans, other roles, how rows are gathered and drawn (step_io.py, tail.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.inputs import DecodeAttention, StepInputs
+from runtime.execute.launch_spec import GREEDY, LaunchSpec
+from runtime.execute.role import RoleParts
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.step.row_graphs import RowGraphs
+from runtime.execute.step.step_io import gather_decode
+from runtime.execute.step.tail import Tail
+from runtime.schedule.plan import StepKind, StepPlan
+
+
+class DecodeRole:
+    """Serves plans of kind DECODE and width 1."""
+
+    name = "decode"
+
+    def __init__(self, parts: RoleParts) -> None:
+        self._parts = parts
+        self._tail = Tail(parts.model, parts.tables, parts.ring)
+        maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.limits.decode_buckets}
+        self.graphs = RowGraphs(self.name, parts.device, self.decode, parts.ring, maps)
+
+    def serves(self, plan: StepPlan) -> bool:
+        return plan.kind is StepKind.DECODE and plan.width == 1
+
+    def rehearse(self) -> None:
+        """Every bucket, the largest first; on a CPU, where nothing is compiled, only that one."""
+        device, buckets = self._parts.device.torch_device, self._parts.limits.decode_buckets[::-1]
+        for bucket in buckets[:1] if device.type == "cpu" else buckets:
+            self.decode(torch.zeros(bucket, dtype=torch.int64, device=device), GREEDY)
+            self._parts.ring.undo()
+
+    def warm_up(self) -> None:
+        self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)
+
+    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
+        self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
+
+    def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
+        """One token for every row of ``rows_B`` (int64 [B], row -> slot); ghost and padding rows are masked.
+
+        ``exchange_rows``: see LaunchSpec.
+        """
+        parts = self._parts
+        rows = gather_decode(parts.tables, rows_B, parts.limits.block_size)
+        attention = DecodeAttention(
+            page_table_BP=rows.page_table_BP,
+            kv_lengths_B=rows.kv_lengths_B,
+            query_len=1,
+            max_kv_length=rows.page_table_BP.shape[1] * parts.limits.block_size,
+        )
+        inputs = StepInputs(
+            token_ids_T=rows.token_B,
+            positions_T=rows.position_B,
+            kv_slots_T=rows.kv_slots_B,
+            attention=attention,
+            real_T=rows.live_B,
+            exchange_rows=exchange_rows or None,
+        )
+        hidden_BN = parts.model.forward(inputs, parts.kv_layers)
+        self._tail.finish(hidden_BN, rows_B, rows.columns, rows.sampling, variant)
