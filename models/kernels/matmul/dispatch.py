@@ -29,7 +29,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 
 log = logging.getLogger(__name__)
 
-SHIPPED_CHOICES = Path(__file__).parent / "tuned"
+SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
 PUSHING = (Gemv, Skinny)  # whose kernels can put results into other ranks' places where a sum follows

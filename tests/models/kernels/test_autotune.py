@@ -110,7 +110,7 @@ def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:
 
 
 def test_shipped_tables_are_readable() -> None:
-    shipped = list((Path(autotune.__file__).parent / "tuned").glob("*.json"))
+    shipped = list((Path(autotune.__file__).parents[1] / "tuned").glob("*.json"))
     assert shipped
     for path in shipped:
         assert choice_table.load(path).choices
