@@ -197,7 +197,7 @@ def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> 
         block_size=config.block_size,
         max_model_len=served.max_model_len,
         depth=config.chain_depth,
-        width=config.width,
+        widths=(config.width,),
         max_prefill_tokens=config.max_prefill_tokens,
         decode_buckets=config.decode_buckets,
         prefill_burst=config.prefill_burst,

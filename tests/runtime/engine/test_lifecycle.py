@@ -39,7 +39,7 @@ def ending(at: int, requests: list[Request]) -> list[Request]:
 
 
 def state_of(engine: Engine, request_id: int) -> State:
-    sequence = engine.scheduler._sequences.get(request_id)
+    sequence = engine.scheduler.resources.sequences.get(request_id)
     return State.ENDED if sequence is None else sequence.state
 
 
@@ -220,7 +220,7 @@ def test_a_paused_request_gives_way_and_is_recomputed(depth: int) -> None:
             engine.pause(0)
         if turn == 18:
             assert state_of(engine, 0) is State.PAUSED
-            assert engine.scheduler._sequences[0].slot == 0
+            assert engine.scheduler.resources.sequences[0].slot == 0
         if turn == 20:
             engine.resume(0)
 
@@ -324,7 +324,7 @@ def test_cancel_while_paused_or_evicted(depth: int) -> None:
             if turn == 8:
                 engine.pause(0)
             if turn == 18:
-                assert (engine.scheduler._sequences[0].slot == 0) is evicted
+                assert (engine.scheduler.resources.sequences[0].slot == 0) is evicted
                 engine.cancel(0)
 
         later = {10: requests[2:]} if evicted else {}

@@ -49,7 +49,7 @@ def test_a_request_with_nan_ends_alone_and_its_blocks_serve_others(depth: int) -
         clean = run(engine, others)
 
     def act(engine: Engine, turn: int) -> None:
-        running = [s for s in engine.scheduler._in[State.DECODE].values() if s.request.request_id == 77]
+        running = [s for s in engine.scheduler.resources.by_state[State.DECODE].values() if s.request.request_id == 77]
         if turn == 6:
             fill_with_nan(engine, running[0].blocks[:1])
 
@@ -66,8 +66,8 @@ def test_what_a_broken_request_leaves_behind_is_not_found_by_the_next(depth: int
 
     def act(engine: Engine, turn: int) -> None:
         if turn == 6:
-            (running,) = engine.scheduler._in[State.DECODE].values()
-            assert running.settled_blocks >= 2
+            (running,) = engine.scheduler.resources.by_state[State.DECODE].values()
+            assert running.published_blocks >= 2
             fill_with_nan(engine, running.blocks[:2])
 
     with rig(depth=depth) as engine:
@@ -89,12 +89,12 @@ def test_a_request_that_breaks_after_it_has_lost_its_blocks_leaves_nothing_to_fi
     def act(engine: Engine, turn: int) -> None:
         if turn not in (6, 7):
             return
-        sequence = engine.scheduler._sequences[0]
+        sequence = engine.scheduler.resources.sequences[0]
         if turn == 6:
-            assert sequence.settled_blocks >= 2
+            assert sequence.published_blocks >= 2
             fill_with_nan(engine, sequence.blocks[:2])
         elif lose == "evict":
-            engine.scheduler._evict(sequence)
+            engine.scheduler.resources.evict(sequence)
             assert sequence.state is State.EVICTING
         else:
             engine.cancel(0)

@@ -123,10 +123,10 @@ def test_a_request_that_is_recomputed_reports_nothing_twice(depth: int, evicted_
     scores = Scores()
 
     def act(engine: Engine, turn: int) -> None:
-        sequence = engine.scheduler._sequences.get(1)
+        sequence = engine.scheduler.resources.sequences.get(1)
         ready = sequence is not None and sequence.state is evicted_in and engine.scheduler.counters.evictions == 0
         if ready and sequence is not None and sequence.prefilled >= 24:
-            engine.scheduler._evict(sequence)
+            engine.scheduler.resources.evict(sequence)
 
     with rig(depth=depth, max_prefill_tokens=SMALL) as engine:
         run(engine, requests, act, watch=scores)
