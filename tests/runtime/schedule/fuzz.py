@@ -199,7 +199,8 @@ def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -
     deep = run(trace, build, check=check)
     oracles = {"depth 0": run(replace(trace, config=replace(config, depth=0)), build, check=False)}
     if config.max_width > 1:
-        oracles["width 1"] = run(replace(trace, config=replace(config, widths=(1,))), build, check=False)
+        plain = replace(trace, config=replace(config, widths=(1,)))
+        oracles["width 1"] = run(plain, build, check=False, least_steps=0)
     requests = {
         e.request.request_id: e.request for events in trace.events.values() for e in events if isinstance(e, Admit)
     }
