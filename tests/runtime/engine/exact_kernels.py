@@ -57,7 +57,8 @@ class ExactKernels(ReferenceKernels):
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
         lengths = inputs.kv_lengths_B.tolist()
-        rows = zip(q_THD.unflatten(0, (-1, inputs.query_len)), inputs.page_table_BP, lengths, strict=True)
+        q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
+        rows = zip(q_BQHD, inputs.page_table_BP, lengths, strict=True)
         return torch.cat([_attend(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows])
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:

@@ -62,8 +62,9 @@ class Life:
             sums[request_id] = sums.get(request_id, 0) + count
             if request_id in self.asked:
                 assert isinstance(output.logprobs, StepLogprobs)
-                entry = _entry(output.logprobs, row, self.asked[request_id])
-                self.logprobs.setdefault(request_id, []).append(entry)
+                for column in range(count):
+                    entry = _entry(output.logprobs, row, column, self.asked[request_id])
+                    self.logprobs.setdefault(request_id, []).append(entry)
         self.gained.append(sums)
 
 
@@ -79,9 +80,10 @@ class _Plans(StepObserver):
         super().launch(plan, break_reason)
 
 
-def _entry(columns: StepLogprobs, row: int, top: int) -> Entry:
-    likely = tuple(columns.top_ids_BWN[row, 0, :top].tolist()), tuple(columns.top_BWN[row, 0, :top].tolist())
-    return float(columns.chosen_BW[row, 0]), int(columns.rank_BW[row, 0]), *likely
+def _entry(columns: StepLogprobs, row: int, column: int, top: int) -> Entry:
+    at = row, column
+    likely = tuple(columns.top_ids_BWN[at][:top].tolist()), tuple(columns.top_BWN[at][:top].tolist())
+    return float(columns.chosen_BW[at]), int(columns.rank_BW[at]), *likely
 
 
 def live(

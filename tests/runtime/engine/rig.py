@@ -6,7 +6,7 @@ A rig is one rank: the same Engine class that torchrun starts, with a control pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -26,7 +26,7 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
-from runtime.execute.role import ExecutorLimits
+from runtime.execute.role import ExecutorLimits, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.load_balancer import LoadBalancer
@@ -88,6 +88,8 @@ class RigLimits(TypedDict, total=False):
     observe: StepObserver | None
     ranges: Ranges | None
     frozen: bool
+    widths: tuple[int, ...]
+    further_roles: Sequence[MakeRole]
 
 
 class RigPlace(TypedDict, total=False):
@@ -128,11 +130,14 @@ def rig(
     observe: StepObserver | None = None,
     ranges: Ranges | None = None,
     frozen: bool = False,
+    widths: tuple[int, ...] = (1,),
+    further_roles: Sequence[MakeRole] = (),
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
-    heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests.
+    heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
+    decode steps, in turn; ``further_roles`` serve those that are not 1.
     """
     torch.set_num_threads(1)
     config = EngineConfig(
@@ -168,7 +173,7 @@ def rig(
             block_size=block_size,
             max_model_len=max_model_len,
             depth=depth,
-            width=1,
+            width=max(widths),
             max_prefill_tokens=max_prefill_tokens,
             decode_buckets=config.decode_buckets,
             memory_fraction=0.9,
@@ -178,6 +183,7 @@ def rig(
             exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
             prefill_buckets=prefill_buckets,
         ),
+        further_roles=further_roles,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
     )
@@ -189,6 +195,7 @@ def rig(
             block_size=block_size,
             max_model_len=max_model_len,
             depth=depth,
+            widths=widths,
             max_prefill_tokens=max_prefill_tokens,
             decode_buckets=config.decode_buckets,
             prefill_burst=prefill_burst,
