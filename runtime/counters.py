@@ -32,7 +32,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": landing.device_to_host_bytes,
-        "graph_captures_after_warmup": executor.decode.graphs.counters.after_warmup,
+        "graph_captures_after_warmup": executor.device.captures - executor.captures_at_warmup,
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}

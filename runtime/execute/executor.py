@@ -37,7 +37,7 @@ CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more
 class Executor:
     """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
 
-    ``further_roles`` run what neither decode nor prefill serves.
+    ``further_roles`` serve plans before decode and prefill are asked.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Executor:
         self.pool = KvPool(device, shape, self.sizing.num_blocks)
         parts = self._parts_over(self.pool.layers)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
-        self._roles: dict[str, Role] = {}
-        for role in (self.decode, *(make(parts) for make in further_roles), self.prefill):
+        roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
+        for role in (self.decode, *roles[:-2], self.prefill):
             role.warm_up()
-            self._roles[role.name] = role
+        self._roles = {role.name: role for role in roles}
         ladders = Ladders(limits.decode_buckets, self.prefill.graphs.buckets, limits.exchanges)
-        self._resolver = LaunchResolver(ladders, limits.slots + 1, tuple(self._roles.values()))
+        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
         self.allocations_at_warmup = device.allocations()

@@ -23,9 +23,8 @@ from runtime.schedule.plan import StepKind, StepPlan
 class DecodeRole:
     """Serves plans of kind DECODE and width 1."""
 
-    name = "decode"
-
-    def __init__(self, parts: RoleParts) -> None:
+    def __init__(self, parts: RoleParts, name: str = "decode") -> None:
+        self.name = name
         self._parts = parts
         self._tail = Tail(parts.model, parts.tables, parts.ring)
         maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.limits.decode_buckets}
