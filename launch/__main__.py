@@ -65,12 +65,12 @@ def _run(command: Command | BenchCommand) -> int:
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
     from runtime.config import ConfigError
-    from runtime.execute.cache.kv_pool import KvMemoryError
+    from runtime.execute.cache.sizing import CacheMemoryError
     from runtime.execute.step.row_graphs import CaptureError
     from runtime.frontend.tokenizer import TokenizerError
 
     of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
-    of_the_model = (ModelConfigError, WeightsError, KvMemoryError, CaptureError)
+    of_the_model = (ModelConfigError, WeightsError, CacheMemoryError, CaptureError)
     try:
         if isinstance(command, BenchCommand):
             return bench.run(command, os.environ, open_engine)

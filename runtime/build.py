@@ -71,8 +71,8 @@ def build_engine(
     ``config.data_parallel`` is more than 1. ``agree_min`` gives the least of a number over all ranks, ``share(make)``
     what ``make()`` returned on rank 0: with it, kernels are chosen by measurement, and ``kernel_cache`` remembers them.
     ``device`` is ``cpu`` or ``cuda:N``. ``on_timing`` gets each step's device times, from the landing worker. Raises
-    ConfigError, models.config.ModelConfigError, models.weights.WeightsError or kv_pool.KvMemoryError, each saying what
-    to change.
+    ConfigError, models.config.ModelConfigError, models.weights.WeightsError or sizing.CacheMemoryError, each saying
+    what to change.
     """
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)

@@ -39,7 +39,7 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     skipped = settling(steps)
     compute, device = executor.device.compute, executor.device
     blocks = len(plan.block_writes)
-    for layer in executor.pool.layers:
+    for layer in executor.pool.paged:
         compute.submit(lambda layer=layer: layer[:, 1 : 1 + blocks].normal_())  # type: ignore[misc]
     found = []
     for repeat in range(1 + repeats):  # the first one warms up

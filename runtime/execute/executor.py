@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import Tensor
-
 from models.layers.decoder import Decoder
-from runtime.execute.cache.kv_pool import KvPool, KvShape, KvSizing, size_kv
+from runtime.execute.cache.pool import CachePool
+from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
 from runtime.execute.launch_spec import Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
 from runtime.execute.result_reader import ResultReader, StepTiming
@@ -66,11 +65,9 @@ class Executor:
         self._ring = ResultRing(
             device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
-        geometry = model.kv_geometry
-        shape = KvShape(geometry.layers, limits.block_size, geometry.kv_heads, geometry.head_dim, geometry.dtype)
-        self.sizing = self._size(shape, further_roles)
-        self.pool = KvPool(device, shape, self.sizing.num_blocks)
-        parts = self._parts_over(self.pool.layers)
+        self.sizing = self._size(CacheShape(model.cache_layout, limits.block_size, limits.slots), further_roles)
+        self.pool = self._new_pool(blocks=self.sizing.num_blocks, slots=limits.slots)
+        parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
         for role in (self.decode, *roles[:-2], self.prefill):
@@ -129,13 +126,17 @@ class Executor:
 
     # ---- before the first step ----
 
-    def _parts_over(self, kv_layers: Sequence[Tensor]) -> RoleParts:
-        return RoleParts(self.device, self._model, kv_layers, self.tables, self._ring, self.staging, self._limits)
+    def _new_pool(self, *, blocks: int, slots: int) -> CachePool:
+        layout, size = self._model.cache_layout, self._limits.block_size
+        return CachePool(self.device, layout, block_size=size, blocks=blocks, slots=slots)
 
-    def _size(self, shape: KvShape, further_roles: Sequence[MakeRole]) -> KvSizing:
+    def _parts_over(self, pool: CachePool) -> RoleParts:
+        return RoleParts(self.device, self._model, pool.views, self.tables, self._ring, self.staging, self._limits)
+
+    def _size(self, shape: CacheShape, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
         limits = self._limits
-        scratch = self._parts_over(KvPool(self.device, shape, 0).layers)  # the trash block is all that padding touches
+        scratch = self._parts_over(self._new_pool(blocks=0, slots=0))  # trash block and null slot: padding's all
         prefill = PrefillRole(scratch)
         # Prefill last: the others' kernels are compiled here while its own may be on their way (Kernels.settle).
         peaks = [
@@ -149,8 +150,8 @@ class Executor:
         num_blocks = limits.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
-            num_blocks = min(all_rows, CPU_KV_BYTES // shape.block_bytes)
-        sizing = size_kv(
+            num_blocks = min(all_rows, CPU_KV_BYTES // max(1, shape.block_bytes))
+        sizing = size_cache(
             self.device.memory_info(),
             max(peaks),
             shape,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
+from models.cache_layout import CacheView
 from models.layers.decoder import Decoder
 from runtime.execute.device.protocol import Device
 from runtime.execute.launch_spec import LaunchSpec
@@ -58,11 +57,11 @@ class ExecutorLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """What a role is made from. ``kv_layers``: one paged cache a layer of ``model``."""
+    """What a role is made from. ``caches``: a view a layer of ``model``, of what it declares."""
 
     device: Device
     model: Decoder
-    kv_layers: Sequence[Tensor]
+    caches: Sequence[CacheView]
     tables: SlotTables
     ring: ResultRing
     staging: Staging

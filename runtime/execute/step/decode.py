@@ -67,5 +67,5 @@ class DecodeRole:
             real_T=rows.live_B,
             exchange_rows=exchange_rows or None,
         )
-        hidden_BN = parts.model.forward(inputs, parts.kv_layers)
+        hidden_BN = parts.model.forward(inputs, parts.caches)
         self._tail.finish(hidden_BN, rows_B, rows.columns, rows.sampling, variant)

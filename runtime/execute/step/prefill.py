@@ -100,7 +100,7 @@ class PrefillRole:
             logit_rows_R=None if every_token else chunks.logit_rows_R,
             exchange_rows=exchange_rows or None,
         )
-        return self._parts.model.forward(inputs, self._parts.kv_layers)
+        return self._parts.model.forward(inputs, self._parts.caches)
 
     def finish(self, hidden_RN: Tensor, chunks: Chunks, variant: SamplingVariant) -> None:
         """The rest of it: the first tokens of rows whose chunk is the last."""
@@ -109,7 +109,7 @@ class PrefillRole:
 
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None:
         """Attention for captured prefill steps over this role's cache; see Kernels.repeat_prefill."""
-        return self._parts.model.repeat_prefill(page_table_BP, max_tokens, self._parts.kv_layers[0])
+        return self._parts.model.repeat_prefill(page_table_BP, max_tokens, self._parts.caches)
 
     def _rehearse(self, tokens: int) -> None:
         """So many tokens on the padding slot: nothing but the trash block is written."""

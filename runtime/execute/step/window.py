@@ -85,4 +85,4 @@ class WindowRole:
             real_T=window.live_BW.reshape(-1),
             exchange_rows=exchange_rows * self.width or None,
         )
-        self._tail.finish_window(parts.model.forward(inputs, parts.kv_layers), window, variant)
+        self._tail.finish_window(parts.model.forward(inputs, parts.caches), window, variant)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, empty_kv_layer
+from models.inputs import DecodeAttention
 from models.kernels import nvidia as hopper
 from models.kernels.matmul import dispatch as hopper_products
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
+from models.layers.context import ModelContext
 from models.registry import model_class
 from parallel.comm import all_reduce_dispatch as sums
 from parallel.comm.collectives import Collectives, PendingAllReduce
@@ -141,9 +142,8 @@ class Rank:
         self.kernels = hopper.HopperKernels(META, prefill="triton")
         with META:
             build = model_class(config.architecture)
-            self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))
-        geometry = self.model.kv_geometry
-        self._kv = [empty_kv_layer(64, PAGE, geometry.kv_heads, geometry.head_dim, dtype, "meta") for _ in range(2)]
+            self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
+        self._kv = [torch.zeros(kv.shape(64, PAGE), dtype=dtype, device=META) for kv in self.model.cache_layout.paged]
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         device = cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
@@ -183,7 +183,7 @@ class Rank:
         """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""
         self._driver.where = f"{self._name}, attention of {rows} x {query_len} queries"
         *_, dim = self._kv[0].shape
-        heads = cast(Attention, self.model.layers[0].attention).heads
+        heads = cast(Attention, self.model.layers[0].mixer).heads
         table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
         inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960)
         q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)

@@ -15,7 +15,7 @@ from tests.runtime.engine.test_depths import mixture, outcome
 
 def fill_with_nan(engine: Engine, blocks: list[int]) -> None:
     """On the compute stream, behind every step launched so far."""
-    layers: list[Tensor] = engine.executor.pool.layers
+    layers: list[Tensor] = engine.executor.pool.paged
 
     def poison() -> None:
         for layer in layers:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.inputs import PrefillAttention, StepInputs, empty_kv_layer
+from models.inputs import PrefillAttention, StepInputs
 from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
@@ -43,15 +43,12 @@ def reference(prompt: tuple[int, ...]) -> Tensor:
         collectives=SingleRank(),
         kernels=ReferenceKernels(),
     )
-    length, geometry = len(prompt), model.kv_geometry
-    layers = [
-        empty_kv_layer(2, length, geometry.kv_heads, geometry.head_dim, torch.float32, "cpu")
-        for _ in range(geometry.layers)
-    ]
+    length = len(prompt)
+    caches = [torch.zeros(kv.shape(2, length)) for kv in model.cache_layout.paged]
     positions = torch.arange(length)
     attention = PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,))
     with torch.inference_mode():
-        hidden = model.forward(StepInputs(torch.tensor(prompt), positions, length + positions, attention), layers)
+        hidden = model.forward(StepInputs(torch.tensor(prompt), positions, length + positions, attention), caches)
         return torch.log_softmax(model.logits(hidden).to(torch.float64), 1)
 
 

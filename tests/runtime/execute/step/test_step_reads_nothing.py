@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
+from models.layers.context import ModelContext
 from models.registry import model_class
 from parallel.comm.collectives import SingleRank
-from runtime.execute.cache.kv_pool import KvPool, KvShape
+from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
 from runtime.execute.result_ring import ResultRing
@@ -92,14 +93,14 @@ class Parts:
 
     def __init__(self, shape: Mapping[str, object]) -> None:
         config, device = ModelConfig.from_dict(dict(shape)), cast(Device, MetaDevice())
+        context = ModelContext(SingleRank(), ReferenceKernels(), torch.bfloat16)
         with META:
-            model = model_class(config.architecture)(config, torch.bfloat16, SingleRank(), ReferenceKernels(), None)
-        kv = model.kv_geometry
-        pool = KvPool(device, KvShape(kv.layers, BLOCK, kv.kv_heads, kv.head_dim, kv.dtype), 64)
+            model = model_class(config.architecture)(config, context)
+        self.pool = CachePool(device, model.cache_layout, block_size=BLOCK, blocks=64, slots=16)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
         limits = cast(Any, SimpleNamespace(block_size=BLOCK, decode_buckets=()))
-        parts = RoleParts(device, model, pool.layers, self.tables, self.ring, cast(Any, None), limits)
+        parts = RoleParts(device, model, self.pool.views, self.tables, self.ring, cast(Any, None), limits)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
 
