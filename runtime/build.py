@@ -190,6 +190,8 @@ def _groups(
 
 
 def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> SchedulerConfig:
+    if config.prefix_caching and not executor.restores_prefixes:
+        log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
     return SchedulerConfig(
         rows=config.max_num_seqs,
         slots=SLOTS_PER_ROW * config.max_num_seqs,
@@ -201,6 +203,6 @@ def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> 
         max_prefill_tokens=config.max_prefill_tokens,
         decode_buckets=config.decode_buckets,
         prefill_burst=config.prefill_burst,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,
     )

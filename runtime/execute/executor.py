@@ -67,6 +67,7 @@ class Executor:
         )
         self.sizing = self._size(CacheShape(model.cache_layout, limits.block_size, limits.slots), further_roles)
         self.pool = self._new_pool(blocks=self.sizing.num_blocks, slots=limits.slots)
+        self.staging.on_seated = self.pool.reset
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
@@ -84,6 +85,11 @@ class Executor:
     def prefill_attention(self) -> str:
         """Whose kernel it is, for records of measurements."""
         return self._model.kernels.prefill_name
+
+    @property
+    def restores_prefixes(self) -> bool:
+        """Whether a sequence can begin behind tokens that another one computed: of slot state there is no copy."""
+        return not self._model.cache_layout.has_slot_state
 
     # ---- each step ----
 

@@ -67,6 +67,11 @@ class RoleParts:
     staging: Staging
     limits: ExecutorLimits
 
+    @property
+    def has_slot_state(self) -> bool:
+        """Whether the model's steps must say whose state each row continues."""
+        return self.model.cache_layout.has_slot_state
+
 
 class Role(Protocol):
     """One kind of step. ``rehearse`` and ``warm_up`` run at start-up, ``launch`` in every step that the role serves."""

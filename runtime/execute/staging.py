@@ -13,6 +13,7 @@ The copies have a stream of their own: behind a result's copy they would wait fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
@@ -53,6 +55,10 @@ class Chunks:
     emitting_R: Tensor
     logit_rows_R: Tensor
     scored_2S: Tensor | None = None
+
+    def state_rows(self) -> StateRows:
+        """Whose state each row continues, and where its tokens end; rows past the real ones end where the last does."""
+        return StateRows(self.slots_R, (self.logit_rows_R + 1).cummax(0).values)
 
 
 @dataclass(slots=True)
@@ -103,6 +109,7 @@ class Staging:
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
         self._used = 0
         self._unapplied: int | None = None
+        self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) that are written, behind that
 
     # ---- what the steps read ----
 
@@ -115,12 +122,9 @@ class Staging:
 
     def padded_chunks(self, tokens: int) -> Chunks:
         """Where the first ``tokens`` of any prefill plan are, and the rows of as many chunks as so many tokens can be;
-        always the same memory. Rows past the plan's are what an earlier one left there, made to stay in T.
+        always the same memory. Past the plan's is the padding that ``spec.padded_tokens`` asked for.
         """
-        token_ids_T, positions_T, slots_T = self._chunk_tokens_3T[:, :tokens]
-        slots_R, emitting_R, logit_rows_R = self._chunk_rows_3R[:, :tokens]
-        in_T = logit_rows_R.clamp(max=tokens - 1)
-        return Chunks(token_ids_T, positions_T, slots_T, slots_R, emitting_R, in_T)
+        return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, :tokens])
 
     @property
     def max_rows(self) -> int:
@@ -143,7 +147,7 @@ class Staging:
         if self._unapplied is not None:
             raise RuntimeError(f"step {spec.step} is staged, but step {self._unapplied} was not applied")
         row_map = spec.role, spec.bucket
-        packed = pack(spec, self._tables, self._mapped.get(row_map))
+        packed = pack(spec, self._tables, self._mapped.get(row_map), self.max_rows)
         self._check_room(spec.step, packed)
         sizes = {name: _aligned(array.nbytes) for name, array in packed.parts()}
         total = sum(sizes.values())
@@ -169,8 +173,14 @@ class Staging:
         tables, changes = self._tables, staged.changes
         row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
         chunks = (self._chunk_tokens_3T, self._chunk_rows_3R, self._scored_2T)
+
+        def work() -> None:
+            apply_changes(changes, tables, row_map, *chunks)
+            if changes.slots_N is not None and self.on_seated is not None:
+                self.on_seated(changes.slots_N)
+
         self._device.compute.wait(staged.entry.copied)
-        self._device.compute.submit(lambda: apply_changes(changes, tables, row_map, *chunks))
+        self._device.compute.submit(work)
         self._device.compute.record(staged.entry.applied)
         self._unapplied = None
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, StepInputs
+from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.step_io import gather_decode
 from runtime.execute.step.tail import Tail
@@ -65,6 +66,7 @@ class DecodeRole:
             kv_slots_T=rows.kv_slots_B,
             attention=attention,
             real_T=rows.live_B,
+            state=StateRows(torch.where(rows.live_B, rows_B, PADDING_SLOT)) if parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
         hidden_BN = parts.model.forward(inputs, parts.caches)

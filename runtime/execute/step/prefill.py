@@ -98,6 +98,7 @@ class PrefillRole:
             kv_slots_T=pages_T * size + positions_T % size,
             attention=attention,
             logit_rows_R=None if every_token else chunks.logit_rows_R,
+            state=chunks.state_rows() if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
         return self._parts.model.forward(inputs, self._parts.caches)

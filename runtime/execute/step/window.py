@@ -39,6 +39,8 @@ class WindowRole:
     """Serves plans of kind DECODE and width ``width``, which is at least 2."""
 
     def __init__(self, parts: RoleParts, width: int, propose: Propose, name: str | None = None) -> None:
+        if parts.has_slot_state:
+            raise ValueError(f"windows of {width}: state of slots cannot be taken back where a row keeps fewer tokens")
         self.name = name or f"window of {width}"
         self.width = width
         self._parts = parts

@@ -21,6 +21,7 @@ from runtime.execute.result_reader import StepLogprobs
 from runtime.observe.observer import StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
+from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
@@ -120,7 +121,7 @@ def live(
 
 
 @cache
-def _alone(requests: tuple[Request, ...], limits: tuple[tuple[str, Any], ...]) -> Life:
+def _alone(requests: tuple[Request, ...], limits: tuple[tuple[str, Any], ...], model: str) -> Life:
     return live(list(requests), depth=0, **dict(limits))
 
 
@@ -128,7 +129,7 @@ def oracle(requests: list[Request], **limits: Any) -> Life:
     """What the serial engine makes of them, with room for everybody. Bits depend on nothing else, so no limit of the
     life it is compared with needs repeating, but ``max_model_len`` where it ends a request.
     """
-    life = _alone(tuple(requests), tuple(limits.items()))
+    life = _alone(tuple(requests), tuple(limits.items()), str(rigs.TINY["architectures"]))
     assert life.counters["chained_steps"] == 0
     return life
 

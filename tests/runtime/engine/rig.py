@@ -199,7 +199,7 @@ def rig(
             max_prefill_tokens=max_prefill_tokens,
             decode_buckets=config.decode_buckets,
             prefill_burst=prefill_burst,
-            prefix_caching=prefix_caching,
+            prefix_caching=prefix_caching and executor.restores_prefixes,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)

@@ -15,6 +15,7 @@ from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
+pytestmark = pytest.mark.usefixtures("every_model")
 DEPTHS = (1, 2, 4)
 
 

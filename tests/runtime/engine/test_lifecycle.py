@@ -19,6 +19,7 @@ from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same,
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import request
 
+pytestmark = pytest.mark.usefixtures("every_model")
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
 
@@ -375,15 +376,15 @@ def test_chunked_prefill_between_decode_steps(depth: int, burst: int) -> None:
     unbroken(small)
 
 
-def test_prefix_hits(depth: int) -> None:
-    """Blocks are found while their owner decodes, and after it has ended."""
+def test_prefix_hits(depth: int, every_model: str) -> None:
+    """Found while their owner decodes, and after it has ended; none where state of slots would be missing."""
     stem = prompt(40, 5)
     requests = [request(i, stem + prompt(3 + i, i), max_tokens=12, logprobs=2, stops=()) for i in range(4)]
     later = {5: requests[1:3], 40: requests[3:]}
     keepalive = request(9, prompt(6, 9), max_tokens=60, stops=())
     life = live([requests[0], keepalive], depth=depth, later=later)
     same(life, oracle([*requests, keepalive], prefix_caching=False))
-    assert life.counters["prefix_hit_tokens"] == 3 * 40
+    assert life.counters["prefix_hit_tokens"] == (3 * 40 if every_model == "attention" else 0)
     unbroken(life)
 
 

@@ -12,6 +12,8 @@ from runtime.schedule.request import FinishReason
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 
+pytestmark = pytest.mark.usefixtures("every_model")
+
 
 def fill_with_nan(engine: Engine, blocks: list[int]) -> None:
     """On the compute stream, behind every step launched so far."""

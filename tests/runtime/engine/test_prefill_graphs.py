@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from models.registry import ARCHITECTURES
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -41,9 +43,12 @@ def replays(engine: Engine) -> dict[int, int]:
     return counts
 
 
-@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
 @pytest.mark.parametrize("depth", [0, *DEPTHS])
-def test_replayed_steps_give_the_tokens_of_launched_ones(depth: int, shape: dict[str, Any]) -> None:
+def test_replayed_steps_give_the_tokens_of_launched_ones(
+    depth: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
     requests = mixture(depth)
     with rig(depth=0, shape=shape, **EXACT) as engine:
         launched = outcome(run(engine, requests))

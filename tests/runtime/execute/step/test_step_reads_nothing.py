@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
-from models.registry import model_class
+from models.registry import ARCHITECTURES
 from parallel.comm.collectives import SingleRank
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
@@ -32,6 +32,7 @@ from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from tests.dispatch_mode import DispatchMode
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.rig import TINY
 
 META = torch.device("meta")
@@ -95,7 +96,7 @@ class Parts:
         config, device = ModelConfig.from_dict(dict(shape)), cast(Device, MetaDevice())
         context = ModelContext(SingleRank(), ReferenceKernels(), torch.bfloat16)
         with META:
-            model = model_class(config.architecture)(config, context)
+            model = (ARCHITECTURES | {ARCHITECTURE: ToyHybrid})[config.architecture](config, context)
         self.pool = CachePool(device, model.cache_layout, block_size=BLOCK, blocks=64, slots=16)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
@@ -105,7 +106,7 @@ class Parts:
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
-@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [TINY, SPARSE, TINY | HYBRID], ids=["dense", "sparse", "hybrid"])
 def test_a_decode_step(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     with step():
@@ -114,7 +115,7 @@ def test_a_decode_step(shape: Mapping[str, object], features: SamplingVariant) -
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
-@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [TINY, SPARSE, TINY | HYBRID], ids=["dense", "sparse", "hybrid"])
 def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     tokens, rows = integers(24), integers(2)
@@ -141,8 +142,10 @@ def test_what_a_plan_changes() -> None:
         chunk_rows_3R=integers(3, 2),
         scored_2S=integers(2, 4),
     )
+    pool = Parts(TINY | HYBRID).pool
     with step():
         apply_changes(changes, tables, integers(8), integers(3, 64), integers(3, 8), integers(2, 64))
+        pool.reset(integers(3))
 
 
 @pytest.mark.parametrize(
