@@ -40,7 +40,7 @@ class DraftedDecode:
     def __init__(self, parts: RoleParts) -> None:
         self.steps = 0
         self._parts = parts
-        device, kernels = parts.device.torch_device, None
+        device = parts.device.torch_device
         config = ModelConfig.from_dict({**TINY, **SMALL})
         kernels = select_kernels(device, torch.float32, config.head_dim)
         self._toy = load_model(
@@ -52,7 +52,9 @@ class DraftedDecode:
             collectives=SingleRank(),
             kernels=kernels,
         )
-        pages = parts.kv_layers[0].shape[1]
+        (cache, *_) = parts.caches
+        assert isinstance(cache, Tensor)
+        pages = cache.shape[1]
         self._toy_kv = [
             parts.device.zeros(
                 *empty_kv_layer(pages, parts.limits.block_size, 1, 8, torch.float32, "meta").shape, dtype=torch.float32
