@@ -14,6 +14,7 @@ import torch
 
 from models.config import DTYPES, ModelConfig
 from models.expert_load import start_counting
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
@@ -61,6 +62,7 @@ def build_engine(
     exchange: TokenExchange | None = None,
     share: Callable[[Callable[[], str]], str] | None = None,
     kernel_cache: Path | None = None,
+    flashinfer: FlashInferSwitches = NO_SWITCHES,
     progress: Progress | None = None,
     on_timing: Callable[[StepTiming], None] | None = None,
     watchdog: Watchdog | None = None,
@@ -70,6 +72,7 @@ def build_engine(
     ``collectives``: of this rank's tensor-parallel group. ``exchange``: with the other groups, where
     ``config.data_parallel`` is more than 1. ``agree_min`` gives the least of a number over all ranks, ``share(make)``
     what ``make()`` returned on rank 0: with it, kernels are chosen by measurement, and ``kernel_cache`` remembers them.
+    ``flashinfer``: what FlashInfer's environment variables say.
     ``device`` is ``cpu`` or ``cuda:N``. ``on_timing`` gets each step's device times, from the landing worker. Raises
     ConfigError, models.config.ModelConfigError, models.weights.WeightsError or sizing.CacheMemoryError, each saying
     what to change.
@@ -94,7 +97,9 @@ def build_engine(
             dtype=dtype,
             device=opened.torch_device,
             collectives=collectives,
-            kernels=select_kernels(torch.device(device), dtype, model_config.head_dim, config.prefill_attention),
+            kernels=select_kernels(
+                torch.device(device), dtype, model_config.head_dim, config.prefill_attention, flashinfer
+            ),
             experts=split,
             seed=config.seed,
             progress=progress,

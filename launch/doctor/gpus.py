@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from launch.doctor.findings import Section
+from launch.ranks.flashinfer_switches import flashinfer_switches
 from models.kernels.select import select_kernels
 
 _SECONDS = 20.0  # for nvidia-smi: its first call wakes sleeping GPUs
@@ -97,7 +98,7 @@ def kernels(device: torch.device) -> Section:
     for dtype, head_dim in _SHOWN_SHAPES if device.type == "cuda" else ((torch.float32, 128),):
         with _heard("models.kernels.select") as warned:
             try:
-                selected = select_kernels(device, dtype, head_dim)
+                selected = select_kernels(device, dtype, head_dim, flashinfer=flashinfer_switches(os.environ))
             except (RuntimeError, OSError) as error:
                 section.error(
                     f"the kernels for {dtype} cannot be made: {error}",

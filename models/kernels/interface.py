@@ -9,6 +9,7 @@ G those of them that this rank holds (a share of), C experts that a token choose
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,6 +21,21 @@ from parallel.comm.peer_buffers import PeerBuffers
 PrefillWanted = Literal[
     "auto", "flashinfer", "triton"
 ]  # whose prefill attention (prefill_choice.py); auto: what is built
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferSwitches:
+    """FlashInfer's own environment variables, read by launch (launch/ranks/flashinfer_switches.py).
+
+    ``compiles``: False where FLASHINFER_DISABLE_JIT forbids it. ``nvcc``: FLASHINFER_NVCC, the compiler in place of
+    CUDA_HOME's; None where it is not set.
+    """
+
+    compiles: bool = True
+    nvcc: str | None = None
+
+
+NO_SWITCHES = FlashInferSwitches()
 
 
 class Kernels(Protocol):

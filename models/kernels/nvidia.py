@@ -27,7 +27,7 @@ from models.kernels.experts import grouped_tma as experts_tma_triton
 from models.kernels.experts import route as route_triton
 from models.kernels.experts import streamed as experts_streamed_triton
 from models.kernels.experts.tiles import long_list_tiles, without_lists
-from models.kernels.interface import PrefillWanted
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import HopperProducts
 from models.kernels.reference import ReferenceKernels
@@ -41,6 +41,7 @@ _MOST_FEW = 255  # tokens that are rotated one by one: from 256 on an H200 was f
 
 class HopperKernels(HopperProducts):
     """See the module. ``choices`` overrules the shipped table of choices. ``prefill``: whose prefill attention runs.
+    ``flashinfer``: what FlashInfer's environment variables say.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -48,7 +49,12 @@ class HopperKernels(HopperProducts):
     name = "hopper"
 
     def __init__(
-        self, device: torch.device | str, *, choices: ChoiceTable | None = None, prefill: PrefillWanted = "auto"
+        self,
+        device: torch.device | str,
+        *,
+        choices: ChoiceTable | None = None,
+        prefill: PrefillWanted = "auto",
+        flashinfer: FlashInferSwitches = NO_SWITCHES,
     ) -> None:
         device = torch.device(device)
         reason = unsupported(device)
@@ -58,7 +64,7 @@ class HopperKernels(HopperProducts):
         self._hopper = torch.cuda.get_device_capability(device)[0] == 9  # others have less shared memory, or other TMA
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._reference = ReferenceKernels()
-        self._prefill = Prefill(device, prefill, pdl=self.pdl)
+        self._prefill = Prefill(device, prefill, flashinfer, pdl=self.pdl)
         self._attention_partial = torch.empty_like(self._partial)
         self._attention_counters = torch.zeros(_ATTENTION_PROGRAMS, dtype=torch.int32, device=device)
 

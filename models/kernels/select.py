@@ -10,19 +10,23 @@ import logging
 
 import torch
 
-from models.kernels.interface import Kernels, PrefillWanted
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted
 from models.kernels.reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
 
 
 def select_kernels(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, prefill_attention: PrefillWanted = "auto"
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    prefill_attention: PrefillWanted = "auto",
+    flashinfer: FlashInferSwitches = NO_SWITCHES,
 ) -> Kernels:
     """The fastest kernels that run on this device; the reference on CPUs and wherever the others cannot run.
 
     One warning says what is slower, why and how to change it. ``prefill_attention``: whose runs, where there are two
-    (prefill_choice.py); ``Kernels.settle`` decides for good.
+    (prefill_choice.py); ``Kernels.settle`` decides for good. ``flashinfer``: what its environment variables say.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -36,7 +40,7 @@ def select_kernels(
     if reason is not None:
         _warn_reference(device, reason)
         return ReferenceKernels()
-    kernels = HopperKernels(device, prefill=prefill_attention)
+    kernels = HopperKernels(device, prefill=prefill_attention, flashinfer=flashinfer)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.kernels.attention.prefill import RepeatedTiles, TiledPrefill, Tiles
-from models.kernels.interface import PrefillWanted
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,10 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 class Prefill:
     """The prefill attention of one device. ``prepare``, then ``settle``, before the first plan."""
 
-    def __init__(self, device: torch.device, wanted: PrefillWanted, *, pdl: bool) -> None:
-        self._device, self._wanted = device, wanted
+    def __init__(
+        self, device: torch.device, wanted: PrefillWanted, switches: FlashInferSwitches = NO_SWITCHES, *, pdl: bool
+    ) -> None:
+        self._device, self._wanted, self._switches = device, wanted, switches
         self._backend = "fa2"  # of FlashInfer; fa3 on sm_90
         self._tiled = TiledPrefill(device, pdl)
         self._paged: Any = None  # a PagedPrefill, once it is settled that it runs
@@ -151,7 +153,7 @@ class Prefill:
             if self._wanted == "auto":
                 spec = flashinfer_build.spec_of(self._backend, dtype, head_dim)
                 if not flashinfer_build.is_built(spec):
-                    self._reason = flashinfer_build.obstacle()
+                    self._reason = flashinfer_build.obstacle(self._switches)
                     self._unbuilt = spec if self._reason is None else None
                     return
             flashinfer_prefill.load_module(self._backend, dtype, head_dim)

@@ -128,6 +128,7 @@ def test_two_groups_of_one_rank(folder: Path) -> None:
     ran = torchrun(2, *command(folder, "in", "two"), "--data-parallel", "2")
     assert ran.returncode == 0, ran.stderr[-3000:]
     check_answers(folder, "two")
+    assert not (folder / "bundles").exists(), "a good run leaves no empty folder"
     assert any(row.get("finish_reason") == "stop" for row in rows(folder / "two.jsonl").values())
     summary = json.loads((folder / "two.summary.json").read_text())
     assert len(summary["group_requests"]) == 2
