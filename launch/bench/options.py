@@ -1,17 +1,19 @@
 """The command line of `bench`: which subcommands there are, and what each of them needs beside the engine's options.
 
-Knows: vLLM's flag names and the protocols' defaults. Does not know: what a subcommand does (bench.py), the engine's own
-options (engine_options.py adds those).
+Knows: vLLM's flag names and the protocols' defaults. Does not know: what a subcommand does (bench/command.py), the
+engine's own options (engine_options.py adds those).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.engine_options import add_engine_options
+from launch.values import at_least_one, counts, number, whole_number
 from runtime.config import EngineConfig
 
 Subcommand = Literal["latency", "throughput", "anatomy", "control", "plot"]
@@ -73,10 +75,17 @@ def bench_command(given: dict[str, Any], engine: Mapping[str, Any]) -> BenchComm
     return BenchCommand(subcommand, engine, BenchOptions(**given))
 
 
-def add_bench_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    add_engine_options: Callable[[argparse._ArgumentGroup], None],
-) -> None:
+def parse_bench(arguments: Sequence[str]) -> None:
+    """Reads ``bench latency --model ...`` for its complaints alone.
+
+    Raises SystemExit(2), after an explanation on stderr, as the command would.
+    """
+    parser = argparse.ArgumentParser(prog="lockstride", allow_abbrev=False)
+    add_bench_parser(parser.add_subparsers(required=True))
+    parser.parse_args(arguments)
+
+
+def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The parser of `bench` and those of its subcommands."""
     bench = commands.add_parser(
         "bench",
@@ -135,8 +144,8 @@ def _anatomy_options(add: _Adder) -> None:
 
 
 def _control_options(add: _Adder) -> None:
-    add.value("--ranks", "processes that agree; several with commas", "ranks", _counts, "2,4,8")
-    add.value("--turns", "agreements of each measurement", "turns", _at_least_one)
+    add.value("--ranks", "processes that agree; several with commas", "ranks", counts, "2,4,8")
+    add.value("--turns", "agreements of each measurement", "turns", at_least_one)
     add.value(
         "--way",
         "how they agree; may be given again",
@@ -149,33 +158,33 @@ def _control_options(add: _Adder) -> None:
 
 
 def _fixed_batch_options(add: _Adder) -> None:
-    add.value("--input-len", "prompt of each request", "tokens", _at_least_one, "512")
-    add.value("--output-len", "answer of each request", "tokens", _at_least_one, "257")
-    add.value("--batch-size", "requests that run together; several with commas", "rows", _counts, "1,8,32,128,256")
+    add.value("--input-len", "prompt of each request", "tokens", at_least_one, "512")
+    add.value("--output-len", "answer of each request", "tokens", at_least_one, "257")
+    add.value("--batch-size", "requests that run together; several with commas", "rows", counts, "1,8,32,128,256")
     _run_options(add)
 
 
 def _throughput_options(add: _Adder) -> None:
     add.value("--dataset-name", "where prompts come from", "word", str, "", choices=("random", "sharegpt", "jsonl"))
     add.value("--dataset-path", "file of the dataset; random needs none", "file", Path, "none")
-    add.value("--input-len", "prompt of each random request", "tokens", _at_least_one, "1024")
-    add.value("--output-len", "answer of each request", "tokens", _at_least_one, "the dataset's; random: 128")
-    add.value("--num-prompts", "requests of a run", "requests", _at_least_one)
-    add.value("--max-concurrency", "requests under way at once", "requests", _at_least_one, "all")
+    add.value("--input-len", "prompt of each random request", "tokens", at_least_one, "1024")
+    add.value("--output-len", "answer of each request", "tokens", at_least_one, "the dataset's; random: 128")
+    add.value("--num-prompts", "requests of a run", "requests", at_least_one)
+    add.value("--max-concurrency", "requests under way at once", "requests", at_least_one, "all")
     _run_options(add)
     _roofline_options(add)
 
 
 def _run_options(add: _Adder) -> None:
-    add.value("--num-iters", "measured runs of each point", "runs", _at_least_one)
-    add.value("--num-warmups", "runs before them that do not count", "runs", _count, "", "--num-iters-warmup")
+    add.value("--num-iters", "measured runs of each point", "runs", at_least_one)
+    add.value("--num-warmups", "runs before them that do not count", "runs", whole_number, "", "--num-iters-warmup")
     add.value("--result-dir", "folder to write results to", "folder", Path, "not written")
 
 
 def _roofline_options(add: _Adder) -> None:
     add.switch("--roofline", "print the floor that bytes and FLOPs set, and the share of it that was reached")
-    add.value("--bytes-per-s", "memory bandwidth of a device for the floor", "bytes/s", float, f"{H200_BYTES_PER_S:g}")
-    add.value("--flop-per-s", "arithmetic of a device for the floor", "FLOP/s", float, f"{H200_FLOP_PER_S:g}")
+    add.value("--bytes-per-s", "memory bandwidth of a device for the floor", "bytes/s", number, f"{H200_BYTES_PER_S:g}")
+    add.value("--flop-per-s", "arithmetic of a device for the floor", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
 
 
 def _plot_options(add: _Adder) -> None:
@@ -225,23 +234,3 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] 
         "TPOT against batch: the measured points, other engines' figures and the roofline floor. Needs matplotlib.",
     ),
 )
-
-
-def _at_least_one(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(_at_least_one(part) for part in text.split(","))
-    if len(set(counts)) != len(counts):
-        raise argparse.ArgumentTypeError(f"{text} names a number twice")
-    return counts

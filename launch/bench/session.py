@@ -24,7 +24,7 @@ from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.results import ResultFiles
 from launch.bench.roofline import Floor, Shape, decode_floor
 from launch.bench.trace import DecodeStep
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from models.config import ModelConfig

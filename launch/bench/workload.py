@@ -17,7 +17,8 @@ import msgspec
 from launch.api.parser import BadLine, RequestParser
 from launch.bench.session import Session
 from launch.bench.trace import BenchError
-from launch.generate.command import UsageError, load_texts
+from launch.errors import UsageError
+from launch.generate.command import load_texts
 from launch.generate.input_file import Settled, read_requests
 from models.config import ModelConfig
 from runtime.engine import ServedModel

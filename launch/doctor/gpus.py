@@ -16,6 +16,7 @@ import torch
 
 from launch.doctor.findings import Section
 from launch.ranks.flashinfer_switches import flashinfer_switches
+from launch.values import is_whole_number
 from models.kernels.select import select_kernels
 
 _SECONDS = 20.0  # for nvidia-smi: its first call wakes sleeping GPUs
@@ -141,7 +142,7 @@ def visible_indices(count: int) -> list[int]:
     if named is None:
         return list(range(count))
     parts = named.split(",")
-    return [int(part) for part in parts] if len(parts) == count and all(p.isdecimal() for p in parts) else []
+    return [int(part) for part in parts] if len(parts) == count and all(map(is_whole_number, parts)) else []
 
 
 def topology_matrix(text: str, indices: list[int]) -> list[list[str]]:

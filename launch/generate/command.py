@@ -15,9 +15,10 @@ from typing import BinaryIO
 
 from launch.api.parser import LineId, RequestParser
 from launch.api.sampling_defaults import sampling_defaults
-from launch.engine_options import Command, GenerateOptions
+from launch.errors import UsageError
 from launch.generate.input_file import count_lines, read_requests
 from launch.generate.loop import Arrival, BatchRun
+from launch.generate.options import Command, GenerateOptions
 from launch.generate.output_file import ResultsFile
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress
@@ -37,10 +38,6 @@ SOME_FAILED = 1
 _LINE = "-" * 80
 
 log = logging.getLogger("lockstride")
-
-
-class UsageError(ValueError):
-    """The command line asks for something that cannot be."""
 
 
 def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -> int:

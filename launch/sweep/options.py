@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.values import at_least_one, number, whole_number
+
 Subcommand = Literal["plan", "render", "run", "submit", "task", "status", "report"]
 
 H200_GIB = 139.0  # memory of a device, as its driver shows it
@@ -123,8 +125,8 @@ def _going_on(parser: argparse.ArgumentParser) -> None:
 
 
 def _cutting(parser: argparse.ArgumentParser) -> None:
-    _value(parser, "--max-array", "tasks of one array at most", "tasks", _at_least_one, "Slurm's MaxArraySize")
-    _value(parser, "--throttle", "tasks of one array that run at once", "tasks", _at_least_one, "the grid's, or all")
+    _value(parser, "--max-array", "tasks of one array at most", "tasks", at_least_one, "Slurm's MaxArraySize")
+    _value(parser, "--throttle", "tasks of one array that run at once", "tasks", at_least_one, "the grid's, or all")
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -139,16 +141,16 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         shown = shown or str(_DEFAULTS[dest])
         world.add_argument(flag, dest=dest, help=f"{text} (default: {shown}) [{unit}]", type=read, metavar=unit.upper())
 
-    option("--dry-run-world", "plan this many ranks in one process and check them", "ranks", _at_least_one, "off")
+    option("--dry-run-world", "plan this many ranks in one process and check them", "ranks", at_least_one, "off")
     option("--model", "model folder, or a shape that comes with Lockstride", "folder", str, "the models of GRID")
-    option("--tp", "ranks that share each layer", "ranks", _at_least_one, "the most that divide the model on one node")
+    option("--tp", "ranks that share each layer", "ranks", at_least_one, "the most that divide the model on one node")
     text = "ranks that whole experts are spread over; 1 gives every rank of --tp a share of each"
-    option("--ep", text, "ranks", _at_least_one)
+    option("--ep", text, "ranks", at_least_one)
     option("--dtype", "type of weights and KV; auto takes the checkpoint's", "word", str)
-    option("--gpus-per-node", "ranks of a node", "ranks", _at_least_one)
-    option("--memory-gib", "memory of a device", "GiB", float)
-    option("--memory-fraction", "share of it that the engine may use", "fraction", float)
-    option("--steps", "steps that every rank's scheduler plans", "steps", _at_least_one)
+    option("--gpus-per-node", "ranks of a node", "ranks", at_least_one)
+    option("--memory-gib", "memory of a device", "GiB", number)
+    option("--memory-fraction", "share of it that the engine may use", "fraction", number)
+    option("--steps", "steps that every rank's scheduler plans", "steps", at_least_one)
 
 
 def _render_options(parser: argparse.ArgumentParser) -> None:
@@ -174,15 +176,15 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
     _out(parser)
     parser.add_argument("--grid", type=Path, metavar="FILE", help="YAML file of the grid (default: none) [file]")
     _value(parser, "--points", "file with one key a line, instead of the grid's points", "file", Path, "none")
-    _value(parser, "--index", "begin: line of --points or number of the point, from 0", "number", _count)
+    _value(parser, "--index", "begin: line of --points or number of the point, from 0", "number", whole_number)
     _value(parser, "--attempt", "end: the folder that begin printed", "folder", Path, "none")
-    _value(parser, "--exit-code", "end: how the ranks ended", "number", _count)
+    _value(parser, "--exit-code", "end: how the ranks ended", "number", whole_number)
     _value(parser, "--asked", "end: signal by which Slurm asked the job to end", "word", str, "none")
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
     _required(parser, "out", "folder of the ledger", "folder")
-    _value(parser, "--watch", "show it again and again, this far apart, until all is done", "seconds", float, "once")
+    _value(parser, "--watch", "show it again and again, this far apart, until all is done", "seconds", number, "once")
     _switch(parser, "--json", "print it as JSON")
 
 
@@ -245,16 +247,3 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[argparse.ArgumentParser], None],
         "later reports with. Needs matplotlib.",
     ),
 )
-
-
-def _at_least_one(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.engine_options import Command, build_parser, parse
+from launch.cli import build_parser, parse
+from launch.generate.options import Command
 from runtime.config import ConfigError, EngineConfig, flag_of
 from tests.launch.api.parsed import parsed
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from launch.api.sampling_defaults import sampling_defaults
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from lockstride import EngineConfig, complete
 from models.config import ModelConfigError
 from models.generation_config import read_sampling_parameters

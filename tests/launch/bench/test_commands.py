@@ -19,7 +19,7 @@ from launch.bench.latency import _why_noise
 from launch.bench.options import BenchCommand
 from launch.bench.results import Point
 from launch.bench.trace import BenchError
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import TINY, tiny_folder

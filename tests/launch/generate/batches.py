@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.api.parser import BadLine, PreparedRequest, RequestParser
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from launch.ranks.rendezvous import Rendezvous
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate

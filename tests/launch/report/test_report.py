@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from launch.__main__ import run_sweep
 from launch.report.command import write_report
 from launch.report.compare import compare
 from launch.report.html import html
@@ -44,7 +45,6 @@ from launch.report.rows import (
     series,
     varying_names,
 )
-from launch.sweep.command import run
 from launch.sweep.grid import Grid, grid_of
 from launch.sweep.ledger import Ledger
 from launch.sweep.options import SweepCommand
@@ -236,7 +236,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
         "--html",
         str(tmp_path / "to" / "r.html"),
     ]
-    assert run(parsed(SweepCommand, line), {}) == 0
+    assert run_sweep(parsed(SweepCommand, line), {}) == 0
     names = {path.name for path in (tmp_path / "to").iterdir()}
     assert names == {
         "r.html",
@@ -246,7 +246,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "4 of 4 points done\n" in said
     assert "0 faster, 4 slower, 0 within their spread" in said
-    assert run(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
+    assert run_sweep(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
 
 
 def test_a_report_against_the_one_it_replaces(tmp_path: Path) -> None:
