@@ -41,59 +41,67 @@ _ENGINE: dict[str, _Option] = {
     "dtype": _Option("type of weights and activations; auto takes the checkpoint's", "word", str, get_args(DType)),
     "device": _Option("where to run; auto takes cuda where there is a GPU", "word", str, ("auto", "cpu", "cuda")),
     "tensor_parallel": _Option(
-        "ranks that share each layer; with --data-parallel-size, those of one group", "ranks", alias="-tp"
+        "tensor-parallel ranks; with --data-parallel-size, those of one group", "ranks", alias="-tp"
     ),
     "data_parallel": _Option(
-        "groups of ranks with requests of their own, which share the experts", "groups", alias="--data-parallel"
+        "data-parallel groups, each with its own requests and KV; the experts are shared",
+        "groups",
+        alias="--data-parallel",
     ),
     "expert_parallel": _Option(
-        "give each rank whole experts instead of a share of each", "switch", alias="--enable-expert-parallel"
+        "expert parallelism: whole experts on each rank instead of a shard of each",
+        "switch",
+        alias="--enable-expert-parallel",
     ),
-    "expert_load": _Option("write how many tokens each expert of each layer got, at the end", "file", str),
-    "expert_map": _Option("place experts evenly by what an earlier run wrote with --expert-load", "file", str),
-    "max_model_len": _Option("longest prompt and answer together", "tokens"),
-    "max_num_seqs": _Option("requests that run at once, in each group", "requests"),
-    "block_size": _Option("size of a KV block", "tokens"),
-    "num_blocks": _Option("KV blocks; leave out to size the pool from free memory", "blocks"),
+    "expert_load": _Option("at the end, write how many tokens each expert of each layer received", "file", str),
+    "expert_map": _Option("balance experts over ranks by the --expert-load file of an earlier run", "file", str),
+    "max_model_len": _Option("maximum length of prompt and output together", "tokens"),
+    "max_num_seqs": _Option("maximum number of running requests, in each group", "requests"),
+    "block_size": _Option("tokens in a KV block", "tokens"),
+    "num_blocks": _Option("number of KV blocks; omit to size the pool from free memory", "blocks"),
     "memory_fraction": _Option(
         "share of the device's memory that the engine may use", "fraction", number, alias="--gpu-memory-utilization"
     ),
-    "max_prefill_tokens": _Option("budget of one prefill step", "tokens"),
-    "prefill_burst": _Option("prefill steps in a row while other requests decode", "steps"),
-    "chain_depth": _Option("steps in flight beyond the one that lands; 0 is the serial engine", "steps"),
-    "width": _Option("tokens that a row may gain in a step", "tokens"),
-    "decode_buckets": _Option("row counts of decode steps, ascending, with commas", "rows", whole_numbers),
+    "max_prefill_tokens": _Option("token budget of one prefill step", "tokens"),
+    "prefill_burst": _Option("consecutive prefill steps at most, while other requests decode", "steps"),
+    "chain_depth": _Option(
+        "steps in flight besides the one whose results are read next; 0 is the serial engine", "steps"
+    ),
+    "width": _Option("tokens that a request may gain in one decode step", "tokens"),
+    "decode_buckets": _Option("batch sizes of decode graphs, ascending, comma-separated", "rows", whole_numbers),
     "prefill_graphs": _Option(
-        "launch a prefill step as one graph, on GPUs; off: kernel by kernel, which costs the host tens of ms", "switch"
+        "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
     ),
     "prefill_attention": _Option(
-        "kernel of prefill attention on GPUs; flashinfer is the faster one, but a start waits for it where it is not "
-        "built, more than a minute once a machine; triton is ours; auto takes flashinfer where it is built, else "
-        "triton, and builds flashinfer beside the run for the next start",
+        "kernel of prefill attention on GPUs; flashinfer is faster, but the first start on a machine waits more than "
+        "a minute for its build; triton needs no build; auto takes flashinfer where it is built, else triton, and "
+        "builds flashinfer in the background for the next start",
         "word",
         str,
         get_args(PrefillWanted),
     ),
-    "prefix_caching": _Option("reuse the KV of prompts that begin alike", "switch", alias="--enable-prefix-caching"),
-    "max_waiting": _Option("requests that may queue in the engine", "requests"),
+    "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
+    "max_waiting": _Option("maximum number of requests in the engine's queue", "requests"),
     "horizon": _Option(
-        "steps by which rank 0 announces events to the others ahead; one rank alone needs none", "steps"
+        "steps between rank 0's announcement of an event and its effect; a single rank needs none", "steps"
     ),
-    "control_timeout_s": _Option("silence after which a rank is given up", "seconds", number),
-    "seed": _Option("base of the seeds of requests that have none, and of dummy weights", "number"),
+    "control_timeout_s": _Option("silence after which a rank counts as lost and the job ends", "seconds", number),
+    "seed": _Option("base seed for requests without one, and for dummy weights", "number"),
     "warm": _Option(
-        f"kinds of sampling to capture graphs for before the first request, with commas: {', '.join(WARM_KINDS)}",
+        f"sampling features whose graphs are captured at start-up, comma-separated: {', '.join(WARM_KINDS)}",
         "kinds",
         _words,
     ),
     "symmetric_all_reduce": _Option(
-        "small sums and exchanges between a node's GPUs in one kernel each over shared memory; off: all through NCCL",
+        "custom all-reduce, dispatch and combine over symmetric memory for small messages; off: NCCL for all",
         "switch",
     ),
-    "kernel_cache": _Option("folder for choices of kernels that were measured at start-up", "folder", str),
-    "bundles": _Option("folder where each rank of a job that fails leaves what it knew", "folder", str),
-    "timeline": _Option("write every rank's steps as one trace for ui.perfetto.dev; .gz compresses it", "file", str),
-    "nvtx": _Option("name the phases of each step for Nsight Systems", "switch"),
+    "kernel_cache": _Option("folder for kernel choices measured at start-up", "folder", str),
+    "bundles": _Option("folder for the crash reports of each rank of a failed job", "folder", str),
+    "timeline": _Option(
+        "write the steps of all ranks as one trace for ui.perfetto.dev; .gz compresses it", "file", str
+    ),
+    "nvtx": _Option("mark the phases of each step as NVTX ranges for Nsight Systems", "switch"),
 }
 
 _DERIVED_DEFAULTS = {
@@ -104,7 +112,7 @@ _DERIVED_DEFAULTS = {
     "timeline": "not written",
     "expert_load": "not written",
     "expert_map": "in order",
-    "decode_buckets": "1,2,4,8, then ever wider steps up to --max-num-seqs",
+    "decode_buckets": "1,2,4,8, then at growing distances up to --max-num-seqs",
 }
 
 

@@ -89,8 +89,8 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     """The parser of `bench` and those of its subcommands."""
     bench = commands.add_parser(
         "bench",
-        help="measure latency, throughput and the anatomy of a step",
-        description="Measurements that can be rerun, with vLLM's flags and metric names.",
+        help="measure latency, throughput and the parts of a step",
+        description="Reproducible benchmarks, with vLLM's flags and metric names.",
         allow_abbrev=False,
     )
     subcommands = bench.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
@@ -128,7 +128,7 @@ class _Adder:
 def _latency_options(add: _Adder) -> None:
     add.value(
         "--protocol",
-        "fixed-batch: TPOT from the times of a long and a one-token answer; generation: whole answers, as vLLM's "
+        "fixed-batch: TPOT from the times of a long and a one-token output; generation: whole outputs, as vLLM's "
         "bench latency",
         "word",
         str,
@@ -136,7 +136,7 @@ def _latency_options(add: _Adder) -> None:
     )
     _fixed_batch_options(add)
     _roofline_options(add)
-    add.switch("--profile", "after all timed runs, the kernels of a prefill and of a decode step of each batch")
+    add.switch("--profile", "after all timed runs, profile the kernels of a prefill and a decode step of each batch")
 
 
 def _anatomy_options(add: _Adder) -> None:
@@ -144,47 +144,49 @@ def _anatomy_options(add: _Adder) -> None:
 
 
 def _control_options(add: _Adder) -> None:
-    add.value("--ranks", "processes that agree; several with commas", "ranks", counts, "2,4,8")
-    add.value("--turns", "agreements of each measurement", "turns", at_least_one)
+    add.value("--ranks", "number of ranks; several comma-separated", "ranks", counts, "2,4,8")
+    add.value("--turns", "turns of each measurement", "turns", at_least_one)
     add.value(
         "--way",
-        "how they agree; may be given again",
+        "transport to measure; may be repeated",
         "name",
         str,
         "all; nccl where each rank has a GPU",
         action="append",
     )
-    add.value("--output", "figures as JSON", "file", Path, "not written")
+    add.value("--output", "write the results as JSON", "file", Path, "not written")
 
 
 def _fixed_batch_options(add: _Adder) -> None:
-    add.value("--input-len", "prompt of each request", "tokens", at_least_one, "512")
-    add.value("--output-len", "answer of each request", "tokens", at_least_one, "257")
-    add.value("--batch-size", "requests that run together; several with commas", "rows", counts, "1,8,32,128,256")
+    add.value("--input-len", "prompt length of each request", "tokens", at_least_one, "512")
+    add.value("--output-len", "output length of each request", "tokens", at_least_one, "257")
+    add.value("--batch-size", "batch size; several comma-separated", "rows", counts, "1,8,32,128,256")
     _run_options(add)
 
 
 def _throughput_options(add: _Adder) -> None:
-    add.value("--dataset-name", "where prompts come from", "word", str, "", choices=("random", "sharegpt", "jsonl"))
-    add.value("--dataset-path", "file of the dataset; random needs none", "file", Path, "none")
-    add.value("--input-len", "prompt of each random request", "tokens", at_least_one, "1024")
-    add.value("--output-len", "answer of each request", "tokens", at_least_one, "the dataset's; random: 128")
-    add.value("--num-prompts", "requests of a run", "requests", at_least_one)
-    add.value("--max-concurrency", "requests under way at once", "requests", at_least_one, "all")
+    add.value("--dataset-name", "dataset of prompts", "word", str, "", choices=("random", "sharegpt", "jsonl"))
+    add.value("--dataset-path", "file of the dataset; not for random", "file", Path, "none")
+    add.value("--input-len", "prompt length of each random request", "tokens", at_least_one, "1024")
+    add.value("--output-len", "output length of each request", "tokens", at_least_one, "the dataset's; random: 128")
+    add.value("--num-prompts", "requests in a run", "requests", at_least_one)
+    add.value("--max-concurrency", "maximum number of concurrent requests", "requests", at_least_one, "all")
     _run_options(add)
     _roofline_options(add)
 
 
 def _run_options(add: _Adder) -> None:
-    add.value("--num-iters", "measured runs of each point", "runs", at_least_one)
-    add.value("--num-warmups", "runs before them that do not count", "runs", whole_number, "", "--num-iters-warmup")
+    add.value("--num-iters", "measured runs per point", "runs", at_least_one)
+    add.value("--num-warmups", "warm-up runs before them", "runs", whole_number, "", "--num-iters-warmup")
     add.value("--result-dir", "folder to write results to", "folder", Path, "not written")
 
 
 def _roofline_options(add: _Adder) -> None:
-    add.switch("--roofline", "print the floor that bytes and FLOPs set, and the share of it that was reached")
-    add.value("--bytes-per-s", "memory bandwidth of a device for the floor", "bytes/s", number, f"{H200_BYTES_PER_S:g}")
-    add.value("--flop-per-s", "arithmetic of a device for the floor", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
+    add.switch("--roofline", "print the roofline floor from bytes and FLOPs, and the share of it that was reached")
+    add.value(
+        "--bytes-per-s", "memory bandwidth of a device for the roofline", "bytes/s", number, f"{H200_BYTES_PER_S:g}"
+    )
+    add.value("--flop-per-s", "compute rate of a device for the roofline", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
 
 
 def _plot_options(add: _Adder) -> None:
@@ -195,29 +197,29 @@ def _plot_options(add: _Adder) -> None:
         metavar="RESULT",
         help="*.points.jsonl files, or folders that hold them (required) [file]",
     )
-    add.value("--peers", "other engines' figures on the same protocol", "file", Path, "none")
-    add.value("--out", "picture to write; its ending chooses the format, such as .png or .svg", "file", Path)
+    add.value("--peers", "results of other engines under the same protocol", "file", Path, "none")
+    add.value("--out", "image to write; its suffix selects the format, such as .png or .svg", "file", Path)
 
 
 _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] = (
     (
         "latency",
         _latency_options,
-        "time of a token at fixed batch sizes",
+        "time per output token at fixed batch sizes",
         "A batch of random prompts, all admitted at once, greedy, to a fixed length. Exit code 1 when a point has no "
         "rate, because its batch was not full.",
     ),
     (
         "throughput",
         _throughput_options,
-        "tokens and requests a second over a dataset",
-        "A dataset through the engine as fast as it goes, at most --max-concurrency requests at a time.",
+        "tokens and requests per second over a dataset",
+        "Runs a dataset at full load, with at most --max-concurrency requests at a time.",
     ),
     (
         "anatomy",
         _anatomy_options,
-        "what a decode step is made of",
-        "Step time in the chain against the bare replay of the same graph, device idle, host time by phase and bytes "
+        "the parts of a decode step",
+        "Time of a chained step against the bare graph replay, device idle time, host time by phase and bytes "
         "copied, at chain depth 0 and --chain-depth.",
     ),
     (

@@ -58,8 +58,8 @@ def add_generate_parser(commands: argparse._SubParsersAction[argparse.ArgumentPa
     generate = commands.add_parser(
         "generate",
         help="complete a JSONL file of prompts",
-        description="Complete every line of a JSONL file and write one line each, in the order in which they finish. "
-        "Run the same command again to go on after an interruption. Exit code: 0 all lines have an answer, 1 some "
+        description="Complete every request of a JSONL file and append one line for each, in the order of completion. "
+        "Run the same command again to resume after an interruption. Exit code: 0 all lines have an answer, 1 some "
         "failed (their rows say why), 2 the command line is wrong, 130 or 143 interrupted.",
         allow_abbrev=False,
     )
@@ -72,36 +72,43 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help_text = f"{help_text} (default: {shown or default}) [{unit}]"
         parser.add_argument(flag, help=help_text, type=read, default=default, metavar=unit.upper())
 
-    for name, text in (("input", "one JSON object a line"), ("output", "where answers are appended")):
+    for name, text in (("input", "JSONL file of requests"), ("output", "JSONL file to which answers are appended")):
         flags = (f"--{name}", f"-{name[0]}")
         parser.add_argument(*flags, type=Path, required=True, metavar="FILE", help=f"{text} (required) [file]")
     for flag, text in (
-        ("--overwrite", "empty the output first instead of going on where it ends"),
-        ("--retry-errors", "take the error rows out of the output and try their lines again"),
+        ("--overwrite", "truncate the output instead of resuming after its last line"),
+        ("--retry-errors", "remove error rows from the output and retry their lines"),
     ):
         parser.add_argument(flag, action="store_true", help=f"{text} (default: off) [switch]")
     option("--summary", "write the summary as JSON", "file", Path, None, "not written")
-    option("--show", "print the first answers readably at the end", "answers", whole_number, 0)
-    silent = "for lines that do not say: "
-    option("--max-tokens", silent + "longest answer", "tokens", at_least_one, None, "16; chats: what fits")
-    option("--temperature", silent + "randomness, 0 is greedy", "number", bounded(number, 0), None, "1.0")
+    option("--show", "print this many answers at the end", "answers", whole_number, 0)
+    silent = "default for lines without one: "
     option(
-        "--top-p", silent + "likeliest tokens of this total probability", "share", bounded(number, 1e-9, 1), None, "1.0"
+        "--max-tokens",
+        silent + "maximum number of output tokens",
+        "tokens",
+        at_least_one,
+        None,
+        "16; chats: what fits",
     )
-    option("--top-k", silent + "likeliest tokens, 0 is all", "tokens", bounded(whole_number, 0, 2**31 - 1), None, "0")
+    option("--temperature", silent + "sampling temperature, 0 is greedy", "number", bounded(number, 0), None, "1.0")
+    option(
+        "--top-p", silent + "top-p, the probability mass to sample from", "share", bounded(number, 1e-9, 1), None, "1.0"
+    )
+    option("--top-k", silent + "top-k, 0 is all tokens", "tokens", bounded(whole_number, 0, 2**31 - 1), None, "0")
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
-        help=silent + "what neither they nor these options say; auto takes temperature, top_k, top_p, min_p and "
-        "repetition_penalty from the model's generation_config.json, none the values above (default: auto) [word]",
+        help="sampling parameters that neither line nor option gives; auto takes temperature, top_k, top_p, min_p and "
+        "repetition_penalty from the model's generation_config.json, none the defaults above (default: auto) [word]",
     )
-    option("--look-ahead", "requests read before there is room for them", "requests", at_least_one, 256)
+    option("--look-ahead", "requests read ahead of the engine", "requests", at_least_one, 256)
     option(
         "--drain-seconds",
-        "after SIGTERM or SIGINT, time for what has begun to finish",
+        "after SIGTERM or SIGINT, time for running requests to finish",
         "seconds",
         bounded(number, 0),
         20.0,
     )
-    option("--max-line-bytes", "longest line of input", "bytes", bounded(whole_number, 1, 1 << 30), 1 << 24)
+    option("--max-line-bytes", "maximum length of an input line", "bytes", bounded(whole_number, 1, 1 << 30), 1 << 24)
