@@ -26,7 +26,7 @@ class Limits:
     two_steps: int
 
 
-# Where one way passes the next on H200s, rows of 8 KiB (docs/measurements-gpu.md, "Sums between GPUs"); between 8 ranks
+# Where one way passes the next on H200s, rows of 8 KiB (docs/measurements/all-reduce.md); between 8 ranks
 # by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger one has.
 LIMITS = {
     2: Limits(4 << 20, 0),

@@ -20,7 +20,7 @@ from parallel.comm.symmetric_memory import SentinelMemory, has_dependent_launche
 ROWS = 512
 ROW_BYTES = 16 << 10
 # Of what a rank sends all others in an exchange that takes one launch: the most that was measured, between two groups,
-# where NCCL was slower throughout (docs/measurements-gpu.md).
+# where NCCL was slower throughout (docs/measurements/dp-attention.md).
 MOST_BYTES = 512 * 4160
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those it is tried with
 _VECTOR = 16  # bytes of the widest loads and stores

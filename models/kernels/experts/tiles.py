@@ -1,6 +1,6 @@
 """How the grouped products of experts are cut into tiles, and for how few tokens there are no lists to group.
 
-Knows: what was fast on an H200 for lists of a mean length, in bfloat16 (docs/measurements-kernels.md). Does not know:
+Knows: what was fast on an H200 for lists of a mean length, in bfloat16 (docs/measurements/experts.md). Does not know:
 the kernels that take them (grouped.py, grouped_tma.py), or the one without lists
 (streamed.py).
 """
