@@ -11,15 +11,22 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
-from runtime.execute.launch_spec import Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
+from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
 from runtime.execute.result_reader import ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorLimits, MakeRole, Role, RoleParts
-from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS
+from runtime.execute.sampling.inputs import (
+    EVERY_FEATURE,
+    MAX_TOP_LOGPROBS,
+    NARROWER_FEATURES,
+    SamplingVariant,
+)
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
@@ -78,6 +85,7 @@ class Executor:
         self._resolver = LaunchResolver(ladders, limits.slots + 1, roles)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
+        self.widest = self._widest_variant()
         self.allocations_at_warmup = device.allocations()
         self.captures_at_warmup = device.captures
 
@@ -143,16 +151,14 @@ class Executor:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
         limits = self._limits
         scratch = self._parts_over(self._new_pool(blocks=0, slots=0))  # trash block and null slot: padding's all
-        prefill = PrefillRole(scratch)
+        decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
         # Prefill last: the others' kernels are compiled here while its own may be on their way (Kernels.settle).
-        peaks = [
-            self.device.peak_of(role.rehearse)
-            for role in (DecodeRole(scratch), *(make(scratch) for make in further_roles))
-        ]
+        peaks = [self.device.peak_of(role.rehearse) for role in (decode, *(make(scratch) for make in further_roles))]
         self._model.kernels.settle(limits.agree_min)
         peaks.append(self.device.peak_of(prefill.rehearse))
         self._tune()
         prefill.compile_shorter()
+        decode.compile_sampling()
         num_blocks = limits.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
@@ -169,6 +175,36 @@ class Executor:
         sizing = sizing.with_blocks(limits.agree_min(sizing.num_blocks))
         log.info("%s", sizing)
         return sizing
+
+    def _widest_variant(self) -> SamplingVariant:
+        """The widest sampling variant for whose late graphs there is memory on every rank; others are refused.
+
+        What was warmed up is there already. A variant that was not is captured when its first request comes, and a
+        capture that fails then would end the job. So the candidates are tried now, over padding, widest first.
+        """
+        warmed = GREEDY
+        for variant in self._limits.warm_variants:
+            warmed |= variant
+        candidates = [EVERY_FEATURE, *(warmed | variant for variant in NARROWER_FEATURES)]
+        for candidate in candidates:
+            if self._limits.agree_min(self._has_room_for(candidate)):
+                return candidate
+        return warmed
+
+    def _has_room_for(self, variant: SamplingVariant) -> bool:
+        """Whether the largest bucket runs in it, and its graphs could hold as much again for themselves."""
+        if self.device.torch_device.type == "cpu":
+            return True
+        late_seen = variant.penalties and self.tables.seen is None
+        try:
+            peak = self.device.peak_of(lambda: self.decode.try_variant(self._limits.decode_buckets[-1], variant))
+            return peak <= self.device.memory_info().free
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            if late_seen:
+                self.tables.drop_seen()
+            self.device.release_unused()
 
     def _tune(self) -> None:
         """Choose kernels for what was rehearsed, while there is room for copies of weights."""

@@ -201,6 +201,10 @@ class SlotTables:
             self.late_seen_tables += 1
         return self.seen
 
+    def drop_seen(self) -> None:
+        """Give the tables of tokens seen back. For start-up, where a trial made them."""
+        self.seen, self.late_seen_tables = None, 0
+
     def _end_every_slot(self) -> None:
         """A slot is finished until a request is written into it; slot 0 for good."""
         self.columns.finished.fill_(int(FinishReason.STOP))

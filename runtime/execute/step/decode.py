@@ -12,7 +12,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import RoleParts
-from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.inputs import KERNEL_VARIANTS, SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.step.row_graphs import RowGraphs
@@ -35,11 +35,32 @@ class DecodeRole:
         return plan.kind is StepKind.DECODE and plan.width == 1
 
     def rehearse(self) -> None:
-        """Every bucket, the largest first; on a CPU, where nothing is compiled, only that one."""
+        """Every bucket, the largest first, and that one with every variant that will be warmed up; on a CPU, where
+        nothing is compiled or measured, greedy sampling of the largest only.
+        """
         device, buckets = self._parts.device.torch_device, self._parts.limits.decode_buckets[::-1]
-        for bucket in buckets[:1] if device.type == "cpu" else buckets:
-            self.decode(torch.zeros(bucket, dtype=torch.int64, device=device), GREEDY)
-            self._parts.ring.undo()
+        steps = [(bucket, GREEDY) for bucket in buckets] + [(buckets[0], v) for v in self._parts.limits.warm_variants]
+        for bucket, variant in steps[:1] if device.type == "cpu" else steps:
+            self.try_variant(bucket, variant)
+
+    def try_variant(self, bucket: int, variant: SamplingVariant) -> None:
+        """Run one step over padding, uncaptured: nothing of it is reported or kept."""
+        self.decode(torch.zeros(bucket, dtype=torch.int64, device=self._parts.device.torch_device), variant)
+        self._parts.ring.undo()
+
+    def compile_sampling(self) -> None:
+        """Run every sampling kernel once in every form, so that no request waits for a compiler.
+
+        Kernels are compiled anew for one row and for numbers of rows that 8 or 16 divide; how many parts a row is cut
+        into goes by the number of rows. Nothing on a CPU.
+        """
+        buckets = self._parts.limits.decode_buckets
+        if self._parts.device.torch_device.type == "cpu":
+            return
+        for rows in sorted({1, 2, 8, *buckets}, reverse=True):
+            whole = rows in (1, 2, 8, buckets[-1])
+            for variant in KERNEL_VARIANTS if whole else KERNEL_VARIANTS[1:2]:
+                self._tail.rehearse(rows, variant)
 
     def warm_up(self) -> None:
         self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)

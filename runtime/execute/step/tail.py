@@ -7,6 +7,7 @@ forward pass, plans, graphs. Everything is graph-safe: fixed shapes, nothing is 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from models.layers.decoder import Decoder
@@ -60,6 +61,19 @@ class Tail:
                 count_tokens_(self._tables.need_seen(), window.rows_B, accepted.tokens_BW[:, index], gained_B)
         write_back_window(self._tables, self._ring, window, accepted, logprobs)
         return accepted
+
+    def rehearse(self, rows: int, variant: SamplingVariant) -> None:
+        """Draw for so many rows of the padding slot, so that the variant's kernels are compiled; writes nothing."""
+        model, tables = self._model, self._tables
+        records = tables.columns.records
+        hidden_BN = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=records.device)
+        seen = None
+        if variant.penalties:  # tables of the right shape: those of all slots may be large, and nobody needs them yet
+            shape = (rows, tables.vocab_size)
+            counts = torch.zeros(shape, dtype=torch.int16, device=records.device)
+            seen = SeenTokens(counts, torch.zeros(shape, dtype=torch.bool, device=records.device))
+        columns = tables.gather(torch.zeros(rows, dtype=torch.int64, device=records.device))
+        self._draw(model.logits(hidden_BN), columns.sampling(), variant, seen)
 
     def _draw(
         self, local_BV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, seen: SeenTokens | None

@@ -145,7 +145,7 @@ class Rank:
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
         self._kv = [torch.zeros(kv.shape(64, PAGE), dtype=dtype, device=META) for kv in self.model.cache_layout.paged]
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
-        device = cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute))
+        device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
         slots = SlotTables(
             device,
@@ -153,13 +153,20 @@ class Rank:
             max_blocks=-(-(config.max_length + 1) // PAGE),
             vocab_size=config.vocab_size,
         )
-        limits = cast(Any, SimpleNamespace(block_size=PAGE, decode_buckets=()))
-        parts = RoleParts(device, self.model, self._kv, slots, ring, cast(Any, None), limits)
+        limits = cast(Any, SimpleNamespace(block_size=PAGE, decode_buckets=BUCKETS))
+        staging = cast(
+            Any, SimpleNamespace(row_map=lambda role, rows: torch.zeros(rows, dtype=torch.int64, device=META))
+        )
+        parts = RoleParts(device, self.model, self._kv, slots, ring, staging, limits)
         self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"
         self._decode.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+
+    def compile_sampling(self) -> None:
+        self._driver.where = f"{self._name}, sampling kernels"
+        self._decode.compile_sampling()
 
     def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
         """``scored`` prompt tokens with their log-probabilities."""
