@@ -16,6 +16,7 @@ from typing import Literal
 
 from models.config import ModelConfigError
 from models.generation_config import FILE_NAME, read_sampling_parameters
+from runtime.config import WARM_KINDS, EngineConfig
 from runtime.frontend.validation import RequestError, check_sampling
 from runtime.schedule.request import SamplingParams
 
@@ -49,3 +50,15 @@ def sampling_defaults(
             listed,
         )
     return replace(taken, **named)  # type: ignore[arg-type]
+
+
+def warmed_for(config: EngineConfig, defaults: SamplingParams) -> EngineConfig:
+    """``config`` that also captures, before the first request, what a request with ``defaults`` needs."""
+    wanted = {*config.warm, "greedy"}
+    if not defaults.greedy:
+        wanted.add("random")
+        if defaults.top_k > 0 or defaults.top_p < 1.0 or defaults.min_p > 0.0:
+            wanted.add("filtered")
+    if defaults.penalised:
+        wanted.add("penalised")
+    return replace(config, warm=tuple(kind for kind in WARM_KINDS if kind in wanted))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launch.api.parser import LineId, RequestParser
-from launch.api.sampling_defaults import sampling_defaults
+from launch.api.sampling_defaults import sampling_defaults, warmed_for
 from launch.errors import UsageError
 from launch.generate.input_file import count_lines, read_requests
 from launch.generate.loop import Arrival, BatchRun
@@ -50,13 +50,14 @@ def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -
     given = command.engine
     tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
     config = command.engine_config(tensor_parallel)
+    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
+    config = warmed_for(config, defaults)
     if not rendezvous.topology.is_leader:
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
             return _follow(engine)
     check_paths(Path(config.model), options)
     texts = load_texts(Path(config.model))
-    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
     with ResultsFile(options.output, overwrite=options.overwrite, retry_errors=options.retry_errors) as results:
         log.info("%s", config.describe())
         lines = count_lines(options.input)  # now: later, the other ranks wait for this one
