@@ -11,7 +11,8 @@ from runtime.schedule.scheduler import Scheduler
 
 
 def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRouter | None) -> dict[str, int | float]:
-    """Counted so far; a labelled counter is ``name{label}``.
+    """Counted so far; a labelled counter is ``name{label}``. What the scheduler counts is explained in
+    schedule/counters.py.
 
     Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,
     ``group_idle_steps{g}``: steps that group g launched for the others' sake, without a row of its own.
@@ -25,6 +26,11 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "chained_steps": schedule.chained_steps,
         "ghost_rows": schedule.ghost_rows,
         "wasted_tokens": schedule.wasted_tokens,
+        "admissions": schedule.admissions,
+        "deferred_admissions": schedule.deferred_admissions,
+        "cancels": schedule.cancels,
+        "pauses": schedule.pauses,
+        "resumes": schedule.resumes,
         "evictions": schedule.evictions,
         "stalls": schedule.stalls,
         "fenced_blocks": schedule.fenced_blocks,
@@ -35,6 +41,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "graph_captures_after_warmup": executor.device.captures - executor.captures_at_warmup,
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }
+    counted |= {f"finished{{{reason}}}": count for reason, count in schedule.finished.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
     if dealer is not None:
         counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(dealer.assignment.requests)}

@@ -7,6 +7,7 @@ order: no block, slot or epoch is left over.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -116,6 +117,10 @@ def live(
         assert not arriving, "everything was over before the last request arrived"
         engine.stop()
         life.counters = dict(engine.counters)
+        if over is None:
+            reasons = Counter(f"finished{{{ended.reason.label}}}" for ended in life.finished.values())
+            counted = {name: n for name, n in life.counters.items() if name.startswith("finished{") and n}
+            assert counted == reasons
         check_all_is_back(engine)
     return life
 

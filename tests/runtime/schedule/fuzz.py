@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -183,6 +183,9 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True, least_ste
         land()
     if check:
         scheduler.check()
+        counted = Counter({reason: n for reason, n in scheduler.counters.finished.items() if n})
+        if counted != Counter(ended.reason.label for ended in finished.values()):
+            raise AccountingError(f"finishes are counted as {counted}")
         if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.slots:
             raise AccountingError("everything has ended, but not every block and slot is free")
     return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, scheduler.counters.evictions)
