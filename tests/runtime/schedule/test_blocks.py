@@ -126,7 +126,7 @@ def test_a_forgotten_beginning_never_leads_to_another_ones_tail() -> None:
     pool.check([*taken, tail])
 
 
-def test_books_that_do_not_add_up_are_an_error_that_names_the_block() -> None:
+def test_references_that_do_not_add_up_are_an_error_that_names_the_block() -> None:
     pool = BlockPool(4, 2)
     taken = pool.take(2)
     with pytest.raises(AccountingError, match=r"\(block, owners \+ fences, references\) differ: \[\(2, 0, 1\)\]"):
