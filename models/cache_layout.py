@@ -73,6 +73,10 @@ class CacheLayout:
 
     layers: tuple[LayerCache, ...]
 
+    def __add__(self, other: CacheLayout) -> CacheLayout:
+        """Of two models that serve the same sequences."""
+        return CacheLayout(self.layers + other.layers)
+
     @property
     def kinds(self) -> list[tuple[PagedKV | SlotState, int]]:
         """Each different declaration and the number of layers that make it, in the order of the first of them."""

@@ -72,8 +72,8 @@ class Executor:
         self._ring = ResultRing(
             device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
-        self.sizing = self._size(CacheShape(model.cache_layout, limits.block_size, limits.slots), further_roles)
-        self.pool = self._new_pool(blocks=self.sizing.num_blocks, slots=limits.slots)
+        self.sizing = self._size(further_roles)
+        self.pool = CachePool(device, block_size=limits.block_size, blocks=self.sizing.num_blocks, slots=limits.slots)
         self.staging.on_seated = self.pool.reset
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
@@ -140,17 +140,15 @@ class Executor:
 
     # ---- before the first step ----
 
-    def _new_pool(self, *, blocks: int, slots: int) -> CachePool:
-        layout, size = self._model.cache_layout, self._limits.block_size
-        return CachePool(self.device, layout, block_size=size, blocks=blocks, slots=slots)
-
     def _parts_over(self, pool: CachePool) -> RoleParts:
-        return RoleParts(self.device, self._model, pool.views, self.tables, self._ring, self.staging, self._limits)
+        caches = pool.allocate(self._model.cache_layout)
+        return RoleParts(self.device, self._model, caches, pool, self.tables, self._ring, self.staging, self._limits)
 
-    def _size(self, shape: CacheShape, further_roles: Sequence[MakeRole]) -> CacheSizing:
+    def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
         limits = self._limits
-        scratch = self._parts_over(self._new_pool(blocks=0, slots=0))  # trash block and null slot: padding's all
+        pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
+        scratch = self._parts_over(pool)
         decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
         # Prefill last: the others' kernels are compiled here while its own may be on their way (Kernels.settle).
         peaks = [self.device.peak_of(role.rehearse) for role in (decode, *(make(scratch) for make in further_roles))]
@@ -159,6 +157,7 @@ class Executor:
         self._tune()
         prefill.compile_shorter()
         decode.compile_sampling()
+        shape = CacheShape(pool.layout, limits.block_size, limits.slots)
         num_blocks = limits.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from models.cache_layout import CacheView
 from models.layers.decoder import Decoder
+from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_ring import ResultRing
@@ -57,11 +58,16 @@ class ExecutorLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """What a role is made from. ``caches``: a view a layer of ``model``, of what it declares."""
+    """What a role is made from. ``caches``: a view a layer of ``model``, of what it declares.
+
+    A role that runs a model of its own takes that one's caches from ``pool`` when it is made. Every role is made twice:
+    first over a pool without blocks, whose layout tells what blocks and slots will cost.
+    """
 
     device: Device
     model: Decoder
     caches: Sequence[CacheView]
+    pool: CachePool
     tables: SlotTables
     ring: ResultRing
     staging: Staging

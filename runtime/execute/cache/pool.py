@@ -1,4 +1,4 @@
-"""The caches of a model: one place that allocates what its layers declare, and gives each layer its view.
+"""The caches of all models: one place that allocates what their layers declare, and gives each layer its view.
 
 Knows: how many blocks and slots there are. Does not know: who owns a block or a slot (runtime/schedule), how many fit
 (sizing.py), or what a layer does with its view.
@@ -17,34 +17,45 @@ from runtime.execute.device.protocol import Device
 
 
 class CachePool:
-    """``views[i]`` is what layer i reads and writes (CacheView); everything is zeroed, and allocated once.
+    """``blocks`` and ``slots`` exclude trash block and null slot; all models have the same ones, by the same numbers.
 
-    ``blocks`` and ``slots`` exclude trash block and null slot. ``paged``: the views of paged layers, in their order.
-    ``banks``: the tensors of slot state, as above.
+    ``layout``: everything that was allocated. ``paged``: the tensors of paged layers; ``banks``: those of slot state.
     """
 
-    def __init__(self, device: Device, layout: CacheLayout, *, block_size: int, blocks: int, slots: int) -> None:
+    def __init__(self, device: Device, *, block_size: int, blocks: int, slots: int) -> None:
         self.num_blocks = blocks
-        self.views: list[CacheView] = [None] * len(layout.layers)
+        self.layout = CacheLayout(())
         self.paged: list[Tensor] = []
         self.banks: list[Tensor] = []
+        self._device = device
+        self._block_size = block_size
+        self._slots = slots
+
+    def allocate(self, layout: CacheLayout) -> list[CacheView]:
+        """Caches of one more model, zeroed: what each of its layers reads and writes. Before the first step only."""
+        self.layout += layout
+        views: list[CacheView] = [None] * len(layout.layers)
         for kind, _ in layout.kinds:
             numbers = [number for number, layer in enumerate(layout.layers) if layer == kind]
             if isinstance(kind, PagedKV):
+                shape = kind.shape(1 + self.num_blocks, self._block_size)
                 for number in numbers:
-                    self.views[number] = device.zeros(*kind.shape(1 + blocks, block_size), dtype=kind.dtype)
+                    views[number] = paged = self._device.zeros(*shape, dtype=kind.dtype)
+                    self.paged.append(paged)
             else:
-                self._add_banks(device, kind, numbers, 1 + slots)
-        self.paged = [view for view in self.views if isinstance(view, Tensor)]
+                banks = self._new_banks(kind, len(numbers))
+                for index, number in enumerate(numbers):
+                    views[number] = {name: bank[index] for name, bank in banks.items()}
+        return views
 
-    def _add_banks(self, device: Device, kind: SlotState, numbers: list[int], rows: int) -> None:
+    def _new_banks(self, kind: SlotState, layers: int) -> dict[str, Tensor]:
         """Layers of one kind share a tensor a name, so that a slot is reset in all of them at once."""
         banks = {
-            name: device.zeros(len(numbers), rows, *shape, dtype=dtype) for name, (shape, dtype) in kind.tensors.items()
+            name: self._device.zeros(layers, 1 + self._slots, *shape, dtype=dtype)
+            for name, (shape, dtype) in kind.tensors.items()
         }
         self.banks += banks.values()
-        for index, number in enumerate(numbers):
-            self.views[number] = {name: bank[index] for name, bank in banks.items()}
+        return banks
 
     def reset(self, slots_N: Tensor) -> None:
         """Zero the state of slots ``slots_N`` (int64), in which sequences are seated anew; graph-safe.

@@ -21,7 +21,7 @@ class CacheMemoryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """This rank's share of the caches of a model that serves ``slots`` sequences."""
+    """This rank's share of the caches of all models that serve ``slots`` sequences."""
 
     layout: CacheLayout
     block_size: int

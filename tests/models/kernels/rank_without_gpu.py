@@ -31,6 +31,7 @@ from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
 from runtime.config import DEVICE_DEFAULTS, default_buckets
+from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling import logprobs, sampler
@@ -143,7 +144,6 @@ class Rank:
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
-        self._kv = [torch.zeros(kv.shape(64, PAGE), dtype=dtype, device=META) for kv in self.model.cache_layout.paged]
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
@@ -157,7 +157,10 @@ class Rank:
         staging = cast(
             Any, SimpleNamespace(row_map=lambda role, rows: torch.zeros(rows, dtype=torch.int64, device=META))
         )
-        parts = RoleParts(device, self.model, self._kv, slots, ring, staging, limits)
+        pool = CachePool(device, block_size=PAGE, blocks=63, slots=1)
+        caches = pool.allocate(self.model.cache_layout)
+        self._kv = pool.paged
+        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, limits)
         self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.cache_layout import CacheLayout, PagedKV
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, StepInputs, empty_kv_layer
+from models.inputs import DecodeAttention, StepInputs
 from models.kernels.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
@@ -26,7 +27,7 @@ from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.step_io import gather_decode
 from runtime.schedule.plan import StepKind, StepPlan
 from tests.runtime.engine.lives import live, oracle, prompt, same, unbroken
-from tests.runtime.engine.rig import TINY, request
+from tests.runtime.engine.rig import TINY, request, rig
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 BUCKETS = (1, 2, 4, 8)
@@ -52,15 +53,7 @@ class DraftedDecode:
             collectives=SingleRank(),
             kernels=kernels,
         )
-        (cache, *_) = parts.caches
-        assert isinstance(cache, Tensor)
-        pages = cache.shape[1]
-        self._toy_kv = [
-            parts.device.zeros(
-                *empty_kv_layer(pages, parts.limits.block_size, 1, 8, torch.float32, "meta").shape, dtype=torch.float32
-            )
-            for _ in range(config.layers)
-        ]
+        self._toy_caches = parts.pool.allocate(self._toy.cache_layout)
         self.guesses_N = parts.device.zeros(BUCKETS[-1], dtype=torch.int64)
         self._target = DecodeRole(parts, name=self.name)
         maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.limits.decode_buckets}
@@ -92,7 +85,7 @@ class DraftedDecode:
         longest = rows.page_table_BP.shape[1] * size
         attention = DecodeAttention(rows.page_table_BP, rows.kv_lengths_B, 1, longest)
         inputs = StepInputs(rows.token_B, rows.position_B, rows.kv_slots_B, attention, real_T=rows.live_B)
-        logits_BV = self._toy.logits(self._toy.forward(inputs, self._toy_kv))
+        logits_BV = self._toy.logits(self._toy.forward(inputs, self._toy_caches))
         self.guesses_N[: len(rows_B)].copy_(logits_BV.argmax(1))
 
 
@@ -120,3 +113,11 @@ def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) ->
     assert role.guesses_N.any(), "the toy model ran"
     if depth:
         unbroken(life)
+
+
+def test_memory_is_divided_for_both_models() -> None:
+    with rig(further_roles=(DraftedDecode,), buckets=BUCKETS) as engine:
+        executor = engine.executor
+        target, toy = PagedKV(2, 16, torch.float32), PagedKV(1, 8, torch.float32)
+        assert executor.pool.layout == executor.sizing.shape.layout == CacheLayout((target,) * 2 + (toy,) * 3)
+        assert "3 layers x 2 x 8 tokens x 1 heads x 8 x 4 B" in str(executor.sizing)

@@ -17,8 +17,8 @@ LAYOUT = CacheLayout((STATE, ATTENTION, OTHER, STATE, None, ATTENTION))
 
 def test_a_view_a_layer() -> None:
     with TwinDevice() as device:
-        pool = CachePool(device, LAYOUT, block_size=16, blocks=9, slots=3)
-        recurrent, attention, other, second, none, last = pool.views
+        pool = CachePool(device, block_size=16, blocks=9, slots=3)
+        recurrent, attention, other, second, none, last = pool.allocate(LAYOUT)
         assert none is None
         assert isinstance(attention, Tensor)
         assert (attention.shape, attention.dtype) == ((2, 10, 16, 2, 64), torch.bfloat16)
@@ -39,11 +39,13 @@ def test_a_view_a_layer() -> None:
 
 def test_reset_clears_those_slots_in_every_layer_and_nothing_else() -> None:
     with TwinDevice() as device:
-        pool = CachePool(device, LAYOUT, block_size=16, blocks=2, slots=5)
+        pool = CachePool(device, block_size=16, blocks=2, slots=5)
+        views = [*pool.allocate(LAYOUT), *pool.allocate(CacheLayout((STATE,)))]  # of two models
+        assert pool.layout.layers == (*LAYOUT.layers, STATE)
         for tensor in (*pool.paged, *pool.banks):
             tensor.fill_(float("nan"))
         pool.reset(torch.tensor([4, 2]))
-        for view in pool.views:
+        for view in views:
             for bank in view.values() if isinstance(view, dict) else ():
                 assert [bool(row.isnan().any()) for row in bank] == [True, True, False, True, False, True]
                 assert not bank[[2, 4]].any()

@@ -97,11 +97,12 @@ class Parts:
         context = ModelContext(SingleRank(), ReferenceKernels(), torch.bfloat16)
         with META:
             model = (ARCHITECTURES | {ARCHITECTURE: ToyHybrid})[config.architecture](config, context)
-        self.pool = CachePool(device, model.cache_layout, block_size=BLOCK, blocks=64, slots=16)
+        self.pool = CachePool(device, block_size=BLOCK, blocks=64, slots=16)
+        caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
         limits = cast(Any, SimpleNamespace(block_size=BLOCK, decode_buckets=()))
-        parts = RoleParts(device, model, self.pool.views, self.tables, self.ring, cast(Any, None), limits)
+        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), limits)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
 
