@@ -116,7 +116,7 @@ def test_a_parameter_that_is_not_filled_is_found(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Shard, "__init__", short)
     errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(2, 2))
-    assert any("parameter layers.0.attention.output.weight: filled up to element" in error for error in errors), errors
+    assert any("parameter layers.0.mixer.output.weight: filled up to element" in error for error in errors), errors
 
 
 def test_a_group_with_one_part_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
