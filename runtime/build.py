@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,6 +115,7 @@ def build_engine(
             _limits(config, served, agree_min, share, kernel_cache, exchange),
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
+            land_range=partial(around, ranges),
         )
         log.info(
             "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",

@@ -75,8 +75,8 @@ class EngineConfig:
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step; prefill_burst: prefill steps in a row while others decode.
     chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine). width: W, tokens a row may gain
-    in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``. prefill_graphs:
-    on GPUs prefill steps are captured, too, and filled up to a few token counts.
+    in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a decode step; empty takes
+    ``default_buckets``. prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
     max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.

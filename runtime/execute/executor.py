@@ -17,6 +17,7 @@ from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
+from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
 from runtime.execute.result_reader import ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
@@ -55,11 +56,13 @@ class Executor:
         further_roles: Sequence[MakeRole] = (),
         on_timing: Callable[[StepTiming], None] | None = None,
         stage_range: AbstractContextManager[object] | None = None,
+        land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.device = device
         self._stage_range = stage_range or nullcontext()
         self._limits = limits
         self._model = model
+        self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, limits.decode_buckets[-1])
         self.tables = SlotTables(
             device,
@@ -84,7 +87,9 @@ class Executor:
         ladders = Ladders(limits.decode_buckets, self.prefill.graphs.buckets, limits.exchanges)
         self._resolver = LaunchResolver(ladders, limits.slots + 1, roles)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
-        self.results = ResultReader(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
+        self.results = ResultReader(
+            device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
+        )
         self.widest = self._widest_variant()
         self.allocations_at_warmup = device.allocations()
         self.captures_at_warmup = device.captures
@@ -142,7 +147,8 @@ class Executor:
 
     def _parts_over(self, pool: CachePool) -> RoleParts:
         caches = pool.allocate(self._model.cache_layout)
-        return RoleParts(self.device, self._model, caches, pool, self.tables, self._ring, self.staging, self._limits)
+        memory = self.tables, self._ring, self.staging
+        return RoleParts(self.device, self._model, caches, pool, *memory, self._limits, self.fallbacks)
 
     def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +85,7 @@ class ResultReader:
 
     ``on_timing`` is called by the worker, with each step's device times, before the step can be taken; without it no
     times are kept. ``origin_s`` is the zero of those times on time.perf_counter's clock. Without ``prompt_scores`` no
-    plan may score prompt tokens.
+    plan may score prompt tokens. ``land_range(name)``: a context around each step that the worker waits for and reads.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class ResultReader:
         *,
         on_timing: Callable[[StepTiming], None] | None = None,
         prompt_scores: PromptLogprobRing | None = None,
+        land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.counters = ResultCounters()
         self._device = device
         self._ring = ring
         self._on_timing = on_timing
         self._prompt_scores = prompt_scores
+        self._land_range = land_range
         self._host_EX = device.pinned(*ring.buffer_EX.shape, dtype=torch.int32)
         self._slices: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._array_EX: npt.NDArray[np.int32] = self._host_EX.numpy()
@@ -204,7 +207,8 @@ class ResultReader:
         while (ticket := self._submitted.get()) is not None:
             try:
                 if self._failure is None:
-                    self._land(ticket)
+                    with self._land_range(f"results of {ticket.spec.role}"):
+                        self._land(ticket)
             except BaseException as error:
                 failure = ResultError(f"step {ticket.spec.step}: {error}")
                 failure.__cause__ = error

@@ -11,7 +11,7 @@ and a new role touches no other one's file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from models.cache_layout import CacheView
 from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
+from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -72,6 +73,7 @@ class RoleParts:
     ring: ResultRing
     staging: Staging
     limits: ExecutorLimits
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
 
     @property
     def has_slot_state(self) -> bool:

@@ -68,12 +68,13 @@ class StepObserver:
         if plan is not None:
             turn.role = _ROLES[plan.kind]
             turn.rows = len(plan.slots)
-        self._next("launch")
+        self._next("resolve")
 
     def resolved(self, spec: LaunchSpec) -> None:
         """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
         turn = self._turn
         turn.bucket = spec.bucket
+        self._next(f"launch {spec.role}")
         if spec.shared_bucket:
             turn.exchange_rows = spec.exchange_rows
         elif turn.role != VOID:

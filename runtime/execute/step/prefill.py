@@ -56,9 +56,20 @@ class PrefillRole:
         if spec.padded_tokens:
             self.graphs.launch(spec.padded_tokens, chunks, query, known, spec.variant)
         else:
+            self._count_fallback(spec)
             self._parts.device.compute.submit(
                 lambda: self.prefill(chunks, query, known, spec.variant, scores, spec.exchange_rows)
             )
+
+    def _count_fallback(self, spec: LaunchSpec) -> None:
+        """A prefill that is launched kernel by kernel although others are replayed."""
+        if not self.graphs.buckets:
+            return
+        if spec.plan.scored_tokens:
+            reason = "log-probabilities of prompt tokens need the last layer of every token"
+        else:
+            reason = f"{spec.plan.prefill_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
+        self._parts.fallbacks.take("eager_prefill", reason)
 
     # ---- what a step computes ----
 

@@ -58,7 +58,7 @@ class RowGraphs:
         self._row_maps = row_maps
         self._graphs: dict[tuple[int, SamplingVariant, int], Graph] = {}
         self._warm = False
-        self._late: set[SamplingVariant] = set()
+        self.late: dict[str, int] = {}  # captures after warm-up, by sampling variant
 
     def warm_up(self, variants: tuple[SamplingVariant, ...], exchanges: tuple[int, ...] = ()) -> None:
         """Capture every bucket of ``variants``, the largest first so that the shared memory pool is sized once.
@@ -97,8 +97,8 @@ class RowGraphs:
         self.counters.captured += 1
         if self._warm:
             self.counters.after_warmup += 1
-            if features not in self._late:
-                self._late.add(features)
+            self.late[str(features)] = self.late.get(str(features), 0) + 1
+            if self.late[str(features)] == 1:
                 log.info("first requests with %s: their graphs are captured as they are needed", features)
 
         def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance

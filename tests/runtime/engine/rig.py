@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -186,6 +187,7 @@ def rig(
         further_roles=further_roles,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
+        land_range=partial(around, ranges),
     )
     scheduler = Scheduler(
         SchedulerConfig(

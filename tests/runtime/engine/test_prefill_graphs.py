@@ -68,8 +68,9 @@ def test_steps_beyond_the_last_bucket_are_launched() -> None:
     with rig(prefill_buckets=BUCKETS[:2], **EXACT) as engine:
         counts = replays(engine)
         assert outcome(run(engine, requests)) == launched
-        steps = engine.counters["prefill_steps"]
+        steps, eager = engine.counters["prefill_steps"], engine.counters["fallbacks{eager_prefill}"]
     assert 0 < sum(counts.values()) < steps
+    assert sum(counts.values()) + eager == steps
 
 
 def test_steps_that_score_prompts_are_launched() -> None:
@@ -79,6 +80,8 @@ def test_steps_that_score_prompts_are_launched() -> None:
         counts, scores = replays(engine), Scores()
         run(engine, requests, watch=scores)
         assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]
+        eager = engine.counters["prefill_steps"] - sum(counts.values())
+        assert engine.counters["fallbacks{eager_prefill}"] == eager
     for one in requests:
         if one.sampling.prompt_logprobs is not None:
             check(one, scores.by_request.get(one.request_id, {}))  # of a single token there is nothing to say

@@ -72,5 +72,6 @@ def test_a_variant_that_nobody_warmed_up_is_captured_once_a_bucket_and_counted(
         assert engine.counters["graph_captures_after_warmup"] == 2
         run(engine, late)
         assert engine.counters["graph_captures_after_warmup"] == 2
+        assert engine.counters["late_captures{random}"] == 2
     (told,) = [record.getMessage() for record in caplog.records]
     assert told == "first requests with random: their graphs are captured as they are needed"
