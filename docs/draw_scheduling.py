@@ -46,9 +46,7 @@ PARTS = (
 
 def timeline(depth: int = 2) -> str:
     """Every step of three requests, as a table: what was planned, the two counts after it, and what then landed."""
-    scheduler = Scheduler(
-        SchedulerConfig(rows=2, slots=4, blocks=16, block_size=4, max_model_len=32, decode_buckets=(1, 2), depth=depth)
-    )
+    scheduler = Scheduler(SchedulerConfig(rows=2, slots=4, blocks=16, block_size=4, max_model_len=32, depth=depth))
     device = ScriptedDevice(PARTS)
     in_flight: deque[StepResult | None] = deque()
     fences: dict[int, list[str]] = {}  # step: whose slot and blocks return when it lands

@@ -208,7 +208,6 @@ def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> 
         depth=config.chain_depth,
         widths=(config.width,),
         max_prefill_tokens=config.max_prefill_tokens,
-        decode_buckets=config.decode_buckets,
         prefill_burst=config.prefill_burst,
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,

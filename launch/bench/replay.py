@@ -61,8 +61,10 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
 
 def replay_spec(engine: Engine, plan: StepPlan, variant: SamplingVariant) -> LaunchSpec:
     """As the executor would launch ``plan``, whose requests no scheduler knows."""
-    rows = plan.bucket if engine.config.data_parallel > 1 else 0
-    return LaunchSpec(plan, engine.executor.decode.name, plan.bucket, variant, exchange_rows=rows)
+    buckets = engine.config.decode_buckets
+    bucket = buckets[bisect_left(buckets, len(plan.slots))]
+    rows = bucket if engine.config.data_parallel > 1 else 0
+    return LaunchSpec(plan, engine.executor.decode.name, bucket, variant, exchange_rows=rows)
 
 
 def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
@@ -70,17 +72,15 @@ def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
 
     BenchError when the pool has too few blocks.
     """
-    buckets, num_blocks = engine.config.decode_buckets, engine.executor.pool.num_blocks
+    num_blocks = engine.executor.pool.num_blocks
     groups = engine.config.data_parallel
     rows, each = -(-batch // groups), -(-lengths.total // engine.config.block_size)
     if rows * each > num_blocks:
         raise BenchError(f"batch {batch} needs {rows * each} KV blocks, the pool has {num_blocks}")
     slots = tuple(range(1, rows + 1))
-    bucket = buckets[bisect_left(buckets, rows)]
     return StepPlan(
         step=-1,
         kind=StepKind.DECODE,
-        bucket=bucket,
         slots=slots,
         epochs=(0,) * rows,
         width=1,

@@ -114,7 +114,7 @@ class Executor:
         """How the plan is launched. ``agreed``: what all groups need, where there are several; then a group without a
         plan launches ``step`` for the others' sake, without a row of its own."""
         if plan is None:
-            plan = StepPlan(step, StepKind.DECODE, 0, (), (), width=1)
+            plan = StepPlan(step, StepKind.DECODE, (), (), width=1)
         return self._resolver.resolve(plan, agreed)
 
     def launch(self, spec: LaunchSpec) -> None:

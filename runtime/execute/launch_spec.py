@@ -110,10 +110,15 @@ class LaunchResolver:
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
         """The launch of ``plan``, whose ``needs`` were ``agreed`` with the other groups, where there are some.
 
-        A group without work passes a plan without rows.
+        A group without work passes a plan without rows. ValueError where no role serves the plan.
         """
         needs = agreed or self.needs(plan)
-        role = next(role.name for role in self._roles if role.serves(plan))
+        role = next((role.name for role in self._roles if role.serves(plan)), None)
+        if role is None:
+            known = ", ".join(role.name for role in self._roles)
+            raise ValueError(
+                f"step {plan.step}: no role serves {plan.kind.name} of width {plan.width}; there are {known}"
+            )
         ladders, exchange_rows, shared_bucket = self._ladders, 0, 0
         if agreed is not None:
             # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is

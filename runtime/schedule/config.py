@@ -15,8 +15,7 @@ class SchedulerConfig:
     ``rows`` sequences prefill or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor
     is seated while the last tokens of its predecessor are in flight. ``depth`` is the chain depth D. ``widths`` are
     the widths W of decode steps in tokens a row, taken in turn: decode step n has ``widths[n % len(widths)]``.
-    ``max_prefill_tokens`` is the token budget of one prefill step. ``decode_buckets`` are the ascending row counts of
-    captured decode graphs; the last is at least ``rows``. Raises ValueError for widths below 1, or none.
+    ``max_prefill_tokens`` is the token budget of one prefill step. Raises ValueError for widths below 1, or none.
     """
 
     rows: int
@@ -24,7 +23,6 @@ class SchedulerConfig:
     blocks: int
     block_size: int
     max_model_len: int
-    decode_buckets: tuple[int, ...]
     depth: int = 2
     widths: tuple[int, ...] = (1,)
     max_prefill_tokens: int = 8192

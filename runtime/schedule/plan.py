@@ -113,7 +113,7 @@ class StepPlan:
     """One step, the same on every rank.
 
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
-    not change, so that staging can tell by identity. ``bucket`` rows are launched; rows past len(slots) are slot 0.
+    not change, so that staging can tell by identity. How many rows are launched is no part of the plan (LaunchSpec).
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
     ``slot_writes`` take effect before the step's rows are gathered.
     ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
@@ -123,7 +123,6 @@ class StepPlan:
 
     step: int
     kind: StepKind
-    bucket: int
     slots: tuple[int, ...]
     epochs: tuple[int, ...]
     width: int

@@ -14,8 +14,6 @@ Policy, in one place:
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from runtime.schedule.chain import State, Trigger
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
@@ -85,7 +83,7 @@ class Planner:
         if not chunks:
             return None
         slots, epochs = tuple(chunk.slot for chunk in chunks), tuple(sequence.epoch for sequence in rows)
-        plan = self._step_plan(StepKind.PREFILL, len(rows), slots, epochs, PREFILL_WIDTH, tuple(chunks))
+        plan = self._step_plan(StepKind.PREFILL, slots, epochs, PREFILL_WIDTH, tuple(chunks))
         return plan, tuple(rows)
 
     @property
@@ -183,8 +181,7 @@ class Planner:
             self._last_width = width
             resources.digest.fold(step, "width", (width,))
         self._decode_steps += 1
-        bucket = self.config.decode_buckets[bisect_left(self.config.decode_buckets, len(rows))]
-        return self._step_plan(StepKind.DECODE, bucket, self._row_slots, self._row_epochs, width, ()), rows
+        return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), rows
 
     def _wake(self, sequence: SequenceState) -> None:
         """A row at the end of its blocks or near its last token: drain it, grow it, or stall it."""
@@ -208,7 +205,6 @@ class Planner:
     def _step_plan(
         self,
         kind: StepKind,
-        bucket: int,
         slots: tuple[int, ...],
         epochs: tuple[int, ...],
         width: int,
@@ -218,7 +214,6 @@ class Planner:
         plan = StepPlan(
             step=step,
             kind=kind,
-            bucket=bucket,
             slots=slots,
             epochs=epochs,
             width=width,
@@ -232,7 +227,7 @@ class Planner:
             writes += (write.slot, write.epoch, write.request_id, write.length)
         for chunk in chunks:
             writes += (chunk.slot, chunk.start, len(chunk.token_ids))
-        self.resources.digest.fold(step, kind.name, (bucket, len(slots), *writes))
+        self.resources.digest.fold(step, kind.name, (len(slots), *writes))
         return plan
 
 

@@ -18,6 +18,7 @@ from typing import Any, Unpack
 import torch
 
 from runtime.engine import Engine
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepLogprobs
 from runtime.observe.observer import StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
@@ -34,8 +35,9 @@ Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, t
 
 @dataclass
 class Life:
-    """``plans``: step by step, None for a void one. ``gained``: after each turn, every request's landed tokens so far.
-    ``asked``: how many likely tokens beside each of its own a request wants to know.
+    """``plans``: step by step, None for a void one; ``specs``: how the others were launched. ``gained``: after each
+    turn, every request's landed tokens so far. ``asked``: how many likely tokens beside each of its own a request wants
+    to know.
     """
 
     asked: dict[int, int] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Life:
     scores: Scores = field(default_factory=Scores)
     counters: dict[str, int | float] = field(default_factory=dict)
     plans: list[StepPlan | None] = field(default_factory=list)
+    specs: list[LaunchSpec] = field(default_factory=list)
     gained: list[dict[int, int]] = field(default_factory=list)
 
     @property
@@ -71,15 +74,19 @@ class Life:
 
 
 class _Plans(StepObserver):
-    """Keeps every plan."""
+    """Keeps every plan, and how it was launched."""
 
-    def __init__(self, plans: list[StepPlan | None]) -> None:
+    def __init__(self, life: Life) -> None:
         super().__init__()
-        self._plans = plans
+        self._life = life
 
     def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:
-        self._plans.append(plan)
+        self._life.plans.append(plan)
         super().launch(plan, break_reason)
+
+    def resolved(self, spec: LaunchSpec) -> None:
+        self._life.specs.append(spec)
+        super().resolved(spec)
 
 
 def _entry(columns: StepLogprobs, row: int, column: int, top: int) -> Entry:
@@ -111,7 +118,7 @@ def live(
         if act is not None:
             act(engine, turn)
 
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": _Plans(life.plans)}
+    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": _Plans(life)}
     with (over or rig)(depth=depth, **(exact | limits)) as engine:
         life.finished = run(engine, requests, turn_begins, life.watch)
         assert not arriving, "everything was over before the last request arrived"

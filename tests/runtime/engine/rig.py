@@ -199,7 +199,6 @@ def rig(
             depth=depth,
             widths=widths,
             max_prefill_tokens=max_prefill_tokens,
-            decode_buckets=config.decode_buckets,
             prefill_burst=prefill_burst,
             prefix_caching=prefix_caching and executor.restores_prefixes,
         )

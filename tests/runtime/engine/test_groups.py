@@ -166,7 +166,7 @@ def joined(
     agreed = DpStepSync(Others(IDLE, *others)).join(7, replace(resolver.needs(plan), variant=variant))
     if agreed is None:
         return None
-    return resolver.resolve(plan or StepPlan(7, StepKind.DECODE, 0, (), (), 1), agreed)
+    return resolver.resolve(plan or StepPlan(7, StepKind.DECODE, (), (), 1), agreed)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Serves:
 
 
 def decode(rows: int) -> StepPlan:
-    return StepPlan(7, StepKind.DECODE, rows, tuple(range(1, rows + 1)), (0,) * rows, 1)
+    return StepPlan(7, StepKind.DECODE, tuple(range(1, rows + 1)), (0,) * rows, 1)
 
 
 def test_nobody_launches_where_nobody_has_work() -> None:
@@ -206,7 +206,7 @@ def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
     assert spec is not None
     assert (spec.bucket, spec.exchange_rows, spec.shared_bucket) == (2, rows, 2)
     chunk = Chunk(3, 0, (1,) * tokens, True)
-    mine = StepPlan(7, StepKind.PREFILL, 1, (3,), (0,), 1, chunks=(chunk,))
+    mine = StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,))
     alone_in_it = joined(mine)
     assert alone_in_it is not None
     assert (alone_in_it.bucket, alone_in_it.exchange_rows, alone_in_it.shared_bucket) == (1, rows, 1)

@@ -353,7 +353,7 @@ def test_buckets_change_up_and_down(depth: int) -> None:
     later = {2 * i: [one] for i, one in enumerate(requests) if i}
     life = live(requests[:1], depth=depth, buckets=(1, 2, 4, 8), later=later)
     same(life, oracle(requests))
-    buckets = [plan.bucket for plan in life.real_plans if plan.kind is StepKind.DECODE]
+    buckets = [spec.bucket for spec in life.specs if spec.plan.kind is StepKind.DECODE]
     changes = [bucket for i, bucket in enumerate(buckets) if i == 0 or buckets[i - 1] != bucket]
     assert changes == [1, 2, 4, 8, 4, 2, 1]
     unbroken(life)

@@ -107,7 +107,7 @@ def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) ->
     role = made[-1]  # the first one was measured, and is gone
     assert life.counters["decode_steps"] >= 200
     assert abs(role.steps - life.counters["decode_steps"] / 2) <= life.counters["prefill_steps"]
-    assert len({plan.bucket for plan in life.real_plans if plan.kind is StepKind.DECODE}) == len(BUCKETS)
+    assert len({spec.bucket for spec in life.specs if spec.plan.kind is StepKind.DECODE}) == len(BUCKETS)
     assert life.counters["graph_captures_after_warmup"] == 0
     assert life.counters["device_allocs_after_warmup"] == 0
     assert role.guesses_N.any(), "the toy model ran"

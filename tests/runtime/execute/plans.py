@@ -24,7 +24,6 @@ def decode_step(
     plan = StepPlan(
         step=step,
         kind=StepKind.DECODE,
-        bucket=len(slots) if bucket is None else bucket,
         slots=slots,
         epochs=(1,) * len(slots),
         width=width,
@@ -32,20 +31,19 @@ def decode_step(
         block_writes=block_writes,
     )
     variant = SamplingVariant(logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    return LaunchSpec(plan, "decode", plan.bucket, variant)
+    return LaunchSpec(plan, "decode", bucket or len(slots), variant)
 
 
 def prefill_step(step: int, chunks: tuple[Chunk, ...], *, bucket: int | None = None) -> LaunchSpec:
     plan = StepPlan(
         step=step,
         kind=StepKind.PREFILL,
-        bucket=len(chunks) if bucket is None else bucket,
         slots=tuple(chunk.slot for chunk in chunks),
         epochs=(1,) * len(chunks),
         width=1,
         chunks=chunks,
     )
-    return LaunchSpec(plan, "prefill", plan.bucket)
+    return LaunchSpec(plan, "prefill", bucket or len(chunks))
 
 
 def slot_write(

@@ -20,8 +20,8 @@ STEPS = 20_000
 
 def nanoseconds_a_step(observe: StepObserver) -> float:
     """The quickest of some runs."""
-    plan = StepPlan(0, StepKind.DECODE, 256, tuple(range(256)), (0,) * 256, 1)
-    spec = LaunchSpec(plan, "decode", plan.bucket)
+    plan = StepPlan(0, StepKind.DECODE, tuple(range(256)), (0,) * 256, 1)
+    spec = LaunchSpec(plan, "decode", 256)
     took = []
     for _ in range(10):
         started = time.perf_counter_ns()

@@ -16,9 +16,7 @@ from runtime.schedule.scheduler import Scheduler, SchedulerConfig
 from runtime.schedule.sequence import SequenceState
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 
-ROOMY = SchedulerConfig(
-    rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, decode_buckets=(1, 2, 4), max_prefill_tokens=64
-)
+ROOMY = SchedulerConfig(rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, max_prefill_tokens=64)
 ENOUGH_TURNS = 500
 
 
@@ -45,7 +43,6 @@ class Limits(TypedDict, total=False):
     blocks: int
     block_size: int
     max_model_len: int
-    decode_buckets: tuple[int, ...]
     depth: int
     widths: tuple[int, ...]
     max_prefill_tokens: int

@@ -74,7 +74,6 @@ def make_trace(seed: int) -> Trace:
         depth=draw.randrange(5),
         widths=widths,
         max_prefill_tokens=draw.choice((1, 3, 8, 64)),
-        decode_buckets=(max(1, rows // 2), rows),
         prefill_burst=draw.choice((1, 2, 4)),
         prefix_caching=draw.random() < 0.7,
         max_waiting=draw.choice((3, 1000)),

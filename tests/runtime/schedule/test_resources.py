@@ -35,7 +35,7 @@ def seat(resources: Resources, request_id: int, blocks: int = 3) -> SequenceStat
 def launch(resources: Resources, *rows: SequenceState, width: int = 1) -> int:
     """A decode step of these rows, as far as resources see it."""
     step = resources.chain.step
-    plan = StepPlan(step, StepKind.DECODE, len(rows), tuple(s.slot for s in rows), tuple(s.epoch for s in rows), width)
+    plan = StepPlan(step, StepKind.DECODE, tuple(s.slot for s in rows), tuple(s.epoch for s in rows), width)
     for sequence in rows:
         sequence.last_step = step
         sequence.planned_tokens += width

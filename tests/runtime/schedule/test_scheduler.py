@@ -136,18 +136,6 @@ def test_a_steady_decode_step_repeats_the_very_same_rows_and_writes_nothing() ->
     assert (second.slot_writes, second.block_writes, second.chunks) == ((), (), ())
 
 
-def test_the_bucket_follows_the_rows_up_and_down() -> None:
-    engine = Driver(decode_buckets=(1, 2, 4))
-    engine.admit(0, max_tokens=12)
-    engine.turns(2)
-    for request_id in (1, 2):
-        engine.admit(request_id, max_tokens=3)
-    engine.finish()
-    decodes = [(len(p.slots), p.bucket) for p in engine.plans if p is not None and p.kind is StepKind.DECODE]
-    assert decodes == [(1, 1), (3, 4), (3, 4), *[(1, 1)] * 8]
-    assert engine.scheduler.counters.chain_breaks == UNBROKEN
-
-
 def test_a_block_boundary_of_every_row_at_once_does_not_stop_the_chain() -> None:
     engine = Driver(block_size=4)
     for request_id in range(4):
