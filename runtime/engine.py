@@ -22,7 +22,7 @@ from runtime.config import EngineConfig
 from runtime.counters import engine_counters
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.slot_state import DEFAULT_STOP_IDS, check_stop_ids
+from runtime.frontend.validation import checked_request
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
@@ -230,11 +230,16 @@ class Engine:
         return self._dealer.outstanding or any(flight.launched is not None for flight in self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Have a request announced. ValueError when no slot could hold it; a scheduler's refusal comes as an output."""
-        check_stop_ids(request.request_id, request.stop_token_ids, DEFAULT_STOP_IDS)
-        if request.sampling.seed is None:
-            raise ValueError(f"request {request.request_id} has no seed: draw one, so that the answer can be repeated")
-        self._outbox.put(Admit(request))
+        """Have a request announced, max_tokens cut to what fits behind its prompt.
+
+        Raises RequestError, before any rank hears of it, for one that cannot be served as it stands (validation.py);
+        what the scheduler refuses (a full queue, a pool too small) comes back as Finished(REJECTED) with the reason.
+        """
+        self._outbox.put(Admit(checked_request(request, self.model_config)))
+
+    def bind_thread(self) -> None:
+        """Called first by a thread other than the one that made the engine, before it takes turns: one thread does."""
+        self.executor.device.bind_thread()
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored."""

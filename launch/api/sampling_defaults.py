@@ -17,7 +17,7 @@ from typing import Literal
 from models.config import ModelConfigError
 from models.generation_config import FILE_NAME, read_sampling_parameters
 from runtime.config import WARM_KINDS, EngineConfig
-from runtime.frontend.validation import RequestError, check_sampling
+from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
 
 GenerationConfig = Literal["auto", "none"]
@@ -39,7 +39,7 @@ def sampling_defaults(
     of_folder = {k: v for k, v in read_sampling_parameters(folder).items() if k not in named}
     taken = SamplingParams(**of_folder)  # type: ignore[arg-type]
     try:
-        check_sampling(taken, vocab_size=1)
+        taken = checked_sampling(taken, vocab_size=1)
     except RequestError as error:
         raise ModelConfigError(f"{folder / FILE_NAME}: {error}; or type --generation-config none") from error
     if of_folder:

@@ -114,7 +114,7 @@ def request_rows(trace: RunTrace) -> list[dict[str, Any]]:
     return [
         {
             "request_id": request_id,
-            "prompt_tokens": len(times.request.prompt_token_ids),
+            "prompt_tokens": len(times.request.prompt),
             "output_tokens": times.tokens,
             "finish_reason": trace.finished[request_id].reason.label,
             "submitted_ms": _ms(times.submitted - trace.started),
@@ -134,7 +134,7 @@ def vllm_figures(trace: RunTrace, model_id: str, max_concurrency: int | None) ->
     """
     times = [request for request in trace.requests.values() if request.landings]
     failed = sum(not ended.token_ids for ended in trace.finished.values())
-    prompt_tokens = sum(len(request.request.prompt_token_ids) for request in times)
+    prompt_tokens = sum(len(request.request.prompt) for request in times)
     output_tokens = sum(request.tokens for request in times)
     figures: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

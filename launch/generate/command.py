@@ -27,6 +27,7 @@ from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.client import EngineClient
 from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
@@ -88,6 +89,7 @@ def _lead(
         max_tokens=options.max_tokens,
         base_seed=engine.config.seed,
     )
+    client = EngineClient(engine, tokenizer, text=tokenizer is not None)
     done_before = len(results.settled.ids) + len(results.settled.errors)
     if done_before or results.repaired_bytes:
         log.info("going on: %d rows are there, %d torn bytes cut off", done_before, results.repaired_bytes)
@@ -98,7 +100,7 @@ def _lead(
             closing(Progress(lines, done_before)) as progress,
         ):
             batch = BatchRun(
-                engine, source, results, tokenizer, interrupts, drain_seconds=options.drain_seconds, show=options.show
+                client, source, results, interrupts, drain_seconds=options.drain_seconds, show=options.show
             )
             batch.summary.skipped = done_before
             batch.run(progress)

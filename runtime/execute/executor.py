@@ -24,7 +24,6 @@ from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorLimits, MakeRole, Role, RoleParts
 from runtime.execute.sampling.inputs import (
     EVERY_FEATURE,
-    MAX_TOP_LOGPROBS,
     NARROWER_FEATURES,
     SamplingVariant,
 )
@@ -34,6 +33,7 @@ from runtime.execute.staging import Staging
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
+from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,14 @@ class EngineProtocol(Protocol):
     def counters(self) -> Mapping[str, int | float]: ...
 
     def add(self, request: Request) -> None:
-        """Make the arrival of ``request`` an agreed event. Its ``request_id`` is new."""
+        """Make the arrival of ``request`` an agreed event. Its ``request_id`` is new.
+
+        Raises RequestError (validation.py) for one that cannot be served as it stands, before any rank hears of it.
+        """
+        ...
+
+    def bind_thread(self) -> None:
+        """Called first by the thread that takes turns, where it is not the one that made the engine."""
         ...
 
     def cancel(self, request_id: int, reason: FinishReason) -> None:

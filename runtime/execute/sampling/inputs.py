@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from runtime.schedule.request import SamplingParams
+from runtime.schedule.request import MAX_TOP_LOGPROBS, SamplingParams
 
-MAX_TOP_LOGPROBS = 20
 TOP_LOGPROBS = (0, 1, 5, MAX_TOP_LOGPROBS)  # variants there are: one for each number would mean 21 times the captures
 
 

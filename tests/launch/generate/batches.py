@@ -14,8 +14,8 @@ from launch.generate.options import Command
 from launch.ranks.rendezvous import Rendezvous
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
-from runtime.frontend.output_processor import stop_ids_of
 from runtime.frontend.tokenizer import TextStream, Tokenizer
+from runtime.frontend.validation import stop_ids_of
 from runtime.schedule.request import Request
 from tests.launch.api.parsed import parsed
 from tests.launch.generate.fake_engine import FakeEngine, FakeModel, serial_answer

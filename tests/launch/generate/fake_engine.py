@@ -115,6 +115,9 @@ class FakeEngine:
     def cancel(self, request_id: int, reason: FinishReason) -> None:
         self._cancels.append((self._now + self._lag, request_id, reason))
 
+    def bind_thread(self) -> None:
+        pass
+
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
         ready(timeout)
 
