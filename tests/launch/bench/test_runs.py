@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch.bench.anatomy import TurnClock
@@ -73,10 +75,11 @@ def test_a_request_that_ends_early_is_no_measurement() -> None:
 
 
 def test_a_rejected_request_is_no_measurement() -> None:
-    long, short = (PromptRequest(range(3, 3 + length), greedy(20)) for length in (57, 6))
-    with rig(rows=4, blocks=9, block_size=8) as engine:
-        trace = run_requests(EngineClient(engine, text=False), [long, short])
-    with pytest.raises(BenchError, match=r"request 0 ended by rejected after 0 of 20 tokens: .* the pool has 9"):
+    prompts = random_prompts(3, 10, 9, VOCABULARY, seed=1)
+    with rig(rows=4) as engine:
+        engine.scheduler.config = replace(engine.scheduler.config, max_waiting=1)  # fewer than the client knows of
+        trace = run_requests(EngineClient(engine, text=False), prompts)
+    with pytest.raises(BenchError, match="request 1 ended by rejected after 0 of 9 tokens: 1 requests are waiting"):
         check_complete(trace)
 
 
