@@ -36,7 +36,7 @@ def mixture(seed: int, count: int = 14) -> list[Request]:
         if draw.random() < 0.3:
             sampling |= {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1}
         if draw.random() < 0.3:
-            sampling |= {"min_tokens": 3, "logprobs": 3}
+            sampling |= {"min_tokens": min(3, sampling["max_tokens"]), "logprobs": 3}
         stops = tuple(draw.sample(range(VOCABULARY), draw.choice((0, 8, 14))))
         requests.append(request(request_id, prompt, stops=stops, **sampling))
     return requests
