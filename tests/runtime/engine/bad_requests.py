@@ -36,14 +36,29 @@ BAD_IDS = (-1, 2**62, 10**400, True, None, "5", 1.0)
 WELL = {FinishReason.STOP, FinishReason.LENGTH}
 Fields = dict[str, Any]  # of SamplingParams, and ``prompt``, ``priority`` and ``request_id``
 HUGE = (2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64, 10**400)
-NO_NUMBERS = (None, "5", "", b"5", (5,), [5], {}, {5: 5}, object(), 5j, float("nan"), float("inf"), -float("inf"))
+NO_NUMBERS: tuple[Any, ...] = (
+    None,
+    "5",
+    "",
+    b"5",
+    (5,),
+    [5],
+    {},
+    {5: 5},
+    object(),
+    5j,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+)
 WHOLE = (-(2**63) - 1, -(2**63), -(2**31), -1, 0, 1, 2, 5, 20, 21, CONTEXT, 128, 129, *HUGE, True, False, 1.0, 0.5)
 REAL = (-1e308, -2.0001, -2.0, -0.0, 0, 0.0, 5e-324, 1e-7, 0.001, 0.5, 1, 1.0, 1.0001, 2.0, 1000.0, 1000.1, 1e308)
 NUMPY = (np.int64(3), np.int32(2**31 - 1), np.float32(0.5), np.float64(1.0), np.bool_(True), np.array(3), np.array([3]))
 TEXTS = ("END", "", "x" * 1024, "x" * 1025, "\ud800", "a\udfff", "\U0001f600", "\x00", "e", b"e", None, 5, True, ["e"])
 IDS = (-(2**63), -1, 0, 2, VOCABULARY - 1, VOCABULARY, 2**31, 2**63, 10**400, True, None, 1.0, "7", (7,), np.int64(7))
 FIELDS: dict[str, Sequence[Any]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "n", "logprobs", "prompt_logprobs", "seed"), WHOLE),
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"), WHOLE),
+    "n": (-1, 0, 1, 2, 3, 128, 129, *HUGE, True, 1.0),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (*REAL, *HUGE, Fraction(1, 3), Fraction(1, 10**400))),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (*REAL, *HUGE, True)),
     "ignore_eos": (True, False, 0, 1, None, "yes", np.bool_(True)),
@@ -83,9 +98,9 @@ def odd(draw: random.Random) -> Fields:
 def _prompt(draw: random.Random) -> Any:
     length = draw.choice((0, 1, 2, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1, 500))
     plain = [draw.randrange(3, VOCABULARY) for _ in range(length)]
-    strange = [*plain[:-1], draw.choice(IDS)]
+    strange: list[Any] = [*plain[:-1], draw.choice(IDS)]
     others = (None, 5, 5.0, True, "", "a", "a" * 500, "\ud800", b"abc", {3}, {3: 3}, iter([3]), range(10**12), object())
-    arrays = (np.array(plain or [1.5]), np.array([[3, 4]]), np.array(3), torch.tensor([3, 4]), torch.tensor([3.5]))
+    arrays = (np.array(plain or [3]), np.array([[3, 4]]), np.array(3), torch.tensor([3, 4]), torch.tensor([3.5]))
     return draw.choice((plain, strange, strange, draw.choice(others), draw.choice(arrays), range(3, 3 + length)))
 
 

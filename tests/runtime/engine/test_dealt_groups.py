@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from runtime.engine import Engine
+from runtime.frontend.validation import CheckedRequest
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine import lives, rig

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,8 +176,8 @@ def test_closing_ends_every_stream() -> None:
 
     async def run() -> None:
         llm = llm_of(engine)
-        tasks = [asyncio.create_task(collect(llm, asked(i, 60))) for i in range(3)]
-        tasks += [asyncio.create_task(llm.complete(asked(9, 60)))]  # type: ignore[list-item]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(collect(llm, asked(i, 60))) for i in range(3)]
+        tasks.append(asyncio.create_task(llm.complete(asked(9, 60))))
         await asyncio.sleep(0.02)
         await llm.close()
         found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -279,9 +280,12 @@ def test_an_idle_engine_is_told_of_at_once() -> None:
             waits.append(timeout)
             assert ready(PATIENCE), "no order came"
 
+    def more_than(number: int) -> bool:
+        return len(waits) > number
+
     async def program(llm: AsyncEngine, engine: SlowEngine) -> None:
         for number in range(3):
-            await asyncio.to_thread(wait_for, lambda number=number: len(waits) > number)
+            await asyncio.to_thread(wait_for, partial(more_than, number))
             await llm.complete(asked(number, 3))
 
     in_a_loop(program, Patient())

@@ -255,6 +255,7 @@ def test_a_bad_request_is_refused_before_the_engine_hears_of_it() -> None:
     engine = fake()
     client, bare = client_of(engine), EngineClient(engine, text=False)
     good: Any = asked(1)
+    request: Any
     for request, words in (
         (replace(good, prompt=""), "the prompt is empty"),
         (replace(good, prompt="a\ud800"), "the prompt is no Unicode text: character 1"),
