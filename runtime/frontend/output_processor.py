@@ -8,7 +8,7 @@ cancelled is returned.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
@@ -90,6 +90,7 @@ class OutputProcessor:
         self._live: dict[int, _Sequence] = {}
         self._not_begun: dict[int, _Sequence] = {}  # those without a token
         self._watched: dict[int, _Sequence] = {}  # those, and those whose tokens are looked at
+        self._plain_rows: Sequence[int] = ()  # the last step's without one of them: later ones have newer ids
 
     @property
     def live(self) -> int:
@@ -168,8 +169,12 @@ class OutputProcessor:
         """Give every row its tokens, then end what ended. ``now``: when the output came, by the same clock."""
         now = self._clock() if now is None else now
         routed = Routed([], [], [])
-        if self._watched and not self._watched.keys().isdisjoint(output.request_ids):
-            self._route_rows(output, now, routed)
+        rows = output.request_ids
+        if self._watched and rows != self._plain_rows:
+            if self._watched.keys().isdisjoint(rows):
+                self._plain_rows = rows
+            else:
+                self._route_rows(output, now, routed)
         if output.prompt_logprobs is not None:
             self._collect_prompts(output)
         for finished in output.finished:
