@@ -99,7 +99,14 @@ RANKS = """
 import json, sys
 from lockstride import EngineConfig, RequestError, SamplingParams, complete
 
-config = EngineConfig(model="models/demo", device="cpu", max_num_seqs=4, max_model_len=64, bundles=sys.argv[1])
+config = EngineConfig(
+    model="models/demo",
+    device="cpu",
+    max_num_seqs=4,
+    max_model_len=64,
+    control_timeout_s=60.0,
+    bundles=sys.argv[1],
+)
 greedy = SamplingParams(max_tokens=4, temperature=0.0)
 for prompts in (["def gcd(a, b):", (5,) * 64], [(5,), (4096,)], ["def gcd(a, b):"]):
     try:
