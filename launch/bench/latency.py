@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.bench.environment import device_name, engine_facts, environment
+from launch.bench.point import Point
 from launch.bench.profile import profiles
-from launch.bench.results import Point, vllm_figures
+from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
 from launch.bench.trace import RunTrace, check_complete, run_requests, why_not_full

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
-from launch.bench.results import Point, ResultFiles
+from launch.bench.point import Point
+from launch.bench.results import ResultFiles
 from launch.bench.trace import check_complete, run_requests, why_not_full
 from runtime.engine import Engine
 from runtime.frontend.client import EngineClient, PromptRequest

@@ -16,7 +16,8 @@ from typing import Any
 
 from launch.bench.environment import device_name, engine_facts, environment
 from launch.bench.latency import NO_RATE
-from launch.bench.results import Point, vllm_figures
+from launch.bench.point import Point
+from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
 from launch.bench.session import Session, StepTimings, startup_seconds
 from launch.bench.trace import RunTrace, check_complete, run_requests

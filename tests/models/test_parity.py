@@ -28,6 +28,7 @@ from parallel.comm.collectives import SingleRank
 from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models
 
 TOLERANCE = 1e-4
+PATIENCE_S = 900.0  # a hang ends there; four ranks on two busy cores took more than four minutes
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -163,7 +164,12 @@ def _run_group(folder: Path, size: int) -> None:
         )
         for rank in range(size)
     ]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    try:
+        errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            with rank:
+                rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * size, errors
 
 

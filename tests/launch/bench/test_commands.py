@@ -17,7 +17,7 @@ from launch.bench import command as bench
 from launch.bench.environment import process_age
 from launch.bench.latency import _why_noise
 from launch.bench.options import BenchCommand
-from launch.bench.results import Point
+from launch.bench.point import Point
 from launch.bench.trace import BenchError
 from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine

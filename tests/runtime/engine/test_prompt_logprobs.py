@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Unpack
@@ -25,6 +22,7 @@ from runtime.schedule.chain import State
 from runtime.schedule.request import Request
 from tests.runtime.engine.prompt_ranks import TOP, Score, Scores, prompts
 from tests.runtime.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
+from tests.torchrun import torchrun
 
 CLOSE = 1e-4
 SMALL = 24  # prompts come in chunks, and chunks of several prompts share a step
@@ -164,11 +162,8 @@ def test_whoever_does_not_ask_pays_nothing() -> None:
 def of_two_ranks(parent: Path) -> dict[int, dict[int, Score]]:
     """What two tensor-parallel ranks report."""
     folder, output = tiny_folder(parent / "model"), parent / "scores.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.runtime.engine.prompt_ranks", str(folder), str(output)]
-    environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = torchrun(2, "tests.runtime.engine.prompt_ranks", str(folder), str(output))
+    assert ran.returncode == 0, ran.said[-3000:]
     found = json.loads(output.read_text())
     return {int(i): {int(p): tuple(score) for p, score in scores.items()} for i, scores in found.items()}
 
