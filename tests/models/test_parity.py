@@ -8,10 +8,7 @@ by induction over the tokens is its own greedy completion.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -26,9 +23,9 @@ from torch import Tensor
 
 from parallel.comm.collectives import SingleRank
 from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models
+from tests.torchrun import torchrun
 
 TOLERANCE = 1e-4
-PATIENCE_S = 900.0  # a hang ends there; four ranks on two busy cores took more than four minutes
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -151,28 +148,6 @@ def _rewrite_as_transformers_4(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def _run_group(folder: Path, size: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.models.parity_worker", str(folder), str(rank), str(size)],
-            cwd=root,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            with rank:
-                rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, errors
-
-
 def _check_all(folder: Path, models: dict[str, Any], size: int) -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     for name, model in models.items():
@@ -208,5 +183,6 @@ def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int) -> None:
     folder, models = saved
-    _run_group(folder, size)
+    ran = torchrun(size, "tests.models.parity_worker", str(folder))
+    assert ran.returncode == 0, ran.said[-3000:]
     _check_all(folder, models, size)
