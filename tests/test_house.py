@@ -60,12 +60,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/layers",),
         ("models/group_size.py", "models/generation_config.py", "models/checkpoint.py"),
         ("models/config.py", "models/weights_header.py"),
-        (
-            "models/layers/rope.py",
-            "models/layers/routed_experts.py",
-        ),  # what config.json says of a layer, and its tables
+        ("models/layers/rope.py", "models/layers/routed_experts.py"),  # read by config.py: what config.json says
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
+        ("models/cache_layout.py",),
     ),
     "parallel": (
         ("parallel/layers",),
