@@ -26,6 +26,7 @@ from runtime.engine import Engine
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, people, prompt
+from tests.runtime.engine.replay_proposer import window_roles
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import mixture, outcome
@@ -110,6 +111,13 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     serial = life(0)
     assert all(bool(state.any()) for state in serial)
     assert all(torch.equal(mine, oracle) for mine, oracle in zip(life(depth), serial, strict=True))
+
+
+def test_windows_are_refused() -> None:
+    """A row that keeps fewer tokens than its window took in would need the state before them."""
+    roles = window_roles((2,), {0: (1, 2, 3)})
+    with pytest.raises(ValueError, match="windows of 2: state of slots"), rig(shape=HYBRID, further_roles=roles):
+        pass
 
 
 def test_two_ranks_hold_a_half_of_each_state() -> None:
