@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.api.sampling_defaults import sampling_defaults
+from launch.api.sampling_defaults import sampling_defaults, warmed_for
 from launch.embed import open_engine
 from runtime.config import EngineConfig
 from runtime.frontend.client import EngineClient, PromptRequest
@@ -36,6 +36,9 @@ def complete(
     """
     if sampling is None:
         sampling = sampling_defaults(Path(config.model), "auto", {})
+    for params in [sampling] if isinstance(sampling, SamplingParams) else sampling:
+        if isinstance(params, SamplingParams):  # what is not is refused below, by name
+            config = warmed_for(config, params)
     tokenizer = Tokenizer.if_any(config.model)  # every rank, so that a broken one is every rank's error
     with open_engine(config) as engine:
         if not engine.is_leader:

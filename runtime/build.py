@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def build_engine(
     except BaseException:
         opened.close()
         raise
+    served = replace(served, widest=executor.widest)
     scheduler = Scheduler(_schedule(config, served, executor))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)

@@ -22,6 +22,7 @@ from runtime.config import EngineConfig
 from runtime.counters import engine_counters
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.sampling.inputs import EVERY_FEATURE, SamplingVariant
 from runtime.frontend.validation import checked_request
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
@@ -29,7 +30,7 @@ from runtime.observe.observer import StepObserver
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.replicate.pending_events import open_pending_events
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
-from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.watchdog.watchdog import Watchdog
 
@@ -38,11 +39,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a front end must know of the model: ids are below ``vocab_size``, prompt + answer fit ``max_model_len``."""
+    """What a front end must know of the model: ids are below ``vocab_size``, prompt + answer fit ``max_model_len``.
+
+    ``widest``: the sampling variant that covers all for which there is memory.
+    """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    widest: SamplingVariant = EVERY_FEATURE
+
+    def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
+        """Why this engine cannot draw so, and what to type; None where it can."""
+        wanted = SamplingVariant.covering([sampling])
+        if self.widest.covers(wanted):
+            return None
+        return (
+            f"the request needs {wanted}, but beside the KV cache there is memory for {self.widest} only: start with a "
+            "lower --memory-fraction or --max-num-seqs, or with --warm penalised, which keeps memory for it"
+        )
 
 
 class _Flight(NamedTuple):

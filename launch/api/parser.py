@@ -219,7 +219,7 @@ class RequestParser:
             raise RequestError("stop strings need a tokenizer, and the model folder has no tokenizer.json")
         if sampling.seed is None:
             sampling = replace(sampling, seed=drawn_seed(self._base_seed, line_id))
-        return fitted(sampling, len(prompt), self._model.max_model_len)
+        return fitted(sampling, len(prompt), self._model)
 
 
 def _decode(data: bytes | msgspec.Raw, kind: type[_Typed]) -> _Typed:

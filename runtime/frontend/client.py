@@ -129,7 +129,7 @@ class EngineClient:
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and there is none")
         stops = stop_ids_of(sampling, model.eos_token_ids)
-        sampling = fitted(sampling, len(prompt), model.max_model_len)
+        sampling = fitted(sampling, len(prompt), model)
         return PreparedPrompt(request, prompt, sampling, stops, checked_priority(request.priority))
 
     def _encode(self, text: str) -> Sequence[int]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from runtime.config import EngineConfig
 from runtime.schedule.plan import StepOutput
-from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.request import FinishReason, Request, SamplingParams
 
 
 class ModelFacts(Protocol):
@@ -22,6 +22,9 @@ class ModelFacts(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
+        """Why this engine cannot draw so, and what to type; None where it can."""
+        ...
 
 
 class EngineProtocol(Protocol):

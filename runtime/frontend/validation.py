@@ -85,7 +85,7 @@ def checked_request(request: Request, model: ModelFacts) -> CheckedRequest:
     if sampling.seed is None:
         raise RequestError(f"request {request_id} has no seed: draw one, so that the answer can be repeated")
     stops = _stop_token_ids("stop_token_ids of the request", request.stop_token_ids, model.vocab_size)
-    sampling = replace(fitted(sampling, len(prompt), model.max_model_len), stop=())
+    sampling = replace(fitted(sampling, len(prompt), model), stop=())
     return CheckedRequest(request_id, prompt, sampling, stops, checked_priority(request.priority), model)
 
 
@@ -134,9 +134,14 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
     return replace(sampling, **plain, stop=stop, stop_token_ids=stop_token_ids)
 
 
-def fitted(sampling: SamplingParams, prompt_tokens: int, max_model_len: int) -> SamplingParams:
-    """``sampling`` with max_tokens and min_tokens cut to what fits behind a prompt of so many tokens."""
-    room = max_model_len - prompt_tokens
+def fitted(sampling: SamplingParams, prompt_tokens: int, model: ModelFacts) -> SamplingParams:
+    """``sampling`` with max_tokens and min_tokens cut to what fits behind a prompt of so many tokens.
+
+    Raises RequestError for a kind of sampling that this engine has no memory for.
+    """
+    if (reason := model.lacks_memory_for(sampling)) is not None:
+        raise RequestError(reason)
+    room = model.max_model_len - prompt_tokens
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

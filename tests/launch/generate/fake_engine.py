@@ -16,7 +16,7 @@ from types import TracebackType
 
 from runtime.config import EngineConfig
 from runtime.schedule.plan import Finished, StepOutput
-from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.request import FinishReason, Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class FakeModel:
     vocab_size: int = 360
     max_model_len: int = 64
     eos_token_ids: tuple[int, ...] = (0,)
+
+    def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
+        return None
 
 
 def scripted_token(request: Request, position: int, vocab_size: int) -> int:

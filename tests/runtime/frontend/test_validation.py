@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from runtime.engine import ServedModel
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.frontend.validation import (
     MAX_PRIORITY,
     CheckedRequest,
@@ -125,9 +126,9 @@ def test_legal_values_become_plain_ones() -> None:
 def test_lengths_are_cut_to_what_fits_behind_the_prompt() -> None:
     """The largest legal ones overflow int32 on a device, and the sums of it with a prompt int64."""
     asked = sampling(max_tokens=2**63 - 1, min_tokens=2**31)
-    assert replace(asked, max_tokens=29, min_tokens=29) == fitted(asked, 3, 32)
+    assert replace(asked, max_tokens=29, min_tokens=29) == fitted(asked, 3, MODEL)
     short = sampling(max_tokens=4, min_tokens=2)
-    assert fitted(short, 3, 32) is short
+    assert fitted(short, 3, MODEL) is short
 
 
 def test_a_request_is_checked_once_for_each_model() -> None:
@@ -168,3 +169,14 @@ def test_the_model_s_eos_ids_count_among_the_stop_ids() -> None:
     with pytest.raises(RequestError, match="17 stop token ids, the model's 2 eos ids included, but at most 16"):
         stop_ids_of(params, (0, 1))
     assert len(stop_ids_of(replace(params, ignore_eos=True), (0, 1))) == 16
+
+
+def test_what_there_is_no_memory_for_is_refused_and_says_what_to_type() -> None:
+    """Its graphs would be captured in the middle of other requests, and take the job with them."""
+    small = replace(MODEL, widest=SamplingVariant(random=True, filters=True))
+    plain = Request(1, (5, 6), SamplingParams(temperature=0.7, top_p=0.9, seed=1))
+    assert checked_request(plain, small).sampling.top_p == 0.9
+    wide = replace(plain, sampling=replace(plain.sampling, presence_penalty=1.0, logprobs=20))
+    assert checked_request(wide, MODEL).sampling.logprobs == 20
+    with pytest.raises(RequestError, match=r"needs random, filters, penalties, logprobs, .* --memory-fraction"):
+        checked_request(wide, small)
