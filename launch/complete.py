@@ -36,7 +36,7 @@ def complete(
     """
     if sampling is None:
         sampling = sampling_defaults(Path(config.model), "auto", {})
-    for params in [sampling] if isinstance(sampling, SamplingParams) else sampling:
+    for params in sampling if isinstance(sampling, Sequence) else [sampling]:
         if isinstance(params, SamplingParams):  # what is not is refused below, by name
             config = warmed_for(config, params)
     tokenizer = Tokenizer.if_any(config.model)  # every rank, so that a broken one is every rank's error

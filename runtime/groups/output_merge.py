@@ -17,19 +17,21 @@ from runtime.schedule.plan import StepOutput
 
 
 def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
-    """Of one step, or of none: ``step`` and ``width`` are the first's. Requests are different in all of them."""
+    """Of one step, or of none: ``step`` is the first's, ``width`` the largest (one group may prefill while another
+    decodes more tokens a row). Requests are different in all of them."""
     rows = [output for output in outputs if output.request_ids]
+    width = max(output.width for output in rows or outputs)
     finished = tuple(chain.from_iterable(output.finished for output in outputs))
     if not rows:
-        return StepOutput(outputs[0].step, width=outputs[0].width, finished=finished)
+        return StepOutput(outputs[0].step, width=width, finished=finished)
     return StepOutput(
         step=outputs[0].step,
         request_ids=_joined(output.request_ids for output in rows),
-        tokens=_joined(output.tokens for output in rows),
+        tokens=_joined(_widened_tokens(output, width) for output in rows),
         counts=_joined(output.counts for output in rows),
-        width=rows[0].width,
+        width=width,
         finished=finished,
-        logprobs=_merged_logprobs(rows),
+        logprobs=_merged_logprobs(rows, width),
         prompt_logprobs=_merged_scores(rows),
     )
 
@@ -38,13 +40,22 @@ def _joined(columns: Any) -> list[int]:
     return list(chain.from_iterable(columns))
 
 
-def _merged_logprobs(outputs: Sequence[StepOutput]) -> StepLogprobs | None:
+def _widened_tokens(output: StepOutput, width: int) -> Sequence[int]:
+    """Its tokens, row-major, with ``width`` columns; those past a row's count mean nothing."""
+    if output.width == width:
+        return output.tokens
+    missing, own = [0] * (width - output.width), output.width
+    rows = (output.tokens[at : at + own] for at in range(0, len(output.tokens), own))
+    return _joined((*row, *missing) for row in rows)
+
+
+def _merged_logprobs(outputs: Sequence[StepOutput], width: int) -> StepLogprobs | None:
     """Rows of a group that reported none mean nothing, and so do likely tokens beyond those that a group reported."""
     present = [output.logprobs for output in outputs if output.logprobs is not None]
     if not present:
         return None
     top = max(columns.top_ids_BWN.shape[-1] for columns in present)
-    parts = [_widened(output, top) for output in outputs]
+    parts = [_widened(output, width, top) for output in outputs]
     return StepLogprobs(
         chosen_BW=np.concatenate([part.chosen_BW for part in parts]),
         rank_BW=np.concatenate([part.rank_BW for part in parts]),
@@ -53,8 +64,8 @@ def _merged_logprobs(outputs: Sequence[StepOutput]) -> StepLogprobs | None:
     )
 
 
-def _widened(output: StepOutput, top: int) -> StepLogprobs:
-    shape = (len(output.request_ids), output.width)
+def _widened(output: StepOutput, width: int, top: int) -> StepLogprobs:
+    shape = (len(output.request_ids), width)
     if output.logprobs is None:
         return StepLogprobs(
             chosen_BW=np.full(shape, np.nan, np.float32),
@@ -63,18 +74,20 @@ def _widened(output: StepOutput, top: int) -> StepLogprobs:
             top_BWN=np.full((*shape, top), np.nan, np.float32),
         )
     columns: StepLogprobs = output.logprobs
-    more = top - columns.top_ids_BWN.shape[-1]
-    if not more:
+    wider, more = width - output.width, top - columns.top_ids_BWN.shape[-1]
+    if not wider and not more:
         return columns
-    ids_BWN, top_BWN = (
-        _padded(columns.top_ids_BWN, more, -1),
-        _padded(columns.top_BWN, more, np.nan),
+    return StepLogprobs(
+        chosen_BW=_padded(columns.chosen_BW, (wider,), np.nan),
+        rank_BW=_padded(columns.rank_BW, (wider,), 0),
+        top_ids_BWN=_padded(columns.top_ids_BWN, (wider, more), -1),
+        top_BWN=_padded(columns.top_BWN, (wider, more), np.nan),
     )
-    return StepLogprobs(columns.chosen_BW, columns.rank_BW, ids_BWN, top_BWN)
 
 
-def _padded(values: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
-    return np.pad(values, ((0, 0), (0, 0), (0, more)), constant_values=fill)
+def _padded(values: npt.NDArray[Any], more: tuple[int, ...], fill: float) -> npt.NDArray[Any]:
+    """``values`` with so many more columns behind those of each dimension after the first."""
+    return np.pad(values, ((0, 0), *((0, n) for n in more)), constant_values=fill)
 
 
 def _merged_scores(outputs: Sequence[StepOutput]) -> tuple[Any, ...] | None:

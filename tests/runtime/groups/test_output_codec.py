@@ -206,3 +206,17 @@ def test_what_a_broken_connection_delayed_comes_late_and_whole() -> None:
     assert [list(one.request_ids) for one in found] == [[2], [2], [1, 2], []]
     assert [one.step for one in found[:3]] == [1, 2, 3]
     assert not leader.outstanding
+
+
+def test_groups_of_different_widths_share_the_wider_columns() -> None:
+    """One group prefills, a token a row at most, while the other one's rows may gain three."""
+    narrow = output([1, 2], logprobs=logprobs(2, 2))
+    wide = StepOutput(9, [5], [501, 502, 503], [2], width=3)
+    merged = merge_outputs([narrow, wide])
+    assert merged.width == 3
+    assert merged.tokens == [101, 0, 0, 102, 0, 0, 501, 502, 503]
+    assert (merged.counts, merged.request_ids) == ([1, 1, 2], [1, 2, 5])
+    assert merged.logprobs is not None
+    assert merged.logprobs.chosen_BW.shape == (3, 3)
+    assert merged.logprobs.top_ids_BWN.shape == (3, 3, 2)
+    assert merged.logprobs.top_ids_BWN[:2, 0].tolist() == logprobs(2, 2).top_ids_BWN[:, 0].tolist()
