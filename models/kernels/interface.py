@@ -70,8 +70,8 @@ class Kernels(Protocol):
         """x @ weight^T (+ bias), [T, O]."""
         ...
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too): where it has not,
         the sum that follows does that.

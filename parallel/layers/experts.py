@@ -103,17 +103,17 @@ class ExpertWeights(ShardedModule):
         """
         if self.exchange is None:
             raise RuntimeError("there is nobody to gather from")
-        return self.exchange.gather_choices(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
+        return self.exchange.dispatch(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
     def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | PendingAllReduce:
         """This group's ``tokens`` of the sum of all ranks' terms. One scatter-sum, and one all-reduce in the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
-        return self.combine(self.exchange.scatter_sum(partial_YN)[:tokens])
+        return self.combine(self.exchange.reduce_scatter(partial_YN)[:tokens])
 
     def combine(self, partial_TN: Tensor) -> Tensor | PendingAllReduce:
         """The sum of the terms of the group's ranks, the same on each of them. One all-reduce, as in RowParallel."""
-        return self.placement.collectives.sum_before_norm(partial_TN)
+        return self.placement.collectives.all_reduce_before_norm(partial_TN)
 
     def shards(self) -> dict[str, Shard]:
         """Three matrices an expert. Those of another rank's experts are there too, with nothing to copy."""

@@ -123,11 +123,11 @@ class RowParallel(ShardedModule):
         # The bias belongs to the sum, so exactly one rank may add it.
         bias = self.bias if self.placement.rank == 0 else None
         kernels, collectives = self.placement.kernels, self.placement.collectives
-        places = collectives.places_for(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
-        if places is None:
-            return collectives.sum_before_norm(kernels.linear(x_TI, self.weight, bias))
-        part_TN, pushed = kernels.linear_into(places, x_TI, self.weight, bias)
-        return collectives.sum_before_norm(part_TN, pushed=pushed)
+        buffers = collectives.push_buffers(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
+        if buffers is None:
+            return collectives.all_reduce_before_norm(kernels.linear(x_TI, self.weight, bias))
+        part_TN, pushed = kernels.linear_push(buffers, x_TI, self.weight, bias)
+        return collectives.all_reduce_before_norm(part_TN, pushed=pushed)
 
     def shards(self) -> dict[str, Shard]:
         outputs = self.weight.shape[0]

@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from models.kernels.matmul import autotune
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
-from models.kernels.matmul.dispatch import PUSHING
+from models.kernels.matmul.dispatch import PUSH_KERNELS
 from models.kernels.nvidia import HopperKernels
 from parallel.comm.all_reduce_dispatch import ROW_BYTES, ROWS
-from parallel.comm.peer_buffers import PeerBuffers, memory_bytes
+from parallel.comm.peer_buffers import PeerBuffers, peer_buffer_bytes
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from tests.bench.dense_shapes import BF16, MODELS
 from tests.bench.kernels import compile_all, run_share, short_name
@@ -45,7 +45,7 @@ def shapes(rows: list[int]) -> dict[str, LinearShape]:
 
 
 def ours(kernels: HopperKernels, shape: LinearShape) -> list[Choice]:
-    return [choice for choice in kernels.candidates(shape) if isinstance(choice, PUSHING)]
+    return [choice for choice in kernels.candidates(shape) if isinstance(choice, PUSH_KERNELS)]
 
 
 # -- compiling: by processes beside this one, into Triton's cache on disk ----------------------------------------------
@@ -65,21 +65,21 @@ def compile_pushing(index: int, share: int, tables: list[tuple[LinearShape, str]
     """Both ranks' code; what it pushes goes to memory of this process."""
     device = torch.device("cuda", 0)
     kernels = HopperKernels(device, prefill="triton")
-    exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
-    memory = torch.zeros(memory_bytes(RANKS, ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
+    use_counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    memory = torch.zeros(peer_buffer_bytes(RANKS, ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
     todo: dict[Any, Callable[[], Any]] = {}
     for shape, text in tables:
         for choice in choices_of(text):
             for rank in range(RANKS):
-                places = PeerBuffers((memory.data_ptr(),) * RANKS, exchanges, rank, ROWS, ROW_BYTES)
-                todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, places)
+                buffers = PeerBuffers((memory.data_ptr(),) * RANKS, use_counts, rank, ROWS, ROW_BYTES)
+                todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, buffers)
     run_share(index, share, todo)
 
 
-def run(kernels: HopperKernels, shape: LinearShape, choice: Choice, places: PeerBuffers | None) -> None:
+def run(kernels: HopperKernels, shape: LinearShape, choice: Choice, buffers: PeerBuffers | None) -> None:
     x = torch.zeros(shape.rows, shape.inner, dtype=BF16, device=kernels.device)
     weight = torch.zeros(shape.outputs, shape.inner, dtype=BF16, device=kernels.device)
-    kernels._product(x, weight, None, choice, gate_up=False, places=places)
+    kernels._product(x, weight, None, choice, gate_up=False, buffers=buffers)
 
 
 def choices_of(text: str) -> list[Choice]:
@@ -101,7 +101,7 @@ class Pairs:
         self._weights.mul_(shape.inner**-0.5)
         self._residual = torch.randn(shape.rows, shape.outputs, dtype=BF16, device=device)
         self._norm = torch.ones(shape.outputs, dtype=BF16, device=device)
-        self._places = made.places_for(shape.rows, shape.outputs, BF16)
+        self._buffers = made.push_buffers(shape.rows, shape.outputs, BF16)
 
     def us(self, choice: Choice, *, pushed: bool) -> float:
         dist.barrier()
@@ -109,9 +109,9 @@ class Pairs:
         return autotune.median_graph_us(launch, self._kernels.device) / len(self._weights)
 
     def _all(self, choice: Choice, pushed: bool) -> None:
-        places = self._places if pushed else None
+        buffers = self._buffers if pushed else None
         for weight in self._weights:
-            part = self._kernels._product(self._x, weight, None, choice, gate_up=False, places=places)
+            part = self._kernels._product(self._x, weight, None, choice, gate_up=False, buffers=buffers)
             self._made.all_reduce_norm(part, self._residual, self._norm, EPS, pushed=pushed)
 
 
@@ -129,7 +129,7 @@ def bench(made: SymmetricCollectives, args: argparse.Namespace) -> None:
     kernels = HopperKernels(device, prefill="triton")
     finalists: list[tuple[LinearShape, str]] = []
     for shape in wanted.values():
-        finalists.append((shape, made.share(partial(fastest_alone, kernels, shape, args.finalists))))
+        finalists.append((shape, made.broadcast_text(partial(fastest_alone, kernels, shape, args.finalists))))
     if made.rank == 0 and args.compile_workers:
         compile_all(compile_pushing, (finalists,), args.compile_workers)
     dist.barrier()

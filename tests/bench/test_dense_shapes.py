@@ -49,7 +49,7 @@ class Asked(HopperProducts, ReferenceKernels):
         choice: Choice,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> Tensor:
         assert x_MK.shape[1] == weight_OK.shape[1]
         return x_MK.new_empty(len(x_MK), len(weight_OK) // (2 if gate_up else 1))

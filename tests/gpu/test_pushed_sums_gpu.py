@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.dispatch import MOST_PUSHED_ROWS, PUSHING
+from models.kernels.matmul.dispatch import MAX_PUSHED_ROWS, PUSH_KERNELS
 from models.kernels.nvidia import HopperKernels
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
@@ -94,12 +94,12 @@ class Layer:
         part = self.product(x)
         assert isinstance(part, PendingAllReduce)
         choice = self.kernels.choice(LinearShape(len(x), self.width, self.inner, BF16))
-        assert part.pushed == (isinstance(choice, PUSHING) and len(x) <= MOST_PUSHED_ROWS), choice
+        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= MAX_PUSHED_ROWS), choice
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         bias = self.product.bias if self.made.rank == 0 else None
-        part = self.made.sum_before_norm(self.kernels.linear(x, self.product.weight, bias))
+        part = self.made.all_reduce_before_norm(self.kernels.linear(x, self.product.weight, bias))
         assert isinstance(part, PendingAllReduce)
         assert not part.pushed
         return part.normed(residual, self.norm, EPS)

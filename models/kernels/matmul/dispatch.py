@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 SHIPPED_CHOICES = Path(__file__).parent / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
-PUSHING = (Gemv, Skinny)  # whose kernels can put results into other ranks' places where a sum follows
-MOST_PUSHED_ROWS = 32  # steps of two H200s: with 128 and 256 they were longer
+PUSH_KERNELS = (Gemv, Skinny)  # whose kernels can put results into other ranks' places where a sum follows
+MAX_PUSHED_ROWS = 32  # steps of two H200s: with 128 and 256 they were longer
 
 
 class HopperProducts(Kernels):
@@ -67,13 +67,13 @@ class HopperProducts(Kernels):
         shape = LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype)
         return self._product(x_TN, weight_ON, bias_O, self.choice(shape), gate_up=False)
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
-        pushed = isinstance(choice, PUSHING) and x_TN.shape[0] <= MOST_PUSHED_ROWS
-        into = places if pushed else None
-        return self._product(x_TN, weight_ON, bias_O, choice, gate_up=False, places=into), pushed
+        pushed = isinstance(choice, PUSH_KERNELS) and x_TN.shape[0] <= MAX_PUSHED_ROWS
+        into = buffers if pushed else None
+        return self._product(x_TN, weight_ON, bias_O, choice, gate_up=False, buffers=into), pushed
 
     def add_norm_linear(
         self,
@@ -211,16 +211,18 @@ class HopperProducts(Kernels):
         choice: Choice,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> Tensor:
-        """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that is PUSHING: the result goes
-        there, too."""
+        """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that is PUSH_KERNELS: the result
+        goes there, too."""
         x_MK = x_MK.contiguous()
         match choice:
             case Gemv():
-                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
+                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, buffers=buffers)[0]
             case Skinny():
-                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
+                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, buffers=buffers)[
+                    0
+                ]
             case Wide():
                 return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
             case CublasLt() if bias_O is None and self._lt is not None:
@@ -261,7 +263,7 @@ class HopperProducts(Kernels):
         choice: Gemv,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
         return gemv_triton.gemv(
             x_MK,
@@ -275,7 +277,7 @@ class HopperProducts(Kernels):
             chunk=choice.chunk,
             warps=choice.warps,
             prefetch=choice.prefetch,
-            places=places,
+            buffers=buffers,
             pdl=self.pdl,
         )
 
@@ -290,7 +292,7 @@ class HopperProducts(Kernels):
         choice: Skinny,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
         return skinny_triton.skinny(
             x_MK,
@@ -309,7 +311,7 @@ class HopperProducts(Kernels):
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
-            places=places,
+            buffers=buffers,
             pdl=self.pdl,
         )
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.matmul.candidates import FIRST_WAVE
-from parallel.comm.matmul_push_triton import counted, push
+from parallel.comm.matmul_push_triton import load_use_counts, push
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 
@@ -37,7 +37,7 @@ def _gemv_kernel(
     M,
     outputs,  # rows of the output; a gate-up weight has 2 * outputs rows
     memory,  # of all ranks, where PUSH (parallel/comm/peer_buffers.py)
-    exchanges_ptr,
+    use_counts_ptr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,  # a power of two that divides K
     BLOCK_M: tl.constexpr,
@@ -81,7 +81,7 @@ def _gemv_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if PUSH:
-        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+        use_counts = load_use_counts(use_counts_ptr, rows, M)  # early: its trip is over when the tile is done
     # A thread's 8 neighbouring products are summed at once: an eighth of the registers that a tile of sums would take.
     acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // 8), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, CHUNK // 8), tl.float32)
@@ -114,7 +114,7 @@ def _gemv_kernel(
     where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
     result = result.to(out_ptr.dtype.element_ty)
     if PUSH:
-        push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
+        push(result, rows, outs, (rows < M)[:, None], use_counts, memory, RANK, WORLD, ROWS, ROW_BYTES)
     tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
 
 
@@ -136,7 +136,7 @@ def gemv(
     chunk: int,
     warps: int,
     prefetch: int = 0,
-    places: PeerBuffers | None = None,
+    buffers: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
@@ -170,7 +170,7 @@ def gemv(
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
         PREFETCH_PROGRAMS=FIRST_WAVE,
-        **push_arguments(places),
+        **push_arguments(buffers),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from parallel.comm.matmul_push_triton import counted, push
+from parallel.comm.matmul_push_triton import load_use_counts, push
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 COUNTERS = 8192  # tiles a launch may have when it splits K
@@ -41,7 +41,7 @@ def _skinny_kernel(
     M,
     outputs,
     memory,  # of all ranks, where PUSH (parallel/comm/peer_buffers.py)
-    exchanges_ptr,
+    use_counts_ptr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; the output has half as many columns when GATE_UP
@@ -84,7 +84,7 @@ def _skinny_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if PUSH:
-        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+        use_counts = load_use_counts(use_counts_ptr, rows, M)  # early: its trip is over when the tile is done
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -135,7 +135,7 @@ def _skinny_kernel(
         where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
         result = result.to(out_ptr.dtype.element_ty)
         if PUSH:
-            push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
+            push(result, rows, outs, (rows < M)[:, None], use_counts, memory, RANK, WORLD, ROWS, ROW_BYTES)
         tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
 
 
@@ -162,7 +162,7 @@ def skinny(
     stages: int,
     warps: int,
     prefetch: int,
-    places: PeerBuffers | None = None,
+    buffers: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual') as models/kernels/matmul/gemv.py ``gemv``: y = x @ W^T + bias [M, O] with, where given,
@@ -202,7 +202,7 @@ def skinny(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
-        **push_arguments(places),
+        **push_arguments(buffers),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

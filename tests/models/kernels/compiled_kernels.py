@@ -30,8 +30,8 @@ from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
 from models.kernels.nvidia import HopperKernels
-from parallel.comm.all_reduce_triton import summed
-from parallel.comm.ep_exchange_triton import gathered
+from parallel.comm.all_reduce_triton import all_reduce_rows
+from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.executor import shorter_prefills
@@ -127,15 +127,15 @@ def pushing(driver: CompilingDriver) -> None:
         for size in (1, 2, 8):
             driver.where = str(size)
             x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
-            into = FirstRank(size).places_for(rows, 3072, torch.bfloat16)
-            kernels._product(x, weight, None, choice, gate_up=False, places=into)
+            into = FirstRank(size).push_buffers(rows, 3072, torch.bfloat16)
+            kernels._product(x, weight, None, choice, gate_up=False, buffers=into)
 
 
-def sums(driver: CompilingDriver) -> None:
+def all_reduces(driver: CompilingDriver) -> None:
     """Between two, three, five and eight ranks, with and without what follows a sum in a decoder."""
     for size in (2, 3, 5, 8):
-        made = FirstRank(size).sums
-        for name, way in {"one step": made.one_step, "pushed": made.pushed, "two steps": made.two_steps}.items():
+        made = FirstRank(size).dispatch
+        for name, way in {"one-shot": made.one_shot, "pushed": made.pushed, "two-shot": made.two_shot}.items():
             for dtype in (torch.bfloat16, torch.float32):
                 driver.where = f"{name}, {size} ranks"
                 x, norm = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((16, 4096), (4096,)))
@@ -146,16 +146,16 @@ def sums(driver: CompilingDriver) -> None:
 def exchanges(driver: CompilingDriver) -> None:
     """There and back, between two, three, five and eight groups: any number of tokens runs the same code."""
     for size in (2, 3, 5, 8):
-        exchanges = torch.empty(ROWS, dtype=torch.int32, device=META)
-        places = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), exchanges, 0, ROWS, ROW_BYTES)
+        use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
+        buffers = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), use_counts, 0, ROWS, ROW_BYTES)
         for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
             driver.where = f"{size} groups"
             for tokens in (1, 13, 16):
                 hidden = torch.empty(tokens, width, dtype=dtype, device=META)
                 weights = torch.empty(tokens, choices, device=META)
                 ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((tokens, choices), (128,)))
-                gathered(hidden, weights, ids, 16, numbers, places, pdl=True)
-            summed(torch.empty(size * 16, width, dtype=dtype, device=META), places, scatter=True, pdl=True)
+                dispatch_rows(hidden, weights, ids, 16, numbers, buffers, pdl=True)
+            all_reduce_rows(torch.empty(size * 16, width, dtype=dtype, device=META), buffers, scatter=True, pdl=True)
 
 
 def shipped_table(driver: CompilingDriver) -> None:
@@ -205,7 +205,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "rotation": rotation,
     "prefill": prefills,
     "push": pushing,
-    "sums": sums,
+    "all-reduce": all_reduces,
     "exchanges": exchanges,
     "table": shipped_table,
     "too-much": too_much,

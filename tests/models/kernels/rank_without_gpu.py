@@ -25,7 +25,7 @@ from models.kernels.matmul import dispatch as hopper_products
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
 from models.registry import model_class
-from parallel.comm import all_reduce_dispatch as sums
+from parallel.comm.all_reduce_dispatch import ROWS, AllReduceDispatch, AllReduceKernel
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
@@ -98,31 +98,31 @@ class FirstRank(Collectives):
     def __init__(self, size: int) -> None:
         self.size = size
         if size > 1:
-            exchanges = torch.empty(sums.ROWS, dtype=torch.int32, device=META)
-            self.sums = sums.Sums([(1 + rank) << 40 for rank in range(size)], exchanges, 0, pdl=True)
+            use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
+            self.dispatch = AllReduceDispatch([(1 + rank) << 40 for rank in range(size)], use_counts, 0, pdl=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        summed = self._sum_of(x)
-        return x if summed is None else summed(x)[0]
+        kernel = self._kernel_for(x)
+        return x if kernel is None else kernel(x)[0]
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
-        return self.sums.places_for(tokens, width, dtype) if self.size > 1 else None
+    def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
+        return self.dispatch.push_buffers(tokens, width, dtype) if self.size > 1 else None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
-        return x_TN if self._sum_of(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
+    def all_reduce_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+        return x_TN if self._kernel_for(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        summed = self.sums.pushed if pushed else self._sum_of(x_TN)
-        assert summed is not None
-        return summed(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
+        kernel = self.dispatch.pushed if pushed else self._kernel_for(x_TN)
+        assert kernel is not None
+        return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
 
-    def _sum_of(self, x: Tensor) -> sums.Sum | None:
-        return self.sums.of(x) if self.size > 1 else None
+    def _kernel_for(self, x: Tensor) -> AllReduceKernel | None:
+        return self.dispatch.kernel_for(x) if self.size > 1 else None
 
 
 class Rank:

@@ -13,14 +13,15 @@ import pytest
 @pytest.mark.parametrize(
     "module",
     [
-        *("interpreted_exchange", "interpreted_experts", "interpreted_kernels"),
-        *("interpreted_prefill", "interpreted_push", "interpreted_sums"),
+        *("models.kernels.interpreted_experts", "models.kernels.interpreted_kernels"),
+        *("models.kernels.interpreted_prefill", "models.kernels.interpreted_push"),
+        *("parallel.comm.interpreted_all_reduce", "parallel.comm.interpreted_exchange"),
     ],
 )
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     child = subprocess.run(
-        [sys.executable, "-m", f"tests.models.{module}"],
+        [sys.executable, "-m", f"tests.{module}"],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -57,11 +57,11 @@ class MetExchange(TokenExchange):
         self.rows: list[int] = []
         self._meeting = meeting
 
-    def gather(self, x_XN: Tensor) -> Tensor:
+    def all_gather(self, x_XN: Tensor) -> Tensor:
         self.rows.append(x_XN.shape[0])
         return torch.cat(self._meeting.everyones(self.index, x_XN))
 
-    def scatter_sum(self, x_YN: Tensor) -> Tensor:
+    def reduce_scatter(self, x_YN: Tensor) -> Tensor:
         parts = [x.chunk(self.groups)[self.index].clone() for x in self._meeting.everyones(self.index, x_YN)]
         return torch.stack(parts).sum(0)
 
