@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.protocol.divergence import odd_one
-from parallel.control.wire.frames import MOST, MOST_NUMBERS
+from parallel.control.wire.frames import MAX_NUMBER, MAX_NUMBERS
 
 Proposed = tuple[int, ...]
 
 
 def checked(numbers: Sequence[int]) -> Proposed:
-    """``numbers`` as they are proposed. Raises ValueError for one below 0 or above MOST, and for too many."""
-    if len(numbers) > MOST_NUMBERS:
-        raise ValueError(f"control plane: {len(numbers)} numbers to agree on, the limit is {MOST_NUMBERS}")
-    if numbers and not 0 <= min(numbers) <= max(numbers) <= MOST:
-        raise ValueError(f"control plane: {tuple(numbers)} cannot be agreed on: only numbers from 0 to {MOST} can")
+    """``numbers`` as they are proposed. Raises ValueError for one below 0 or above MAX_NUMBER, and for too many."""
+    if len(numbers) > MAX_NUMBERS:
+        raise ValueError(f"control plane: {len(numbers)} numbers to agree on, the limit is {MAX_NUMBERS}")
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER:
+        raise ValueError(
+            f"control plane: {tuple(numbers)} cannot be agreed on: only numbers from 0 to {MAX_NUMBER} can"
+        )
     return tuple(numbers)
 
 

@@ -70,7 +70,7 @@ class LocalRendezvous:
         frame = self.handshake.refuse(verdict)
         for connection in self._connections.values():
             connection.send(frame)
-        until = time.monotonic() + self.limits.dispute
+        until = time.monotonic() + self.limits.divergence
         while not self.handshake.seen.issuperset(self.handshake.expected) and time.monotonic() < until:
             self._serve()
         self.close()
@@ -146,21 +146,23 @@ def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits)
 
     Raises HandshakeRefused (the leader says the same), MissedDeadline or LostPeer naming the leader.
     """
-    until = time.monotonic() + limits.start + limits.dispute  # the leader, which can say who is missing, gives up first
+    until = (
+        time.monotonic() + limits.start + limits.divergence
+    )  # the leader, which can say who is missing, gives up first
     links: dict[str, UdsFollowerLink] = {}
     machines: dict[str, FollowerHandshake] = {}
     try:
         for channel in CHANNELS:
             hello = identity.hello(channel, (rank,), socket.gethostname(), os.getpid())
             machines[channel] = FollowerHandshake(identity, rank, hello, leader)
-            connection = connect(path, until, lambda: last_words(links, machines))
+            connection = connect(path, until, lambda: raise_refusal(links, machines))
             links[channel] = UdsFollowerLink(connection, limits.spin if channel == "step" else 0.0)
             links[channel].send(machines[channel].begin())
             greet(links[channel], machines[channel], Greeting.READY, until)
         for channel in CHANNELS:
             greet(links[channel], machines[channel], Greeting.STARTED, until)
     except (TimeoutError, EOFError, FrameError) as error:
-        last_words(links, machines)
+        raise_refusal(links, machines)
         raise failure(error, rank, leader).error() from error
     finally:
         if any(m.state is not Greeting.STARTED for m in machines.values()) or len(links) < len(CHANNELS):
@@ -185,7 +187,7 @@ def greet(link: FollowerLink, machine: FollowerHandshake, goal: Greeting, until:
             raise machine.verdict.error()
 
 
-def last_words(links: Mapping[str, FollowerLink], machines: Mapping[str, FollowerHandshake]) -> None:
+def raise_refusal(links: Mapping[str, FollowerLink], machines: Mapping[str, FollowerHandshake]) -> None:
     """A leader that refused the start may have said why on another channel: then raises that."""
     for channel, link in links.items():
         with contextlib.suppress(EOFError, FrameError):

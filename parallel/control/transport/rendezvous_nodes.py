@@ -18,7 +18,7 @@ import zmq
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.protocol.handshake import CHANNELS, FollowerHandshake, Greeting, Identity, LeaderHandshake
 from parallel.control.protocol.states import Limits
-from parallel.control.transport.rendezvous_local import failure, greet, last_words
+from parallel.control.transport.rendezvous_local import failure, greet, raise_refusal
 from parallel.control.transport.zeromq import Gate, KeyPair, ZmqFollowerLink, ZmqLeaderLink, post, sender
 from parallel.control.wire.frames import Kind
 
@@ -57,7 +57,7 @@ class NodeRendezvous:
     def gather(self) -> None:
         """Raises HandshakeRefused when a node differs, MissedDeadline naming the node leaders that did not come."""
         handshake = self.handshake
-        until = time.monotonic() + self.limits.start + self.limits.dispute  # a node names its own rank before that
+        until = time.monotonic() + self.limits.start + self.limits.divergence  # a node names its own rank before that
         while handshake.missing and handshake.verdict is None:
             self._serve(50)
             if time.monotonic() > until:
@@ -86,7 +86,7 @@ class NodeRendezvous:
         frame = self.handshake.refuse(verdict)
         for channel, rank in self.handshake.connections.values():
             post(self.sockets[channel], rank, frame)
-        until = time.monotonic() + self.limits.dispute
+        until = time.monotonic() + self.limits.divergence
         while not self.handshake.seen.issuperset(self.handshake.expected) and time.monotonic() < until:
             self._serve(20)
         self.close()
@@ -140,17 +140,17 @@ class NodeJoin:
         store.set(f"{prefix}/key/{rank}", self._keys.public.decode())
         self._server_key = store.get(f"{prefix}/key")
         store.get(f"{prefix}/open")  # rank 0 knows our key
-        self._until = time.monotonic() + limits.start + limits.dispute
+        self._until = time.monotonic() + limits.start + limits.divergence
         self._greet("step")
 
     def finish(self) -> None:
         """READY on the other channel."""
-        self._until = time.monotonic() + self._limits.start + self._limits.dispute
+        self._until = time.monotonic() + self._limits.start + self._limits.divergence
         self._greet("watch")
 
     def await_start(self) -> None:
         """Waits for START on all channels."""
-        self._until = time.monotonic() + self._limits.start + self._limits.dispute
+        self._until = time.monotonic() + self._limits.start + self._limits.divergence
         for channel in CHANNELS:
             self._reach(channel, Greeting.STARTED)
 
@@ -158,7 +158,7 @@ class NodeJoin:
         """A rank of this node was refused: tells rank 0, which tells everybody."""
         step = self.links["step"]
         step.send(self.machines["step"].codec.encode(Kind.END, self._rank, body=verdict))
-        step.flush(self._limits.dispute)
+        step.flush(self._limits.divergence)
         self._close()
 
     def _greet(self, channel: str) -> None:
@@ -177,7 +177,7 @@ class NodeJoin:
             try:
                 greet(self.links[channel], machine, goal, self._until)
             except (TimeoutError, EOFError, FrameError) as error:
-                last_words(self.links, self.machines)
+                raise_refusal(self.links, self.machines)
                 raise failure(error, machine.rank, 0).error() from error
         except BaseException:
             self._close()

@@ -118,7 +118,7 @@ def test_a_rank_that_differs_is_refused_on_every_rank(place: Path, field: str, v
 
 
 def test_ranks_that_do_not_come_are_named(place: Path) -> None:
-    limits = replace(LIMITS, start=1.0, dispute=0.5)
+    limits = replace(LIMITS, start=1.0, divergence=0.5)
     found = errors(run_ranks(4, place, lambda plane: take_turns(plane, []), limits=limits, absent=(1, 3)))
     assert isinstance(found[0], MissedDeadline)
     assert "ranks [1, 3] did not finish the handshake within 1 s" in str(found[0])
@@ -128,7 +128,11 @@ def test_ranks_that_do_not_come_are_named(place: Path) -> None:
 def test_a_leader_that_does_not_come_is_named(place: Path) -> None:
     found = errors(
         run_ranks(
-            2, place, lambda plane: take_turns(plane, []), limits=replace(LIMITS, start=0.2, dispute=0.1), absent=(0,)
+            2,
+            place,
+            lambda plane: take_turns(plane, []),
+            limits=replace(LIMITS, start=0.2, divergence=0.1),
+            absent=(0,),
         )
     )
     assert isinstance(found[1], MissedDeadline)
@@ -198,7 +202,7 @@ def test_an_exception_of_one_rank_ends_all_with_its_reason(place: Path, first: i
 
 
 def test_a_rank_that_stands_still_is_named(place: Path) -> None:
-    limits = Limits(deadline=0.4, resend=0.1, dispute=0.1, spin=0.0, start=10.0)
+    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=0.0, start=10.0)
     release = threading.Event()
 
     def body(plane: ControlPlane) -> None:
@@ -220,7 +224,7 @@ def test_a_rank_that_stands_still_is_named(place: Path) -> None:
 
 
 def test_a_silent_leader_is_named_by_its_followers(place: Path) -> None:
-    limits = Limits(deadline=0.3, resend=0.1, dispute=0.1, spin=0.0, start=10.0)
+    limits = Limits(deadline=0.3, resend=0.1, divergence=0.1, spin=0.0, start=10.0)
     given_up = threading.Barrier(3)
 
     def body(plane: ControlPlane) -> None:
@@ -243,7 +247,7 @@ def test_a_silent_leader_is_named_by_its_followers(place: Path) -> None:
 
 
 def test_an_idle_job_outlives_its_deadlines_without_burning_a_core(place: Path) -> None:
-    limits = Limits(deadline=0.4, resend=0.1, dispute=0.1, spin=50e-6, start=10.0)
+    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=50e-6, start=10.0)
     work = threading.Event()
 
     def body(plane: ControlPlane) -> float:

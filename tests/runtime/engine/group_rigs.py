@@ -96,11 +96,11 @@ class MetControl(SingleRankControl):
     def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
         return MetAgreement(self._meeting, self.rank).agree_max(step, super().agree_max(step, numbers))
 
-    def tell(self, payload: bytes) -> None:
+    def send_message(self, payload: bytes) -> None:
         assert self.rank
         self._mailbox.append((self.rank, payload))
 
-    def told(self) -> list[tuple[int, bytes]]:
+    def take_messages(self) -> list[tuple[int, bytes]]:
         assert not self.rank
         return [self._mailbox.popleft() for _ in range(len(self._mailbox))]
 
