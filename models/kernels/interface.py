@@ -9,6 +9,7 @@ G those of them that this rank holds (a share of), C experts that a token choose
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,6 +21,23 @@ from parallel.comm.peer_buffers import PeerBuffers
 PrefillWanted = Literal[
     "auto", "flashinfer", "triton"
 ]  # whose prefill attention (prefill_choice.py); auto: what is built
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How the tokens of a step are normed and rotated, and where their keys and values go in the cache.
+
+    ``q_norm_D``, ``k_norm_D``: weights of the RMSNorm of every query and key head, None without; ``eps`` is theirs.
+    ``cos_sin_LR`` float32: cos | sin halves by position, R the rotated dims. ``positions_T``, ``kv_slots_T`` int64:
+    each token's position, and its place in the cache (page * S + offset).
+    """
+
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    eps: float
+    cos_sin_LR: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
 
 
 class Kernels(Protocol):
@@ -41,7 +59,7 @@ class Kernels(Protocol):
         """
         return 0
 
-    def settle(self, agree_min: Callable[[int], int]) -> None:
+    def agree_on_kernels(self, agree_min: Callable[[int], int]) -> None:
         """Choose with the other ranks what depends on each one's machine: all run the same kernels afterwards.
 
         For start-up, before the first prefill is planned; all ranks call this together. ``agree_min`` is the least of a
@@ -78,23 +96,11 @@ class Kernels(Protocol):
         """
         return self.linear(x_TN, weight_ON, bias_O), False
 
-    def rope_and_cache(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
-        kv_layer: Tensor,
-    ) -> Tensor:
-        """Split packed qkv (heads*D | kv_heads*D | kv_heads*D), RMS-norm q and k per head where weights are given,
-        rotate both (NeoX halves over the first R = cos_sin.shape[1] dims; float32 cache, cos | sin halves), write k and
-        v into ``kv_layer`` [2, pages, S, K, D] at ``kv_slots_T``; return q [T, H, D].
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        """Splits packed qkv (H*D | K*D | K*D), RMS-norms q and k per head where weights are given, rotates both (NeoX
+        halves over the first R dims), writes k and v into ``kv_layer`` [2, pages, S, K, D]; returns q [T, H, D].
+
+        ``heads`` is H, this rank's query heads; K and D are those of ``kv_layer``.
         """
         ...
 
@@ -195,25 +201,16 @@ class Kernels(Protocol):
         self,
         qkv_TX: Tensor,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
         kv_layer: Tensor,
+        rotation: Rotation,
         inputs: DecodeAttention,
         scale: float,
     ) -> Tensor:
-        """decode_attention(rope_and_cache(...)), [T, H, D]; ``positions_T`` are the rows' last positions.
+        """decode_attention(rope_and_cache(...)), [T, H, D].
 
-        As in decode_attention, lengths, pages, positions and slots are older than the launch that made qkv.
+        Like lengths and pages in decode_attention, positions and slots must be older than the launch that made qkv.
         """
-        q_THD = self.rope_and_cache(
-            qkv_TX, heads, kv_heads, head_dim, q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T, kv_layer
-        )
+        q_THD = self.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
         return self.decode_attention(q_THD, kv_layer, inputs, scale)
 
     def _add_norm(self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:

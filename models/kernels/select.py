@@ -22,13 +22,13 @@ def select_kernels(
     """The fastest kernels that run on this device; the reference on CPUs and wherever the others cannot run.
 
     One warning says what is slower, why and how to change it. ``prefill_attention``: whose runs, where there are two
-    (prefill_choice.py); ``Kernels.settle`` decides for good.
+    (prefill_choice.py); ``Kernels.agree_on_kernels`` decides for good.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return ReferenceKernels()
     try:
-        from models.kernels.nvidia import HopperKernels, unsupported  # here: triton exists on GPU machines only
+        from models.kernels.nvidia import NvidiaKernels, unsupported  # here: triton exists on GPU machines only
     except ImportError as missing:
         _warn_reference(device, f"{missing}; install the extra: pip install 'lockstride[cuda]'")
         return ReferenceKernels()
@@ -36,7 +36,7 @@ def select_kernels(
     if reason is not None:
         _warn_reference(device, reason)
         return ReferenceKernels()
-    kernels = HopperKernels(device, prefill=prefill_attention)
+    kernels = NvidiaKernels(device, prefill=prefill_attention)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
-from models.kernels.interface import Kernels
+from models.kernels.interface import Kernels, Rotation
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import QKVParallel, RowParallel
@@ -63,23 +63,20 @@ class Attention(nn.Module):
         Both results are [R, N] where only some tokens are ``wanted``; keys and values are written of all.
         """
         qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
-        rope = (
-            qkv_TX,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
+        rotation = Rotation(
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
             self.norm.eps,
             cos_sin_LR,
             inputs.positions_T,
             inputs.kv_slots_T,
-            kv_layer,
         )
         if isinstance(inputs.attention, DecodeAttention):
-            out_THD = self.kernels.rope_cache_attend(*rope, inputs.attention, self.scale)
+            out_THD = self.kernels.rope_cache_attend(
+                qkv_TX, self.heads, kv_layer, rotation, inputs.attention, self.scale
+            )
         else:
-            q_THD = self.kernels.rope_and_cache(*rope)
+            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
             out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
         out_TX = out_THD.flatten(1)
         if wanted_R is not None:

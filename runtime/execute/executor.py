@@ -183,9 +183,9 @@ class Executor:
         limits = self._limits
         scratch = KvPool(self.device, shape, 0)  # the trash block is all that padding rows touch
         work = self._work_over(scratch.layers)
-        # Decode first: its kernels are compiled here while those of prefill may be on their way (Kernels.settle).
+        # Decode first: its kernels compile here while those of prefill may be loading (Kernels.agree_on_kernels).
         decode_peak = self.device.peak_of(lambda: self._rehearse_decode(work))
-        self._model.kernels.settle(limits.agree_min)
+        self._model.kernels.agree_on_kernels(limits.agree_min)
         prefill_peak = self.device.peak_of(lambda: self._rehearse_prefill(work, limits.max_prefill_tokens))
         peak = max(decode_peak, prefill_peak)
         self._tune()

@@ -46,7 +46,7 @@ from models.kernels.experts import streamed as experts_streamed_triton
 from models.kernels.experts.grouped import expert_mlp
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.expert_pairs import SUCH_AS, Pair, named, pair_of, products
 from tests.bench.expert_timing import LAYERS, Run, agree, in_turns, microseconds
 from tests.bench.kernels import DEVICE, compile_all, run_share
@@ -208,7 +208,7 @@ def main() -> None:
     if args.tiles and args.compile_workers:
         compile_all(compile_share, (layer, args.tiles), args.compile_workers)
     torch.manual_seed(0)
-    kernels, weights = HopperKernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
+    kernels, weights = NvidiaKernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
     expert_bytes = 2 * 3 * layer.hidden * layer.inner
     found: dict[str, Any] = {"shape": args.shape, "ranks": args.ranks, "gpu": torch.cuda.get_device_name(), "rows": []}
     for rows in sorted({*args.rows, *args.tiles}):

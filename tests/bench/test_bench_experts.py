@@ -101,7 +101,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Layer:
     """The command before a small layer of Mixtral's kind, where nothing is launched; the layer."""
     layer = replace(share_of("mixtral-8x7b", 2), hidden=256, inner=128, device="cpu")
     monkeypatch.setattr(bench_experts, "share_of", lambda shape, ranks: layer)
-    monkeypatch.setattr(bench_experts, "HopperKernels", lambda device: ReferenceKernels())
+    monkeypatch.setattr(bench_experts, "NvidiaKernels", lambda device: ReferenceKernels())
     monkeypatch.setattr(bench_experts, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(bench_experts, "microseconds", lambda run, replays=30: 1.0)

@@ -29,7 +29,7 @@ from models.kernels.attention.query import (
     rotation_arguments,
     steady_of_rotation,
 )
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.interface import Rotation
 
 
 @triton.jit

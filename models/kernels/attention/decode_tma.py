@@ -35,7 +35,7 @@ from models.kernels.attention.query import (
     rotation_arguments,
     steady_of_rotation,
 )
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.interface import Rotation
 
 MOST_QUERY_ROWS = 16  # of a kv head; more have not been tried
 _FEWEST_QUERY_ROWS = 8  # columns of the narrowest product

@@ -26,9 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PrefillAttention
 from models.kernels.attention.query import LOG2_E, padded_dim
+from models.kernels.traits import DeviceTraits
 
 _FIELDS = 4  # of a tile
-_PROGRAMS = 4 * 132  # at most: by turns each gets long tiles and short ones
+_PROGRAMS_A_MULTIPROCESSOR = 4  # at most: each takes long tiles and short ones in turn
 _RING = 4  # more prefill steps than a chain keeps in flight
 
 
@@ -196,8 +197,9 @@ def most_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
 class TiledPrefill:
     """Packed causal prefill for any half dtype and float32; heads of up to 256 dims."""
 
-    def __init__(self, device: torch.device, pdl: bool) -> None:
-        self._device, self._pdl = device, pdl
+    def __init__(self, device: torch.device, traits: DeviceTraits) -> None:
+        self._device, self._pdl = device, traits.dependent_launch
+        self._programs = _PROGRAMS_A_MULTIPROCESSOR * traits.multiprocessors
 
     @staticmethod
     def supports(head_dim: int) -> bool:
@@ -222,7 +224,16 @@ class TiledPrefill:
     ) -> Tensor:
         """As Kernels.prefill_attention. ``planned``: of the same shapes."""
         blocks = blocks_for(q_THD.dtype, q_THD.shape[-1])
-        return prefill_attention(q_THD, kv_layer, inputs.page_table_BP, planned, scale, blocks=blocks, pdl=self._pdl)
+        return prefill_attention(
+            q_THD,
+            kv_layer,
+            inputs.page_table_BP,
+            planned,
+            scale,
+            blocks=blocks,
+            programs=self._programs,
+            pdl=self._pdl,
+        )
 
 
 class Tiles:
@@ -287,6 +298,7 @@ def prefill_attention(
     scale: float,
     *,
     blocks: Blocks,
+    programs: int,
     pdl: bool,
 ) -> Tensor:
     """As Kernels.prefill_attention, of the tiles of ``planned``: what it leaves out is undefined."""
@@ -295,7 +307,7 @@ def prefill_attention(
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)
     q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     items = planned.count(tokens) * (heads // pack)
-    _prefill_attention_kernel[(min(items, _PROGRAMS),)](
+    _prefill_attention_kernel[(min(items, programs),)](
         q_THD,
         kv_layer[0],
         kv_layer[1],

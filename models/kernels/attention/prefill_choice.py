@@ -21,6 +21,7 @@ from torch import Tensor
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.kernels.attention.prefill import RepeatedTiles, TiledPrefill, Tiles
 from models.kernels.interface import PrefillWanted
+from models.kernels.traits import DeviceTraits
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 class Prefill:
     """The prefill attention of one device. ``prepare``, then ``settle``, before the first plan."""
 
-    def __init__(self, device: torch.device, wanted: PrefillWanted, *, pdl: bool) -> None:
-        self._device, self._wanted = device, wanted
+    def __init__(self, device: torch.device, wanted: PrefillWanted, traits: DeviceTraits) -> None:
+        self._device, self._wanted, self._traits = device, wanted, traits
         self._backend = "fa2"  # of FlashInfer; fa3 on sm_90
-        self._tiled = TiledPrefill(device, pdl)
+        self._tiled = TiledPrefill(device, traits)
         self._paged: Any = None  # a PagedPrefill, once it is settled that it runs
-        self._settled = False
+        self._agreed = False
         self._ready = False  # FlashInfer's module is loaded
         self._reason: str | None = None  # why it is not
         self._unbuilt: Any = None  # its JitSpec, where it is not built, but could be
@@ -49,7 +50,7 @@ class Prefill:
         would run. Waits for ``prepare``."""
         if self._plain:
             return "reference"
-        return "flashinfer" if (self._paged is not None if self._settled else self._loaded()) else "triton"
+        return "flashinfer" if (self._paged is not None if self._agreed else self._loaded()) else "triton"
 
     @staticmethod
     def supports(head_dim: int) -> bool:
@@ -71,7 +72,7 @@ class Prefill:
                 f"{', '.join(map(str, FLASHINFER_HEAD_DIMS))}, not {dtype} with head_dim {head_dim}"
             )
             return
-        self._backend = "fa3" if torch.cuda.get_device_capability(self._device)[0] == 9 else "fa2"
+        self._backend = "fa3" if self._traits.hopper else "fa2"
         if self._wanted == "auto" and self._backend != "fa3":
             return  # there ours is captured in graphs, and FlashInfer's is not
         try:
@@ -82,16 +83,16 @@ class Prefill:
         self._loader = threading.Thread(target=self._load, args=(dtype, head_dim), name="load-prefill", daemon=True)
         self._loader.start()
 
-    def settle(self, agree_min: Callable[[int], int]) -> None:
+    def agree(self, agree_min: Callable[[int], int]) -> None:
         """Choose the kernel, the same on all ranks: ``agree_min`` is the least of a number over them.
 
         Waits for what ``prepare`` began. Tells in one line what is slower, why, and what happens.
         """
-        if self._settled:
+        if self._agreed:
             return
         here = self._loaded()
         everywhere = bool(agree_min(int(here)))
-        self._settled = True
+        self._agreed = True
         if everywhere:
             from models.kernels.attention.flashinfer_prefill import PagedPrefill
 
@@ -132,9 +133,9 @@ class Prefill:
         return out_THD
 
     def _planner(self, kv_layer: Tensor) -> Any:
-        if not self._settled:
+        if not self._agreed:
             self.prepare(kv_layer.dtype, kv_layer.shape[-1])
-            self.settle(int)
+            self.agree(int)
         ours = self._paged is None or not _flashinfer_takes(kv_layer.dtype, kv_layer.shape[-1])
         return self._tiled if ours else self._paged
 

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.kernels.attention.rope_decode import Rotation, angles, norm_weights, normed_and_rotated
+from models.kernels.attention.rope_decode import angles, norm_weights, normed_and_rotated
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.interface import Rotation
 
 LOG2_E = 1.4426950408889634
 

@@ -8,13 +8,13 @@ Does not know: attention, how slots were chosen, or when rope_prefill.py does th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.interface import Rotation
 
 
 @triton.jit
@@ -131,19 +131,7 @@ def _rope_and_cache_kernel(
             tl.store(cache_ptr + value_offset + slot + where, v.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What Kernels.rope_and_cache is told of norms, angles and places; q and k are normed both or not at all."""
-
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    eps: float
-    cos_sin_LR: Tensor
-    positions_T: Tensor
-    kv_slots_T: Tensor
-
-
-def token_by_token(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool) -> Tensor:
+def rope_and_cache(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool) -> Tensor:
     """As Kernels.rope_and_cache, of heads of any size; a program has some heads of one token. Returns q [T, H, D]."""
     tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)

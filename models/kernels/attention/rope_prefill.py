@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.interface import Rotation
 
 _PIECE = 8  # dims of each half that a thread has: 16 bytes of a 16-bit dtype
 

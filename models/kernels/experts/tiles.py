@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models.kernels.traits import H200, DeviceTraits
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -38,7 +40,6 @@ _BY_ROOM = {
     256: (_LONG, Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
 }
 _MOST_WITHOUT_LISTS = 4  # tokens; 8 of 30B-A3B were slower, though their pairs ask nearly as many experts
-_MULTIPROCESSORS = 132  # of an H200
 _INNER_OF_HALVES = 4096  # 14336 was faster in halves, 768 was slower
 
 
@@ -72,11 +73,11 @@ class LongListTiles:
     gate_up: Tiles
     down: Tiles
     split: int = 1
-    programs: int = _MULTIPROCESSORS
+    programs: int = H200.multiprocessors
 
 
 def long_list_tiles(
-    mean: float, experts: int, hidden: int, inner: int, multiprocessors: int = _MULTIPROCESSORS
+    mean: float, experts: int, hidden: int, inner: int, traits: DeviceTraits = H200
 ) -> LongListTiles | None:
     """For lists of ``mean`` tokens on average of so many experts; None where they are too short for these tiles.
 
@@ -87,9 +88,9 @@ def long_list_tiles(
     if room_for(mean) < max(_BY_ROOM):
         return None
     gate_up, down = _dividing(_LONG, 2 * inner, hidden), _dividing(_LONG, hidden, inner)
-    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / multiprocessors
+    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / traits.multiprocessors
     halves = inner >= _INNER_OF_HALVES and inner % (2 * down.block_k) == 0 and 1 < turns < 4
-    return LongListTiles(gate_up, down, 2 if halves else 1, multiprocessors)
+    return LongListTiles(gate_up, down, 2 if halves else 1, traits.multiprocessors)
 
 
 def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:

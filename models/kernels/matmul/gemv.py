@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.matmul.candidates import FIRST_WAVE
 from parallel.comm.matmul_push_triton import load_use_counts, push
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
@@ -136,6 +135,7 @@ def gemv(
     chunk: int,
     warps: int,
     prefetch: int = 0,
+    first_wave: int = 0,
     buffers: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def gemv(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
-        PREFETCH_PROGRAMS=FIRST_WAVE,
+        PREFETCH_PROGRAMS=first_wave,
         **push_arguments(buffers),
         PDL=pdl,
         num_warps=warps,

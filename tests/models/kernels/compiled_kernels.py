@@ -29,7 +29,8 @@ from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
+from models.kernels.traits import H200
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
@@ -117,7 +118,7 @@ def rotation(driver: CompilingDriver) -> None:
 
 def pushing(driver: CompilingDriver) -> None:
     """Products that keep their result, that push it to one other rank, and to seven."""
-    kernels = HopperKernels(META)
+    kernels = NvidiaKernels(META)
     choices: tuple[tuple[Choice, int], ...] = (
         (Gemv(4, 512, 2, 1024), 2),
         (Skinny(16, 64, 128, 1, 5, 4, 1024), 16),
@@ -128,7 +129,7 @@ def pushing(driver: CompilingDriver) -> None:
             driver.where = str(size)
             x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
             into = FirstRank(size).push_buffers(rows, 3072, torch.bfloat16)
-            kernels._product(x, weight, None, choice, gate_up=False, buffers=into)
+            kernels.matmul.run(x, weight, None, choice, gate_up=False, buffers=into)
 
 
 def all_reduces(driver: CompilingDriver) -> None:
@@ -195,7 +196,7 @@ def prefills(driver: CompilingDriver) -> None:
                 empty_kv_layer(9, page, kv_heads, dim, dtype, "meta"),
             )
             inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
-            tiled = TiledPrefill(META, pdl=True)
+            tiled = TiledPrefill(META, H200)
             tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
 
 

@@ -68,9 +68,9 @@ def products(emulated: Emulated, kernels: InterpretedKernels, turn: int, dtype: 
         weight[0] = 0
         x[:, 0], weight[0, 0] = -1e-4, 1e-4  # their product is minus zero in float16: what empty memory holds
         bias = randn(WIDTH, dtype=dtype) if rank == 0 and turn % 2 else None
-        part = kernels._product(x, weight, bias, choice, gate_up=False, buffers=buffers)
+        part = kernels.matmul.run(x, weight, bias, choice, gate_up=False, buffers=buffers)
         check(part, REFERENCE.linear(x, weight, bias), dtype, (turn, choice))
-        assert torch.equal(part, kernels._product(x, weight, bias, choice, gate_up=False)), (turn, choice)
+        assert torch.equal(part, kernels.matmul.run(x, weight, bias, choice, gate_up=False)), (turn, choice)
         emulated.expect_push(rank, part + 0.0)  # minus zero is sent as zero
         emulated.check((turn, "product", rank, choice))
         yield part

@@ -1,4 +1,4 @@
-"""A rank's steps over HopperKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
+"""A rank's steps over NvidiaKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
 
 Knows: what a run launches (whole decode and prefill steps, every kind of sampling), and what the wrappers ask about the
 device. Does not know: what happens at a launch (compiling_driver.py). Prefill attention is ours;
@@ -136,7 +136,7 @@ class Rank:
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = hopper.HopperKernels(META, prefill="triton")
+        self.kernels = hopper.NvidiaKernels(META, prefill="triton")
         with META:
             build = model_class(config.architecture)
             self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))
@@ -188,7 +188,7 @@ class Rank:
 
 def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
     """Every product of ``table`` that is a Triton kernel, with and without a residual; ``rows``: those keys only."""
-    kernels = hopper.HopperKernels(META, choices=table)
+    kernels = hopper.NvidiaKernels(META, choices=table)
     for key in table.choices if rows is None else rows:
         driver.where = f"table, {key}"
         dtype_name, size, *form, count = key.split()
@@ -200,7 +200,7 @@ def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | 
         if not isinstance(choice, Gemv | Skinny | Wide):
             continue
         x, weight = (torch.empty(n, inner, dtype=dtype, device=META) for n in (m, outputs))
-        kernels._run_candidate(shape)(x, weight, choice)
+        kernels.matmul.runner(shape)(x, weight, choice)
 
 
 def _now(work: Callable[[], None]) -> None:

@@ -110,7 +110,10 @@ def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:
 
 
 def test_shipped_tables_are_readable() -> None:
-    shipped = list((Path(autotune.__file__).parent / "tuned").glob("*.json"))
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.matmul.dispatch import SHIPPED_CHOICES
+
+    shipped = list(SHIPPED_CHOICES.glob("*.json"))
     assert shipped
     for path in shipped:
         assert choice_table.load(path).choices

@@ -105,7 +105,7 @@ def test_kernels_for_few_rows_push_few_rows(
     choice: Choice, rows: int, pushes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels.nvidia import HopperKernels
+    from models.kernels.matmul.dispatch import MatmulDispatch
 
     x, weight = torch.randn(rows, 8), torch.randn(4, 8)
     asked = []
@@ -114,10 +114,10 @@ def test_kernels_for_few_rows_push_few_rows(
         asked.append((rest, buffers))
         return x
 
-    kernels = object.__new__(HopperKernels)
-    kernels._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
-    monkeypatch.setattr(HopperKernels, "_product", product)
-    assert kernels.linear_push(BUFFERS, x, weight, None) == (x, pushes)
+    matmul = object.__new__(MatmulDispatch)
+    matmul._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
+    monkeypatch.setattr(MatmulDispatch, "run", product)
+    assert matmul.linear_push(BUFFERS, x, weight, None) == (x, pushes)
     assert asked == [((x, weight, None, choice), BUFFERS if pushes else None)]
 
 

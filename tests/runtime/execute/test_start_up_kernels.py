@@ -17,9 +17,10 @@ import torch
 from models.kernels.matmul import autotune, choice_table
 from models.kernels.matmul import candidates as product_candidates
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape
+from models.kernels.traits import H200
 
 pytest.importorskip("triton")
-hopper_products = importlib.import_module("models.kernels.matmul.dispatch")
+dispatch = importlib.import_module("models.kernels.matmul.dispatch")
 
 BF16 = torch.bfloat16
 DECODE = LinearShape(16, 6144, 4096, BF16)
@@ -39,9 +40,9 @@ class Lt:
 
 
 def products(lt: Lt | None) -> Any:
-    made = object.__new__(hopper_products.HopperProducts)
+    made = object.__new__(dispatch.MatmulDispatch)
     made.device, made.pdl, made.choices, made._resolved, made._lt = torch.device("cpu"), False, ChoiceTable(), {}, lt
-    made._partial = torch.empty(1 << 20)
+    made._partial, made.traits = torch.empty(1 << 20), H200
     return made
 
 
@@ -53,7 +54,7 @@ def test_without_cublaslt_its_choices_are_cublas(
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with caplog.at_level(logging.WARNING):
-        assert hopper_products._open_cublaslt(torch.device("cpu")) is None
+        assert dispatch._open_cublaslt(torch.device("cpu")) is None
     assert "libcublasLt.so.13" in caplog.text
     made = products(None)
     made.choices.put(DECODE, CublasLt("00" * 64, Lt.version))
