@@ -3,9 +3,9 @@
 Knows: which kernel of norm, rotation, attention and experts serves which shape, and their workspaces; it has a
 MatmulDispatch for matrix products and a Prefill for prefill attention. Does not know: models, steps or graphs.
 
-One object serves one stream: its kernels share workspaces that are safe only in stream order. Everything a decode step
-calls can be captured after one warm-up call of the same shape outside a capture, on a stream that waited for the current
-one.
+One object serves one stream: its kernels share workspaces that are safe only in stream order. Everything that a decode
+step calls can be captured after one warm-up call of the same shape outside a capture, on a stream that waited for the
+current one.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _many_blocks(query_rows: int) -> tuple[int, int, int]:
 
 
 def _attention_blocks(pairs: int, query_rows: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int]:
-    """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, within ``shared_bytes``."""
+    """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, cut to fit."""
     block_n, stages, warps = 64, 5, 4
     if pairs >= 1024:
         stages, warps = 3, 2

@@ -1,6 +1,6 @@
-"""Which kernels run: those for Hopper where they can, the torch reference otherwise.
+"""Selects the kernels of a device: the NVIDIA kernels where they can run, the torch reference otherwise.
 
-Knows: the order of preference, and what a user should be told about a slower choice.
+Knows: the order of preference, and what to tell the user about a slower choice.
 Does not know: how any kernel works.
 """
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 def select_kernels(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, prefill_attention: PrefillWanted = "auto"
 ) -> Kernels:
-    """The fastest kernels that run on this device; the reference on CPUs and wherever the others cannot run.
+    """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
-    One warning says what is slower, why and how to change it. ``prefill_attention``: whose runs, where there are two
-    (prefill_choice.py); ``Kernels.agree_on_kernels`` decides for good.
+    One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer
+    (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice.
     """
     device = torch.device(device)
     if device.type == "cpu":

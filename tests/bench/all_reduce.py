@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.kernels.matmul import norm as norm_triton
+from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul.autotune import median_graph_us
 from parallel.comm.all_reduce_dispatch import AllReduceKernel
 from parallel.comm.collectives import GroupCollectives
@@ -39,7 +39,7 @@ def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> 
         for _ in range(CALLS):
             y = calls(y)
             if norm is not None:
-                y = norm_triton.rms_norm(y, None, norm, 1e-6, pdl=True)
+                y = norm_kernels.rms_norm(y, None, norm, 1e-6, pdl=True)
 
     return run
 

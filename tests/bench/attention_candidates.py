@@ -10,7 +10,7 @@ from itertools import product
 from math import log2
 from typing import NamedTuple
 
-from models.kernels.attention import decode_tma as attention_tma_triton
+from models.kernels.attention import decode_tma
 from models.kernels.attention.decode import choose_splits, workspace_floats
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.matmul.dispatch import PARTIAL_BYTES
@@ -65,9 +65,7 @@ class Attention(NamedTuple):
     @property
     def many_fits(self) -> bool:
         """Whether the form for many rows takes it."""
-        return (
-            self.query_rows <= attention_tma_triton.MOST_QUERY_ROWS and self.head_dim in attention_tma_triton.HEAD_DIMS
-        )
+        return self.query_rows <= decode_tma.MOST_QUERY_ROWS and self.head_dim in decode_tma.HEAD_DIMS
 
     def shared(self, blocks: tuple[int, int, int]) -> int:
         """Bytes a program."""

@@ -41,8 +41,7 @@ import torch
 import triton
 from torch import Tensor
 
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.grouped import expert_mlp
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
@@ -164,10 +163,10 @@ class TileBench:
         return {"rows": rows, "chosen": chosen, "in_turns": {name: asdict(one) for name, one in found.items()}}
 
     def _run_apart(self, number: int) -> Tensor:
-        return experts_streamed_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True)
+        return streamed.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True)
 
     def _run_long(self, tiles: LongListTiles, number: int) -> Tensor:
-        return experts_tma_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, tiles)
+        return grouped_tma.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, tiles)
 
     def _run(self, pair: Pair, number: int) -> Tensor:
         given = (self._x, *self._weights[number], *self._chosen[number], True, pair)

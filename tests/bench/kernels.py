@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode as attention_triton
-from models.kernels.attention import decode_tma as attention_tma_triton
+from models.kernels.attention import decode, decode_tma
 from models.kernels.interface import Rotation
 from models.kernels.matmul import autotune, choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
@@ -167,7 +166,7 @@ class AttentionBench:
         block_n, splits, stages, warps, *many = config
         rotation, scale = self.rotation if fused else None, self.dense.head_dim**-0.5
         if any(many):
-            return attention_tma_triton.attend_many(
+            return decode_tma.attend_many(
                 q_TX,
                 self.dense.heads,
                 kv,
@@ -179,7 +178,7 @@ class AttentionBench:
                 warps=warps,
                 pdl=True,
             )
-        return attention_triton.decode_attention(
+        return decode.decode_attention(
             q_TX,
             self.dense.heads,
             kv,
@@ -230,7 +229,7 @@ def attention_configs(rows: int, kv_heads: int, most: int) -> Iterator[tuple[int
     for block_n, stages, warps in ((64, 3, 4), (64, 5, 4), (32, 5, 4), (32, 5, 2), (32, 3, 2), (128, 3, 4)):
         seen = set()
         for wanted in (132, 264, 1056):
-            splits = attention_triton.choose_splits(rows, kv_heads, most, block_n, wanted)
+            splits = decode.choose_splits(rows, kv_heads, most, block_n, wanted)
             if splits not in seen:
                 seen.add(splits)
                 yield block_n, splits, stages, warps

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels.attention import prefill as prefill_triton
+from models.kernels.attention import prefill as prefill_kernel
 from models.kernels.attention.prefill import Blocks, Tiles, blocks_for
 from models.kernels.matmul import autotune
 from models.kernels.nvidia import NvidiaKernels
@@ -87,9 +87,9 @@ class Case:
         return lambda kv: kernels.prefill_attention(self.q, kv, planned, DIM**-0.5)
 
     def with_tiles(self, blocks: Blocks) -> Callable[[Tensor], Tensor]:
-        listed = prefill_triton.list_tiles(self.queries, self.lengths, blocks.m // (HEADS // KV_HEADS))
+        listed = prefill_kernel.list_tiles(self.queries, self.lengths, blocks.m // (HEADS // KV_HEADS))
         tiles = Tiles(torch.tensor(listed, dtype=torch.int32, device=DEVICE))
-        return lambda kv: prefill_triton.prefill_attention(
+        return lambda kv: prefill_kernel.prefill_attention(
             self.q, kv, self.table, tiles, DIM**-0.5, blocks=blocks, programs=4 * H200.multiprocessors, pdl=True
         )
 

@@ -19,7 +19,7 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.experts import grouped_tma as experts_tma_triton
+    from models.kernels.experts import grouped_tma
     from models.kernels.experts.grouped import expert_mlp
     from models.kernels.nvidia import NvidiaKernels
 
@@ -101,10 +101,10 @@ def test_long_lists_in_parts(layer: Layer, tokens: int, split: int) -> None:
     (gate_up, down), x = layer.weights(), layer.tokens(tokens)
     weights, chosen = layer.chosen(tokens)
     tiles = LongListTiles(Tiles(128, 256, 64, 4, 8), Tiles(128, 256, 64, 4, 8), split)
-    found = experts_tma_triton.expert_mlp(x, gate_up, down, weights, chosen, True, tiles)
+    found = grouped_tma.expert_mlp(x, gate_up, down, weights, chosen, True, tiles)
     expected = expert_mlp(x, gate_up, down, weights, chosen, True, all_experts=layer.experts)
     assert float((found - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
-    assert torch.equal(found, experts_tma_triton.expert_mlp(x, gate_up, down, weights, chosen, True, tiles))
+    assert torch.equal(found, grouped_tma.expert_mlp(x, gate_up, down, weights, chosen, True, tiles))
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 256, 4096])

@@ -20,7 +20,7 @@ from tests.gpu.test_kernels import ALL, DEVICE, HALF, Case, captured, check, ran
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.attention import prefill as prefill_triton
+    from models.kernels.attention import prefill as prefill_kernel
     from models.kernels.attention.prefill import Blocks, Tiles
     from models.kernels.nvidia import NvidiaKernels
 
@@ -200,9 +200,9 @@ def test_every_tile(blocks: tuple[int, int, int, int]) -> None:
     made.set_lengths(list(lengths))
     made.poison_beyond()
     q, one = randn(sum(queries), heads, dim, dtype=BF16), Blocks(*blocks)
-    listed = prefill_triton.list_tiles(queries, lengths, one.m // 4)
+    listed = prefill_kernel.list_tiles(queries, lengths, one.m // 4)
     tiles = Tiles(torch.tensor(listed, dtype=torch.int32, device=DEVICE))
-    out = prefill_triton.prefill_attention(
+    out = prefill_kernel.prefill_attention(
         q, made.kv, made.table, tiles, dim**-0.5, blocks=one, programs=528, pdl=False
     )
     check(out, prefilled(made, q, queries, lengths, dim**-0.5), BF16)

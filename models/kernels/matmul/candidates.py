@@ -1,6 +1,6 @@
-"""Which kernels are worth a try for a product, and which one is fair without any.
+"""Candidate kernels for a matrix product: which tiles to time for a shape, and the default without timing.
 
-Knows: what tiles and splits fit a shape and fill an H200. Does not know: which of them wins (autotune.py).
+Knows: which tiles and splits fit a shape and fill a GPU. Does not know: which of them is fastest (autotune.py).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import H200, DeviceTraits
 
-_DECODE_ROWS = 256  # more are a prefill's
+_DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
 _PREFETCH_ELEMENTS = 12 << 20  # 24 MiB of 16-bit weights
-_TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program of wide.py
-_MOST_SUMS = {4: 128, 8: 192, 16: 128}  # a thread's, by the warps of a program; half of them where K is split
+_TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
+_MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 
-# (block_o, block_k, stages, warps): what won somewhere on an H200, out of a wider search.
+# (block_o, block_k, stages, warps): the winners of a wider search on an H200.
 _SKINNY_TILES = ((64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (32, 128, 5, 2), (16, 256, 4, 1))
 _SKINNY_TILES_OF_MANY_ROWS = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), (128, 128, 3, 8))
 
 
 def default_choice(shape: LinearShape, traits: DeviceTraits = H200) -> Choice:
-    """A fair choice without measuring: GEMV for 1 or 2 rows, the skinny kernel to 32, cuBLAS beyond, for large weights
-    from 8 rows, and for shapes that fit neither.
+    """A fair choice without measuring: GEMV for 1 or 2 rows, the skinny kernel up to 32, cuBLAS for more rows, for
+    large weights from 8 rows, and for shapes that fit neither kernel.
     """
     rows = shape.bucket.rows
     if rows > 32 or (rows >= 8 and shape.outputs * shape.inner >= _LARGE_WEIGHT):
@@ -38,22 +38,24 @@ def default_choice(shape: LinearShape, traits: DeviceTraits = H200) -> Choice:
 
 
 def worth_measuring(shape: LinearShape) -> bool:
-    """Decode steps, and the prefill step of a full budget if that is a power of two: cuBLASLt's algorithms are good for
-    one number of rows, and prefill steps of any other have too many different ones.
+    """Whether tuning pays: for decode steps, and for prefill steps of a full budget that is a power of two.
+
+    A cuBLASLt algorithm is good for one number of rows, and other prefill steps have too many different ones.
     """
     return shape.rows <= _DECODE_ROWS or shape.rows == shape.bucket.rows
 
 
 def quick_candidates(shape: LinearShape, lt: Iterable[Choice], traits: DeviceTraits = H200) -> list[Choice]:
-    """What a start-up can afford to try: nothing that has to be compiled for the sake of the trial. ``lt``: cuBLASLt's
-    algorithms, of which the first are the likeliest.
+    """What a start-up can afford to time: nothing that would have to be compiled first.
+
+    ``lt``: cuBLASLt's algorithms, the likeliest first.
     """
     default = default_choice(shape, traits)
     return [*([] if isinstance(default, Blas) else [default]), Blas(), *itertools.islice(lt, _QUICK_ALGORITHMS)]
 
 
 def candidates_for(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
-    """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; none where the shape does not fit them."""
+    """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; empty where the shape fits none."""
     gemv, skinny = gemv_candidates(shape, traits), skinny_candidates(shape, traits)
     return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv, *wide_candidates(shape, traits)]
 
@@ -64,7 +66,7 @@ def first_wave(traits: DeviceTraits) -> int:
 
 
 def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
-    """Block sizes that fit: a chunk a power of two that divides the inner width, at most 64 weights a thread."""
+    """Block sizes that fit: the chunk is a power of two that divides the inner width; at most 64 weights a thread."""
     if shape.rows > 4:
         return []
     widest = shape.inner & -shape.inner
@@ -87,14 +89,14 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
     if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
     multiprocessors = traits.multiprocessors
-    most = 3 * multiprocessors // 4 + 1  # of them
+    most = 3 * multiprocessors // 4 + 1  # more than three quarters of them
     block_m = min(128, max(8, shape.rows))
     tiles_to_try = _SKINNY_TILES_OF_MANY_ROWS if shape.rows > 64 else _SKINNY_TILES
     found: list[Skinny] = []
     for block_o, block_k, stages, warps in tiles_to_try:
         if shape.outputs % block_o or shape.inner % block_k:
             continue
-        warps = max(warps, block_m // 32)  # one warp has no registers for 64 rows
+        warps = max(warps, block_m // 32)  # one warp lacks registers for 64 rows
         tiles, steps = shape.outputs // block_o * -(-shape.rows // block_m), shape.inner // block_k
         if tiles > 8 * multiprocessors and block_o < 64:
             continue
@@ -111,7 +113,7 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
                 far = prefetch_columns(shape.outputs * split, shape.inner // split)
                 if shape.rows <= 32 and far > chosen.prefetch:
                     found.append(dataclasses.replace(chosen, prefetch=far))
-    # A program for every multiprocessor first, then the fewest splits.
+    # First those that fill most multiprocessors, then the fewest splits.
     found.sort(key=lambda c: (shape.outputs // c.block_o * c.split < most, c.split, c.fold or c.prefetch > 256))
     return list(found)
 
@@ -128,7 +130,7 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
             continue
         if not any(0.75 * held <= programs <= held for held in (multiprocessors, 2 * multiprocessors)):
             continue
-        if block_m > 4 * block_o:  # every program reads the tokens: from the L2, but that is not free
+        if block_m > 4 * block_o:  # every program reads all tokens, from L2, which is not free
             continue
         together = -(-programs // multiprocessors)
         stages = min(8, (traits.shared_bytes // together - 1024) // (2 * block_k * (block_m + block_o)))
@@ -142,6 +144,6 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
 
 
 def prefetch_columns(rows: int, columns: int) -> int:
-    """Columns of ``rows`` weight rows to bring to L2 ahead of time: a power of two, all of them under half the L2."""
+    """Columns of ``rows`` weight rows to prefetch to L2: a power of two; all rows together take under half the L2."""
     most = min(columns, _PREFETCH_ELEMENTS // rows)
     return 1 << (most.bit_length() - 1) if most >= 64 else 0

@@ -19,12 +19,10 @@ import torch
 
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels.attention import rope_prefill as rope_prefill_triton
+from models.kernels.attention import rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
-from models.kernels.experts import grouped as experts_triton
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
@@ -92,12 +90,12 @@ def experts(driver: CompilingDriver) -> None:
         driver.where = f"Mixtral, {rows} rows"
         given = (layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True)
         if rows == 1:
-            experts_streamed_triton.expert_mlp(*given)
+            streamed.expert_mlp(*given)
             continue
-        experts_triton.expert_mlp(*given, all_experts=layer.experts)
+        grouped.expert_mlp(*given, all_experts=layer.experts)
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
-            experts_tma_triton.expert_mlp(*given, tiles)
+            grouped_tma.expert_mlp(*given, tiles)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -111,9 +109,7 @@ def rotation(driver: CompilingDriver) -> None:
         for dim in (16, 64, 256, 512):
             for norm in (True, False):
                 driver.where = f"{dtype}, heads of {dim}, norm {norm}"
-                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(
-                    rope_prefill_triton.rope_and_cache
-                )
+                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(rope_prefill.rope_and_cache)
 
 
 def pushing(driver: CompilingDriver) -> None:

@@ -23,14 +23,13 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention
-from models.kernels import bandwidth_probe as read_triton
-from models.kernels.attention import decode as attention_triton
-from models.kernels.attention import decode_tma as attention_tma_triton
+from models.kernels import bandwidth_probe
+from models.kernels.attention import decode, decode_tma
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.interface import Rotation
-from models.kernels.matmul import candidates as product_candidates
-from models.kernels.matmul import norm as norm_triton
-from models.kernels.matmul import skinny as skinny_triton
+from models.kernels.matmul import candidates
+from models.kernels.matmul import norm as norm_kernels
+from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.nvidia import NvidiaKernels
@@ -66,7 +65,7 @@ class InterpretedMatmul(MatmulDispatch):
         self._resolved = {}
         self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
         self._partial = torch.full((1 << 20,), math.nan)
-        self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32)
+        self._counters = torch.zeros(skinny_kernel.COUNTERS, dtype=torch.int32)
 
 
 class InterpretedKernels(NvidiaKernels):
@@ -106,12 +105,12 @@ def rows(kernels: InterpretedKernels) -> None:
             out, kept = kernels.add_rms_norm(x, residual.clone(), weight[0], 1e-6)
             check(out, expected, dtype, ("add and norm", width))
             check(kept, total, dtype, ("residual", width))
-            check(norm_triton.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
+            check(norm_kernels.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
 
 
 def some(shape: LinearShape) -> list[Choice]:
     """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
-    found = product_candidates.candidates_for(shape)
+    found = candidates.candidates_for(shape)
     picked = [*found[:2], *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
     skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
     if skinny is not None:
@@ -153,12 +152,12 @@ def products(kernels: InterpretedKernels) -> None:
 
 def reading(kernels: InterpretedKernels) -> None:
     """Every block, its first and its last value; what lies behind the last block is not written."""
-    block = read_triton.BLOCK
+    block = bandwidth_probe.BLOCK
     values = torch.randint(-(2**31), 2**31 - 2, (3, block), dtype=torch.int32)
     for row, column in enumerate((0, block - 1, block // 2)):
         values[row, column] = 2**31 - 1 - row
     out = torch.full((4,), 7, dtype=torch.int32)
-    read_triton.block_maxima(values.flatten(), out)
+    bandwidth_probe.block_maxima(values.flatten(), out)
     assert out.tolist() == [*values.amax(1).tolist(), 7]
 
 
@@ -185,7 +184,7 @@ class Cache:
 
 
 # Of the form whose choice needs a GPU.
-many_rows = partial(attention_tma_triton.attend_many, block_n=16, stages=2, warps=4, pdl=False)
+many_rows = partial(decode_tma.attend_many, block_n=16, stages=2, warps=4, pdl=False)
 
 
 def attention(kernels: InterpretedKernels) -> None:
@@ -207,7 +206,7 @@ def attention(kernels: InterpretedKernels) -> None:
         what = ("attention", heads, dim, query_len)
         check(kernels.decode_attention(q, cache.kv, cache.inputs(query_len), dim**-0.5), expected, dtype, what)
         for block_n, splits in ((16, 1), (16, 4), (64, 2)):
-            found = attention_triton.decode_attention(
+            found = decode.decode_attention(
                 q,
                 heads,
                 cache.kv,
@@ -222,7 +221,7 @@ def attention(kernels: InterpretedKernels) -> None:
                 pdl=False,
             )
             check(found, expected, dtype, (*what, block_n, splits))
-        if attention_tma_triton.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
+        if decode_tma.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
             found = many_rows(q, heads, cache.kv, cache.inputs(query_len), dim**-0.5)
             check(found, expected, dtype, (*what, "many rows"))
             by_tma += 1
@@ -253,7 +252,7 @@ def rotation(kernels: InterpretedKernels) -> None:
         check(
             kernels.rope_cache_attend(qkv, heads, folded, turn, inputs, scale), expected, dtype, ("folded", heads, dim)
         )
-        if attention_tma_triton.supports(qkv, heads, many, inputs, 16):
+        if decode_tma.supports(qkv, heads, many, inputs, 16):
             check(many_rows(qkv, heads, many, inputs, scale, rotation=turn), expected, dtype, ("many rows", heads, dim))
         else:
             kernels.rope_cache_attend(qkv, heads, many, turn, inputs, scale)

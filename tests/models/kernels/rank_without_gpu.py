@@ -20,8 +20,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, empty_kv_layer
-from models.kernels import nvidia as hopper
-from models.kernels.matmul import dispatch as hopper_products
+from models.kernels import nvidia
+from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
 from models.registry import model_class
@@ -65,7 +65,7 @@ def play_an_h200() -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (hopper, hopper_products, sampler, logprobs)
+    modules: tuple[Any, ...] = (nvidia, dispatch, sampler, logprobs)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
@@ -136,7 +136,7 @@ class Rank:
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = hopper.NvidiaKernels(META, prefill="triton")
+        self.kernels = nvidia.NvidiaKernels(META, prefill="triton")
         with META:
             build = model_class(config.architecture)
             self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))
@@ -188,7 +188,7 @@ class Rank:
 
 def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
     """Every product of ``table`` that is a Triton kernel, with and without a residual; ``rows``: those keys only."""
-    kernels = hopper.NvidiaKernels(META, choices=table)
+    kernels = nvidia.NvidiaKernels(META, choices=table)
     for key in table.choices if rows is None else rows:
         driver.where = f"table, {key}"
         dtype_name, size, *form, count = key.split()

@@ -47,7 +47,7 @@ class FlashInfer:
             spec_of=lambda *asked: asked,
             is_built=lambda spec: self.built,
             obstacle=lambda: self.stops,
-            build_aside=self._build_aside,
+            build_in_background=self._build_aside,
         )
         return {"flashinfer_prefill": attention, "flashinfer_build": build}
 

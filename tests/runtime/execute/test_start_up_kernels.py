@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.matmul import autotune, choice_table
-from models.kernels.matmul import candidates as product_candidates
+from models.kernels.matmul import autotune, candidates, choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape
 from models.kernels.traits import H200
 
@@ -88,7 +87,7 @@ def test_what_memory_is_too_small_to_measure_keeps_its_default(
     assert PREFILL.key in told
     assert "CUDA out of memory" in told
     assert made.choices.get(PREFILL) is None
-    assert made.choice(PREFILL) == product_candidates.default_choice(PREFILL)
+    assert made.choice(PREFILL) == candidates.default_choice(PREFILL)
     assert choice_table.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
 
 
