@@ -24,10 +24,7 @@ if INTERPRETED:
     )  # mends the interpreter for today's numpy
 
 from models.kernels import nvidia  # noqa: E402
-from models.kernels.attention import (
-    rope_decode,
-    rope_prefill,
-)
+from models.kernels.attention import rope_decode, rope_prefill  # noqa: E402
 from models.kernels.attention.rope_prefill import Blocks  # noqa: E402
 from models.kernels.interface import Rotation  # noqa: E402
 
