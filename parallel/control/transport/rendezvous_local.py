@@ -1,6 +1,6 @@
-"""How the ranks of one node meet: the handshake machines of handshake.py driven over the sockets of uds.py.
+"""The rendezvous of one node's ranks: the handshake machines of handshake.py driven over the sockets of uds.py.
 
-Knows: the listener's life, deadlines of the start, turning away what is no rank of ours.
+Knows: the listener's lifetime, the deadlines of the start, and when to turn a connection away.
 Does not know: what is compared (handshake.py), other nodes (zeromq.py), what follows the start (control/interface.py).
 """
 
@@ -23,14 +23,14 @@ from parallel.control.protocol.states import Limits
 from parallel.control.transport.uds import PacketSocket, accept, connect, listen
 from parallel.control.transport.uds_links import UdsFollowerLink, UdsLeaderLink
 
-_SPARE = 64  # connections that may hang about unidentified, on top of those we expect
+_SPARE = 64  # unidentified connections that are allowed beside the expected ones
 
 
 class LocalRendezvous:
     """The leader's side: listens at ``path`` for the followers ``ranks`` of this node.
 
-    ``gather`` returns when all are there and the same as we; ``start`` lets them go. In between a leader of one node
-    among several asks rank 0 (zeromq.py). After either the path is gone and nobody else can connect.
+    ``gather`` returns when all are there with our identity; ``start`` sends START. In between, a node leader other than
+    rank 0 asks rank 0 (rendezvous_nodes.py). After either the socket's path is removed and nobody else can connect.
     """
 
     def __init__(self, path: Path, identity: Identity, leader: int, ranks: tuple[int, ...], limits: Limits) -> None:
@@ -66,7 +66,7 @@ class LocalRendezvous:
         return links
 
     def refuse(self, verdict: Verdict) -> NoReturn:
-        """Tells everybody, and who connects a moment later, that the job does not start; raises ``verdict``."""
+        """Sends ``verdict`` to every rank, also to those that connect a moment later, and raises it."""
         frame = self.handshake.refuse(verdict)
         for connection in self._connections.values():
             connection.send(frame)
@@ -86,10 +86,10 @@ class LocalRendezvous:
         self._connections.clear()
 
     def _serve(self) -> None:
-        """Admits and hears whoever is there, for a moment."""
+        """Accepts connections and handles frames for a moment."""
         for descriptor, _ in self._poll.poll(20):
             if descriptor in self._connections:
-                self._hear(descriptor)
+                self._handle(descriptor)
             elif self._listener is not None:
                 self._admit(self._listener)
 
@@ -104,7 +104,7 @@ class LocalRendezvous:
             self._connections[connection.fileno()] = connection
             self._poll.register(connection, select.POLLIN)
 
-    def _hear(self, descriptor: int) -> None:
+    def _handle(self, descriptor: int) -> None:
         connection = self._connections[descriptor]
         try:
             frame = connection.receive()
@@ -148,7 +148,7 @@ def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits)
     """
     until = (
         time.monotonic() + limits.start + limits.divergence
-    )  # the leader, which can say who is missing, gives up first
+    )  # longer than the leader, which can name the missing rank
     links: dict[str, UdsFollowerLink] = {}
     machines: dict[str, FollowerHandshake] = {}
     try:
@@ -173,7 +173,7 @@ def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits)
 
 
 def greet(link: FollowerLink, machine: FollowerHandshake, goal: Greeting, until: float) -> None:
-    """Talks until the machine stands at ``goal``. Raises its verdict; TimeoutError, and EOFError, FrameError."""
+    """Exchanges frames until the machine reaches ``goal``. Raises its verdict, TimeoutError, EOFError, FrameError."""
     while machine.state is not goal:
         left = until - time.monotonic()
         if left <= 0:
@@ -188,7 +188,7 @@ def greet(link: FollowerLink, machine: FollowerHandshake, goal: Greeting, until:
 
 
 def raise_refusal(links: Mapping[str, FollowerLink], machines: Mapping[str, FollowerHandshake]) -> None:
-    """A leader that refused the start may have said why on another channel: then raises that."""
+    """Raises the leader's refusal if it arrived on another channel."""
     for channel, link in links.items():
         with contextlib.suppress(EOFError, FrameError):
             while (frame := link.receive(0.0)) is not None:
@@ -199,7 +199,7 @@ def raise_refusal(links: Mapping[str, FollowerLink], machines: Mapping[str, Foll
 
 
 def failure(error: Exception, rank: int, leader: int) -> Verdict:
-    """The verdict on a leader that did not answer, closed the connection or spoke something else."""
+    """The verdict on a leader that did not answer, closed the connection, or sent something else."""
     if isinstance(error, TimeoutError):
         return Verdict(Cause.DEADLINE, leader, 0, f"rank {leader} did not come to the handshake: {error}")
     if isinstance(error, FrameError):
