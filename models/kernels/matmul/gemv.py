@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from parallel.comm.matmul_push_triton import load_use_counts, push
+from models.kernels.matmul.epilogue import store_rows
+from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 
@@ -79,6 +80,7 @@ def _gemv_kernel(
             prefetch_to_l2(weight_ptr + weight_rows.to(tl.int64)[:, None] * K + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
+    use_counts = 0
     if PUSH:
         use_counts = load_use_counts(use_counts_ptr, rows, M)  # early, so that it has arrived when the tile is done
     # A thread sums 8 neighbouring products at once: an eighth of the registers of a whole tile of sums.
@@ -105,16 +107,10 @@ def _gemv_kernel(
     result = tl.sum(acc, 2)
     if NORM:
         result = result * tl.rsqrt(tl.sum(squares, 2) / K + eps)
-    if GATE_UP:
-        gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_O, 2)))
-        result = gate * tl.sigmoid(gate) * up
-    if BIAS:
-        result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
-    where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
-    result = result.to(out_ptr.dtype.element_ty)
-    if PUSH:
-        push(result, rows, outs, (rows < M)[:, None], use_counts, memory, RANK, WORLD, ROWS, ROW_BYTES)
-    tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
+    store_rows(
+        result, rows, outs, out_ptr, bias_ptr, M, outputs, use_counts, memory, GATE_UP, BIAS, PUSH, RANK, WORLD, ROWS,
+        ROW_BYTES,
+    )  # fmt: skip
 
 
 def chunk_width(inner: int, widest: int) -> int:
