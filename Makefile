@@ -1,4 +1,5 @@
-# Two commands matter to a newcomer: `make demo` and `make test`. Everything else is for people who work on Lockstride.
+# Two commands matter to a newcomer: `make demo` and `make test`. Everything else is for people who work on Lockstride:
+# `make help` lists it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,13 +11,17 @@ comma := ,
 EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev,dev)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 
-.PHONY: demo install test lint typecheck interpreted pytest fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
+	  printf '%-16s %s\n' "$$name" "$$text"; done
 
 demo: $(STAMP)  ## two ranks complete the demo prompts: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
 	  --model models/demo --input models/demo/prompts.jsonl --output out/demo.jsonl --overwrite --show 3
 
-install: $(STAMP)
+install: $(STAMP)  ## a virtual environment in .venv with everything that the others need
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,18 +31,21 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: lint typecheck interpreted pytest  ## what CI runs
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-typecheck: $(STAMP)
+typecheck: $(STAMP)  ## mypy, strict, over everything
 	$(BIN)/mypy
 
 interpreted: $(STAMP)  ## kernels of the sampler, of a step's ends and of a prefill's rotation in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_ends_gpu.py tests/gpu/test_rotation.py
 
-pytest: $(STAMP)
+pytest: $(STAMP)  ## the tests on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-portable: $(STAMP)  ## what computes floats, as other CPUs would: each vector width, 1 and 4 threads, a busy machine
+	$(BIN)/python -m tests.portable
 
 fuzz: $(STAMP)  ## the long form of the scheduler fuzzer: 1,000,000 seeds on every core
 	$(BIN)/python -m tests.runtime.schedule.fuzz --seeds 1000000
@@ -67,7 +75,7 @@ test-network: $(STAMP)  ## two nodes over links that are slow, lossy or cut: min
 	LOCKSTRIDE_NETWORK_TESTS=required $(BIN)/python -m pytest tests/network
 	$(BIN)/python -m tests.network
 
-bench-schedule: $(STAMP)
+bench-schedule: $(STAMP)  ## plans a second of the scheduler alone
 	$(BIN)/python -m tests.runtime.schedule.bench
 
 # Not part of `make test`: these start a real Slurm and must run one after the other. They skip where Slurm is not
@@ -86,5 +94,5 @@ diagram: $(STAMP)  ## redraws what the documents show of the code
 	$(BIN)/python -m docs.draw_control
 	$(BIN)/python -m docs.draw_timeline
 
-clean:
+clean:  ## what tests and tools have left
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache

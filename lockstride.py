@@ -5,14 +5,34 @@ Knows: the names. Does not know: anything else; `python -m launch` is the way in
     from lockstride import EngineConfig, SamplingParams, complete
     for output in complete(EngineConfig(model="models/demo"), ["def gcd(a, b):"], SamplingParams(max_tokens=64)):
         print(output.completions[0].text)
+
+Programs that keep an engine: docs/embedding.md.
 """
 
 from __future__ import annotations
 
 from launch.complete import complete
+from launch.embed import open_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.frontend.outputs import RequestOutput
-from runtime.schedule.request import SamplingParams
+from runtime.frontend.async_engine import AsyncEngine, EngineStopped
+from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.outputs import Delta, RequestOutput
+from runtime.frontend.validation import RequestError
+from runtime.schedule.request import FinishReason, SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams", "complete"]
+__all__ = [
+    "AsyncEngine",
+    "Delta",
+    "Engine",
+    "EngineClient",
+    "EngineConfig",
+    "EngineStopped",
+    "FinishReason",
+    "PromptRequest",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "complete",
+    "open_engine",
+]

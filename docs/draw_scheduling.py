@@ -46,11 +46,7 @@ PARTS = (
 
 def timeline(depth: int = 2) -> str:
     """Every step of three requests, as a table: what was planned, the two counts after it, and what then landed."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            rows=2, slots=4, blocks=16, block_size=4, max_model_len=32, decode_buckets=(1, 2), depth=depth, width=1
-        )
-    )
+    scheduler = Scheduler(SchedulerConfig(rows=2, slots=4, blocks=16, block_size=4, max_model_len=32, depth=depth))
     device = ScriptedDevice(PARTS)
     in_flight: deque[StepResult | None] = deque()
     fences: dict[int, list[str]] = {}  # step: whose slot and blocks return when it lands
@@ -70,7 +66,7 @@ def timeline(depth: int = 2) -> str:
         counts = [_counts(scheduler, request_id) for request_id in range(len(PARTS))]
         if len(in_flight) > depth or not scheduler.unfinished:
             ghosts = scheduler.counters.ghost_rows
-            last_steps = {id_: sequence.last_step for id_, sequence in scheduler._sequences.items()}
+            last_steps = {id_: sequence.last_step for id_, sequence in scheduler.resources.sequences.items()}
             result = in_flight.popleft()
             output = scheduler.land(scheduler.step - len(in_flight) - 1, result)
             landed = f"{output.step}"
@@ -89,7 +85,7 @@ def _planned(plan: StepPlan | None, device: ScriptedDevice) -> str:
 
 
 def _counts(scheduler: Scheduler, request_id: int) -> str:
-    sequence = scheduler._sequences.get(request_id)
+    sequence = scheduler.resources.sequences.get(request_id)
     if sequence is None:
         return ""
     return f"{sequence.planned_tokens}/{sequence.landed_tokens} {sequence.state.value}"

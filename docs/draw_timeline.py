@@ -49,9 +49,7 @@ class Box:
 
 def play(depth: int) -> list[Box]:
     """The engine's loop against a clock of pixels: everything that starts before END."""
-    scheduler = Scheduler(
-        SchedulerConfig(rows=2, slots=4, blocks=64, block_size=4, max_model_len=64, decode_buckets=(1, 2), depth=depth)
-    )
+    scheduler = Scheduler(SchedulerConfig(rows=2, slots=4, blocks=64, block_size=4, max_model_len=64, depth=depth))
     device = ScriptedDevice(PARTS)
     in_flight: deque[tuple[StepResult, float]] = deque()
     boxes: list[Box] = []

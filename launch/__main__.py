@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from launch.bench.options import BenchCommand
+from launch.cli import parse
 from launch.doctor.options import DoctorCommand
-from launch.engine_options import Command, parse
+from launch.generate.options import Command
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
-from launch.sweep.options import SweepCommand
+from launch.sweep.options import SweepCommand, SweepOptions
 from runtime.watchdog.parent_death import die_with_parent
 
 FAILED = 1
@@ -30,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return doctor.run(command)  # where torch cannot be imported, too
     if isinstance(command, SweepCommand):
-        from launch.sweep import command as sweep  # it is no rank, but starts those of its points
-
-        return sweep.run(command, os.environ)
+        return run_sweep(command, os.environ)
     _end_with_launcher()
     try:
         discover(os.environ)
@@ -42,6 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     code: int | None = record(_run)(command)
     return 0 if code is None else code
+
+
+def run_sweep(command: SweepCommand, environ: Mapping[str, str]) -> int:
+    """It is no rank, but starts those of its points. Planning a world and reporting are built upon it, not into it."""
+    from launch.sweep import command as sweep
+
+    def dry_run(models: Sequence[str], options: SweepOptions) -> int:
+        from launch.scale.command import dry_run  # needs torch, for parameters without memory
+
+        return dry_run(models, options)
+
+    def report(ledger: Path, options: SweepOptions) -> int:
+        from launch.report.command import write_report  # its parts know matplotlib
+
+        return write_report(ledger, against=options.against, target=options.html)
+
+    return sweep.run(command, environ, dry_run, report)
 
 
 def _end_with_launcher() -> None:
@@ -59,21 +76,25 @@ def _log_as(rank: str) -> None:
 def _run(command: Command | BenchCommand) -> int:
     from launch.bench import command as bench
     from launch.bench.trace import BenchError
-    from launch.generate.command import UsageError, run
+    from launch.errors import UsageError
+    from launch.generate.command import run
     from launch.generate.output_file import ResultsFileError, ResultsWriteError
     from launch.ranks.start_engine import open_engine
+    from launch.report.peers_plot import plot
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
     from runtime.config import ConfigError
-    from runtime.execute.cache.kv_pool import KvMemoryError
-    from runtime.execute.step.decode_graphs import CaptureError
+    from runtime.execute.cache.sizing import CacheMemoryError
+    from runtime.execute.step.row_graphs import CaptureError
     from runtime.frontend.tokenizer import TokenizerError
 
     of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
-    of_the_model = (ModelConfigError, WeightsError, KvMemoryError, CaptureError)
+    of_the_model = (ModelConfigError, WeightsError, CacheMemoryError, CaptureError)
     try:
         if isinstance(command, BenchCommand):
-            return bench.run(command, os.environ, open_engine)
+            return (
+                plot(command.options) if command.subcommand == "plot" else bench.run(command, os.environ, open_engine)
+            )
         return run(command, os.environ, open_engine)
     except (MeetingError, ResultsWriteError, BenchError) as error:
         print(f"lockstride {command.name}: error: {error}", file=sys.stderr)

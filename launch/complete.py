@@ -5,23 +5,17 @@ Knows: how one call becomes a short life of an engine. Does not know: files, com
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from launch.api.sampling_defaults import sampling_defaults
-from launch.ranks.process_group import joined
-from launch.ranks.rendezvous import check_degrees, discover
-from launch.ranks.start_engine import open_engine
+from launch.embed import open_engine
 from runtime.config import EngineConfig
-from runtime.engine import Engine
-from runtime.frontend.output_processor import OutputProcessor, drawn_seed
+from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
-from runtime.frontend.validation import check_prompt, check_sampling
-from runtime.schedule.request import FinishReason, SamplingParams
-from runtime.watchdog.parent_death import die_with_parent
+from runtime.frontend.validation import RequestError
+from runtime.schedule.request import SamplingParams
 
 Prompt = str | Sequence[int]
 
@@ -35,50 +29,34 @@ def complete(
     Without any, those of the model's generation_config.json.
 
     Alone in plain Python; under torchrun or srun every rank makes this call and rank 0 gets the answers, the others an
-    empty list; such a process ends with its launcher from then on. Raises ConfigError, ModelConfigError,
-    RendezvousError, or RequestError for a prompt that cannot be served.
+    empty list; such a process ends with its launcher from then on. ``max_tokens`` is cut to what fits behind a prompt.
+
+    Raises ConfigError, ModelConfigError, RendezvousError or TokenizerError, and on rank 0 RequestError when any of the
+    prompts cannot be served as it stands: then none is, and the other ranks return as ever.
     """
-    rendezvous = discover(os.environ)
-    if rendezvous.launcher != "plain":
-        die_with_parent()
     if sampling is None:
         sampling = sampling_defaults(Path(config.model), "auto", {})
-    config = replace(config, tensor_parallel=check_degrees(None, config.data_parallel, rendezvous))
-    with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
-        if not rendezvous.topology.is_leader:
+    tokenizer = Tokenizer.if_any(config.model)  # every rank, so that a broken one is every rank's error
+    with open_engine(config) as engine:
+        if not engine.is_leader:
             engine.follow()
             return []
-        return _lead(engine, prompts, sampling)
+        client = EngineClient(engine, tokenizer)
+        asked = _requests(prompts, sampling)
+        requests = [client.prepare(request) for request in asked]  # all of them, before the engine has any
+        answers = {output.key: output for turn in client.run(requests) for output in turn.finished}
+        return [answers[key] for key in range(len(requests))]
 
 
-def _lead(
-    engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
-) -> list[RequestOutput]:
-    folder, model = Path(engine.config.model), engine.model_config
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    assembler = OutputProcessor(tokenizer)
-    shared = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-    for key, (prompt, params) in enumerate(zip(prompts, shared, strict=True)):
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = tuple(_encode(tokenizer, prompt) if isinstance(prompt, str) else prompt)
-        check_prompt(token_ids, model.vocab_size, model.max_model_len)
-        check_sampling(params, model.vocab_size)
-        seed = drawn_seed(engine.config.seed, str(key)) if params.seed is None else params.seed
-        for request in assembler.open(
-            key, token_ids, replace(params, seed=seed), prompt=text, eos_token_ids=model.eos_token_ids
-        ):
-            engine.add(request)
-    answers: dict[object, RequestOutput] = {}
-    while assembler.live:
-        routed = assembler.route(engine.step())
-        for request_id in routed.stop:
-            engine.cancel(request_id, FinishReason.STOP)
-        answers |= {output.key: output for output in routed.finished}
-    engine.stop()
-    return [answers[key] for key in range(len(prompts))]
-
-
-def _encode(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    if tokenizer is None:
-        raise ValueError("a prompt is text, but the model folder has no tokenizer.json: give token ids")
-    return tokenizer.encode(text)
+def _requests(prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> list[PromptRequest]:
+    """One a prompt, whose key is its place. Raises RequestError when there are not as many of both."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is a {type(prompts).__name__}, but must be a list of texts or of token ids")
+    if isinstance(sampling, SamplingParams):
+        each: Sequence[SamplingParams] = [sampling] * len(prompts)
+    elif isinstance(sampling, Sequence) and len(sampling) == len(prompts):
+        each = sampling
+    else:
+        have = f"{len(sampling)} of them" if isinstance(sampling, Sequence) else f"a {type(sampling).__name__}"
+        raise RequestError(f"sampling is {have}, but must be SamplingParams, or one for each of {len(prompts)} prompts")
+    return [PromptRequest(prompt, params, key) for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]

@@ -55,6 +55,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     experts: RoutedExperts | None = None
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether that layer's MLP is sparse."""
+        return self.experts is not None and layer in self.experts.layers
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read ``folder``/config.json and, where it exists, generation_config.json. Raises ModelConfigError."""

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.cache_layout import PagedKV
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
@@ -58,11 +60,26 @@ class PrefillAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRows:
+    """Whose state each row continues, for layers that keep one of a fixed size (SlotState).
+
+    slots_B int64: the row of the banks that row i reads before its new tokens and writes behind them. A row that is not
+    live (a ghost, padding) has 0, the null slot, which any number of rows may share: what it holds belongs to nobody.
+    ends_B int64: row i's new tokens are T's [ends_B[i - 1], ends_B[i]), from 0 for the first; possibly none, and those
+    past the last end are padding, of which a mixer may return anything. None where every row has as many, T / B.
+    """
+
+    slots_B: Tensor
+    ends_B: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """token_ids_T int64; positions_T int64; kv_slots_T int64: page * S + offset where each token's KV is written
     (page 0 is the trash page: masked rows point into it). logit_rows_R int64: the tokens, as indices into T,
     whose hidden states are wanted; None means all.
     real_T bool: tokens that are not masked; a decoder with experts derives it from kv_slots_T where it is None.
+    state: there where a layer has slot state.
     exchange_rows: rows that every group brings to each exchange where groups share experts, at least T; None means T.
     """
 
@@ -72,9 +89,10 @@ class StepInputs:
     attention: DecodeAttention | PrefillAttention
     logit_rows_R: Tensor | None = None
     real_T: Tensor | None = None
+    state: StateRows | None = None
     exchange_rows: int | None = None
 
 
 def empty_kv_layer(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
-    """One layer's paged KV, [2, pages, S, K, D] (index 0 keys, 1 values; the NHD layout), zeroed."""
-    return torch.zeros(2, pages, page_size, kv_heads, head_dim, dtype=dtype, device=device)
+    """One layer's paged KV (PagedKV.shape), zeroed."""
+    return torch.zeros(PagedKV(kv_heads, head_dim, dtype).shape(pages, page_size), dtype=dtype, device=device)

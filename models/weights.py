@@ -21,6 +21,7 @@ from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_
 from models.config import ModelConfig
 from models.dummy import DummyTensor
 from models.kernels.interface import Kernels
+from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.registry import model_class
 from parallel.comm.collectives import Collectives
@@ -57,10 +58,10 @@ def load_model(
     ValueError for an unknown architecture, a tensor-parallel size that does not divide it, or an unknown load format.
     """
     architecture = model_class(config.architecture)
-    dtype = dtype or config.dtype
+    context = ModelContext(collectives, kernels, dtype or config.dtype, experts or ExpertSplit())
     if load_format == "dummy":
         with torch.device(device):
-            model = architecture(config, dtype, collectives, kernels, experts)
+            model = architecture(config, context)
         _fill_with_dummies(model.checkpoint_shards(), seed, device, progress)
         return model
     if load_format != "safetensors":
@@ -69,12 +70,12 @@ def load_model(
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
     stored = locate_tensors(Path(folder))
     with torch.device("meta"):
-        skeleton = architecture(config, dtype, collectives, kernels, experts)
+        skeleton = architecture(config, context)
     wanted = {**skeleton.checkpoint_shards(stored), **skeleton.checkpoint_copies()}
     shapes = {name: shard.full_shape for name, shard in wanted.items()}
     tensors = check_tensors(stored, shapes, optional=skeleton.checkpoint_copies())
     with torch.device(device):
-        model = architecture(config, dtype, collectives, kernels, experts)
+        model = architecture(config, context)
     _stream(tensors, model, progress)
     return model
 

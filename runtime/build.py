@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from models.config import DTYPES, ModelConfig
 from models.expert_load import start_counting
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
@@ -22,15 +24,17 @@ from parallel.control.interface import ControlPlane
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.protocol import open_device
-from runtime.execute.executor import Executor, ExecutorLimits
-from runtime.execute.landing import StepTiming
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.result_reader import StepTiming
+from runtime.execute.role import ExecutorLimits
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
-from runtime.groups.step_sync import DpStepSync, exchange_ladder
+from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -59,6 +63,7 @@ def build_engine(
     exchange: TokenExchange | None = None,
     share: Callable[[Callable[[], str]], str] | None = None,
     kernel_cache: Path | None = None,
+    flashinfer: FlashInferSwitches = NO_SWITCHES,
     progress: Progress | None = None,
     on_timing: Callable[[StepTiming], None] | None = None,
     watchdog: Watchdog | None = None,
@@ -68,9 +73,10 @@ def build_engine(
     ``collectives``: of this rank's tensor-parallel group. ``exchange``: with the other groups, where
     ``config.data_parallel`` is more than 1. ``agree_min`` gives the least of a number over all ranks, ``share(make)``
     what ``make()`` returned on rank 0: with it, kernels are chosen by measurement, and ``kernel_cache`` remembers them.
+    ``flashinfer``: what FlashInfer's environment variables say.
     ``device`` is ``cpu`` or ``cuda:N``. ``on_timing`` gets each step's device times, from the landing worker. Raises
-    ConfigError, models.config.ModelConfigError, models.weights.WeightsError or kv_pool.KvMemoryError, each saying what
-    to change.
+    ConfigError, models.config.ModelConfigError, models.weights.WeightsError or sizing.CacheMemoryError, each saying
+    what to change.
     """
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
@@ -92,7 +98,9 @@ def build_engine(
             dtype=dtype,
             device=opened.torch_device,
             collectives=collectives,
-            kernels=select_kernels(torch.device(device), dtype, model_config.head_dim, config.prefill_attention),
+            kernels=select_kernels(
+                torch.device(device), dtype, model_config.head_dim, config.prefill_attention, flashinfer
+            ),
             experts=split,
             seed=config.seed,
             progress=progress,
@@ -107,10 +115,11 @@ def build_engine(
             _limits(config, served, agree_min, share, kernel_cache, exchange),
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
+            land_range=partial(around, ranges),
         )
         log.info(
             "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",
-            executor.graphs.counters.captured + executor.prefill_graphs.captured,
+            executor.device.captures,
             time.perf_counter() - loaded,
         )
     except BaseException:
@@ -119,7 +128,7 @@ def build_engine(
     scheduler = Scheduler(_schedule(config, served, executor))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
-        executor.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
+        executor.decode.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
     at_end = load_report(config, model, split)
     groups, dealer = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
@@ -184,11 +193,12 @@ def _groups(
     if exchange is None:
         return None, None
     assignment = LoadBalancer(exchange.index, exchange.groups)
-    groups = DpStepSync(control, config.decode_buckets, config.max_prefill_tokens, assignment)
-    return groups, RequestRouter(control, assignment)
+    return DpStepSync(control, assignment), RequestRouter(control, assignment)
 
 
 def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> SchedulerConfig:
+    if config.prefix_caching and not executor.restores_prefixes:
+        log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
     return SchedulerConfig(
         rows=config.max_num_seqs,
         slots=SLOTS_PER_ROW * config.max_num_seqs,
@@ -196,10 +206,9 @@ def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> 
         block_size=config.block_size,
         max_model_len=served.max_model_len,
         depth=config.chain_depth,
-        width=config.width,
+        widths=(config.width,),
         max_prefill_tokens=config.max_prefill_tokens,
-        decode_buckets=config.decode_buckets,
         prefill_burst=config.prefill_burst,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,
     )

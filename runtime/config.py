@@ -36,7 +36,7 @@ _RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "num_blocks": (1, None),
     "max_prefill_tokens": (1, None),
     "chain_depth": (0, 64),
-    "width": (1, 256),
+    "width": (1, 1),  # wider steps need a proposer, and none is built in yet (runtime/execute/step/window.py)
     "max_waiting": (1, None),
     "prefill_burst": (1, None),
     "horizon": (1, 64),
@@ -75,8 +75,8 @@ class EngineConfig:
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step; prefill_burst: prefill steps in a row while others decode.
     chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine). width: W, tokens a row may gain
-    in a step. decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``. prefill_graphs:
-    on GPUs prefill steps are captured, too, and filled up to a few token counts.
+    in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a decode step; empty takes
+    ``default_buckets``. prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
     max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
@@ -190,11 +190,6 @@ class EngineConfig:
     def running_seqs(self) -> int:
         """Requests that run at once, all groups together."""
         return self.max_num_seqs * self.data_parallel
-
-    @property
-    def reserve_tokens(self) -> int:
-        """Tokens beyond the landed ones that a running request holds blocks for: (D + 1) * W."""
-        return (self.chain_depth + 1) * self.width
 
     @property
     def digest(self) -> str:

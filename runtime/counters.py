@@ -11,12 +11,13 @@ from runtime.schedule.scheduler import Scheduler
 
 
 def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRouter | None) -> dict[str, int | float]:
-    """Counted so far; a labelled counter is ``name{label}``.
+    """Counted so far; a labelled counter is ``name{label}``. What the scheduler counts is explained in
+    schedule/counters.py.
 
     Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,
     ``group_idle_steps{g}``: steps that group g launched for the others' sake, without a row of its own.
     """
-    schedule, staging, landing = scheduler.counters, executor.staging.counters, executor.landing.counters
+    schedule, staging, landing = scheduler.counters, executor.staging.counters, executor.results.counters
     counted: dict[str, int | float] = {
         "steps": schedule.prefill_steps + schedule.decode_steps,
         "prefill_steps": schedule.prefill_steps,
@@ -25,6 +26,11 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "chained_steps": schedule.chained_steps,
         "ghost_rows": schedule.ghost_rows,
         "wasted_tokens": schedule.wasted_tokens,
+        "admissions": schedule.admissions,
+        "deferred_admissions": schedule.deferred_admissions,
+        "cancels": schedule.cancels,
+        "pauses": schedule.pauses,
+        "resumes": schedule.resumes,
         "evictions": schedule.evictions,
         "stalls": schedule.stalls,
         "fenced_blocks": schedule.fenced_blocks,
@@ -32,9 +38,12 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": landing.device_to_host_bytes,
-        "graph_captures_after_warmup": executor.graphs.counters.after_warmup,
+        "graph_captures_after_warmup": executor.device.captures - executor.captures_at_warmup,
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }
+    counted |= {f"finished{{{reason}}}": count for reason, count in schedule.finished.items()}
+    counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.decode.graphs.late.items()}
+    counted |= {f"fallbacks{{{name}}}": count for name, count in executor.fallbacks.counts.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
     if dealer is not None:
         counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(dealer.assignment.requests)}

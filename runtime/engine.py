@@ -21,8 +21,8 @@ from parallel.control.interface import ControlPlane
 from runtime.config import EngineConfig
 from runtime.counters import engine_counters
 from runtime.execute.executor import Executor
-from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.slot_state import DEFAULT_STOP_IDS, check_stop_ids
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.frontend.validation import checked_request
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
@@ -46,10 +46,10 @@ class ServedModel:
 
 
 class _Flight(NamedTuple):
-    """``launched`` differs from ``planned`` where groups share experts: it is wider, or there is no plan behind it."""
+    """``launched`` without ``planned``: for the sake of other groups. Neither: a void step."""
 
     planned: StepPlan | None
-    launched: StepPlan | None
+    launched: LaunchSpec | None
 
 
 class Engine:
@@ -101,7 +101,11 @@ class Engine:
         observe.plan()
         plan = self.scheduler.plan()
         observe.launch(plan, self.scheduler.counters.latest_break)
-        self._in_flight.append(_Flight(plan, self._launch(plan)))
+        spec = self._resolve(plan)
+        if spec is not None:
+            observe.resolved(spec)
+            self.executor.launch(spec)
+        self._in_flight.append(_Flight(plan, spec))
         observe.launched()
         output, launched = StepOutput(self.scheduler.step), False
         if len(self._in_flight) > self.config.chain_depth:
@@ -127,22 +131,16 @@ class Engine:
             ended += self.scheduler.submit(event)
         return ended
 
-    def _launch(self, plan: StepPlan | None) -> StepPlan | None:
-        """Returns what is on its way: the plan, or what the groups made of it."""
+    def _resolve(self, plan: StepPlan | None) -> LaunchSpec | None:
+        """How this rank launches the step. Where groups share experts they agree on that first."""
         if self._groups is None:
-            if plan is not None:
-                self.executor.launch(plan)
-            return plan
-        features = SamplingVariant() if plan is None else self.executor.features(plan)
+            return None if plan is None else self.executor.resolve(plan)
+        step = self.scheduler.step - 1
+        needs = self.executor.needs(plan)
         self._at("exchange")
-        joined = self._groups.join(self.scheduler.step - 1, plan, features, self.config.width)
+        agreed = self._groups.join(step, needs)
         self._at("plan")
-        if joined is None:
-            return None
-        self.observe.joined(joined.plan)
-        self.executor.graphs.get(joined.decode_bucket, joined.features, joined.plan.exchange_rows)
-        self.executor.launch(joined.plan, joined.features)
-        return joined.plan
+        return None if agreed is None else self.executor.resolve(plan, agreed, step=step)
 
     def _land(self) -> StepOutput:
         flight = self._in_flight.popleft()
@@ -232,11 +230,16 @@ class Engine:
         return self._dealer.outstanding or any(flight.launched is not None for flight in self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Have a request announced. ValueError when no slot could hold it; a scheduler's refusal comes as an output."""
-        check_stop_ids(request.request_id, request.stop_token_ids, DEFAULT_STOP_IDS)
-        if request.sampling.seed is None:
-            raise ValueError(f"request {request.request_id} has no seed: draw one, so that the answer can be repeated")
-        self._outbox.put(Admit(request))
+        """Have a request announced, max_tokens cut to what fits behind its prompt.
+
+        Raises RequestError, before any rank hears of it, for one that cannot be served as it stands (validation.py);
+        what the scheduler refuses (a full queue, a pool too small) comes back as Finished(REJECTED) with the reason.
+        """
+        self._outbox.put(Admit(checked_request(request, self.model_config)))
+
+    def bind_thread(self) -> None:
+        """Called first by a thread other than the one that made the engine, before it takes turns: one thread does."""
+        self.executor.device.bind_thread()
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored."""

@@ -1,4 +1,13 @@
-"""The rules of the house, read from the syntax trees of the tracked files; each checker is shown to bite."""
+"""The rules of the house, read from the syntax trees of the tracked files; each checker is shown to bite.
+
+Layers and sealed folders. Imports run launch -> runtime -> models -> parallel; a sealed folder imports nothing but what
+is listed. Every import counts here, wherever it stands.
+
+Circles and floors. No files import each other in a circle. An import counts wherever it runs, at the top of a file or
+inside a function: a file that is loaded later is still needed. What stands under ``if TYPE_CHECKING`` never runs and is
+counted apart. Each folder and each loose file of a layer stands on a floor (FLOORS), and imports from its own floor and
+those below; here annotations count, too. Whoever adds one says in the table where it stands.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +30,63 @@ SEALED = {  # folders that may import the standard library, themselves and what 
     "runtime/schedule": frozenset[str](),
     "parallel/control": frozenset({"zmq", "msgspec"}),
 }
+# From the top floor down. A folder's files stand on its floor, unless they are listed themselves. Two of one floor may
+# import each other's files, but never in a circle.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "launch": (
+        ("launch/__main__.py",),
+        ("launch/cli.py", "launch/complete.py", "launch/report", "launch/scale"),
+        ("launch/sweep",),
+        ("launch/bench",),
+        ("launch/generate", "launch/doctor"),
+        ("launch/api", "launch/ranks", "launch/engine_options.py"),
+        ("launch/values.py", "launch/errors.py"),
+    ),
+    "runtime": (
+        ("runtime/build.py",),
+        ("runtime/engine.py",),
+        ("runtime/counters.py", "runtime/frontend"),
+        ("runtime/groups",),
+        ("runtime/observe", "runtime/replicate", "runtime/watchdog"),
+        ("runtime/execute",),
+        ("runtime/config.py", "runtime/gc_freeze.py"),
+        ("runtime/schedule",),
+    ),
+    "models": (
+        ("models/demo", "models/expert_load.py"),
+        ("models/weights.py",),
+        ("models/registry.py", "models/dummy.py"),
+        ("models/families",),
+        ("models/layers",),
+        ("models/group_size.py", "models/generation_config.py", "models/checkpoint.py"),
+        ("models/config.py", "models/weights_header.py"),
+        ("models/layers/rope.py", "models/layers/routed_experts.py"),  # read by config.py: what config.json says
+        ("models/config_reader.py", "models/kernels"),
+        ("models/inputs.py",),
+        ("models/cache_layout.py",),
+    ),
+    "parallel": (
+        ("parallel/layers",),
+        ("parallel/comm", "parallel/control"),
+        ("parallel/topology.py",),
+    ),
+}
+# Circles that still stand, to go with the next change of their files. A new one is an error, and so is one that went.
+CIRCLES_THAT_STAND = [
+    # open_device() chooses between the two that keep the protocol it stands beside.
+    {
+        "runtime/execute/device/cpu_twin.py",
+        "runtime/execute/device/cpu_twin_stream.py",
+        "runtime/execute/device/cuda.py",
+        "runtime/execute/device/protocol.py",
+    },
+]
+CIRCLES_OF_ANNOTATIONS = [{"runtime/schedule/chain.py", "runtime/schedule/sequence.py"}]
+ENVIRONMENT = re.compile(r"os\.(environb?|getenvb?|putenv|unsetenv)(\..*)?")
+MIRRORED = ("launch", "runtime", "models", "parallel")
+ONE_FILE_S_TESTS = {"tests/runtime/engine": "runtime/engine.py"}  # the loop's tests are many: they have a folder
+
+LAYER_FACES = {f"{layer}/__init__.py" for layer in LAYERS}
 BARE = ("runtime/__init__.py", "parallel/__init__.py")  # executed on the way into a sealed folder
 
 DYNAMIC_IMPORTS = ("__import__", "import_module", "importlib.import_module")
@@ -94,6 +160,139 @@ def uphill_imports(files: dict[str, ast.Module]) -> list[str]:
     return found
 
 
+def first_party_arrows(files: dict[str, ast.Module], annotations: bool = False) -> dict[str, set[str]]:
+    """File -> files of the four layers that it imports, itself aside; ``annotations``: under TYPE_CHECKING, too."""
+    arrows: dict[str, set[str]] = {}
+    for path, tree in files.items():
+        if path.split("/")[0] not in LAYERS:
+            continue
+        skipped = set() if annotations else annotation_lines(tree)
+        targets = {file_of(module, files) for line, module in imports_of(path, tree) if line not in skipped}
+        arrows[path] = {target for target in targets if target is not None and target != path}
+    return arrows
+
+
+def annotation_lines(tree: ast.Module) -> set[int]:
+    """Lines that stand under ``if TYPE_CHECKING``."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
+            found.update(line for child in node.body for line in range(child.lineno, (child.end_lineno or 0) + 1))
+    return found
+
+
+def file_of(module: str, files: dict[str, ast.Module]) -> str | None:
+    """The file of ``a.b.c`` or, where c is a name in it, of ``a.b``; None of what is not ours or is a bare package."""
+    parts = module.split(".")
+    for length in (len(parts), len(parts) - 1):
+        path = "/".join(parts[:length])
+        if f"{path}.py" in files:
+            return f"{path}.py"
+    return None
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected files, more than one each (Tarjan 1972), in the order of their names."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(path: str) -> None:
+        number[path] = lowest[path] = len(number)
+        stack.append(path)
+        for target in sorted(arrows.get(path, ())):
+            if target not in number:
+                visit(target)
+                lowest[path] = min(lowest[path], lowest[target])
+            elif target in stack:
+                lowest[path] = min(lowest[path], number[target])
+        if lowest[path] == number[path]:
+            circle = set(stack[stack.index(path) :])
+            del stack[stack.index(path) :]
+            if len(circle) > 1:
+                found.append(circle)
+
+    for path in sorted(arrows):
+        if path not in number:
+            visit(path)
+    return sorted(found, key=min)
+
+
+def floor_of(path: str) -> int | None:
+    """Of a file of the four layers, from the top; None where the table has no place for it."""
+    floors = FLOORS[path.split("/")[0]]
+    places = {place: floor for floor, places in enumerate(floors) for place in places}
+    parts = path.split("/")
+    for length in range(len(parts), 1, -1):
+        floor = places.get("/".join(parts[:length]))
+        if floor is not None:
+            return floor
+    return None
+
+
+def homeless_files(files: dict[str, ast.Module]) -> list[str]:
+    """Files of the four layers whose place in the house nobody has said."""
+    ours = (path for path in files if path.split("/")[0] in LAYERS and path.count("/") and path not in LAYER_FACES)
+    return [path for path in ours if floor_of(path) is None]
+
+
+def upward_arrows(files: dict[str, ast.Module]) -> list[str]:
+    """Imports from a lower floor of a layer to a higher one, as ``path -> path``; annotations count."""
+    found = []
+    for path, targets in first_party_arrows(files, annotations=True).items():
+        for target in sorted(targets):
+            if target.split("/")[0] != path.split("/")[0] or {path, target} & LAYER_FACES:
+                continue
+            low, high = floor_of(path), floor_of(target)
+            if low is not None and high is not None and high < low:
+                found.append(f"{path} -> {target}")
+    return found
+
+
+def circles_of_floors(files: dict[str, ast.Module]) -> list[set[str]]:
+    """Folders and loose files of one floor that import each other in a circle."""
+    arrows: dict[str, set[str]] = {}
+    for path, targets in first_party_arrows(files, annotations=True).items():
+        here = place_of(path)
+        beside = {place_of(target) for target in targets if target.split("/")[0] == path.split("/")[0]}
+        arrows.setdefault(here, set()).update(place for place in beside if place != here)
+    return circles(arrows)
+
+
+def place_of(path: str) -> str:
+    """The entry of FLOORS that a file stands under, or the file itself."""
+    parts = path.split("/")
+    places = {place for floor in FLOORS[parts[0]] for place in floor}
+    return next((place for n in range(len(parts), 1, -1) if (place := "/".join(parts[:n])) in places), path)
+
+
+def reads_the_environment(files: dict[str, ast.Module]) -> list[str]:
+    """Where code of the house, launch aside, reads or writes environment variables, as ``path:line what``."""
+    found = []
+    for path, tree in files.items():
+        if path.split("/")[0] not in LAYERS[1:] and path != "lockstride.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ENVIRONMENT.fullmatch(dotted(node)):
+                found.append(f"{path}:{node.lineno} {dotted(node)}")
+        found += [f"{path}:{line} {name}" for line, name in imports_of(path, tree) if ENVIRONMENT.fullmatch(name)]
+    return found
+
+
+def homeless_tests(paths: list[str], folders: set[str]) -> list[str]:
+    """Tests below tests/<layer> whose folder is none of the tree's; tests of one file may fill a folder of its name."""
+    found = []
+    for path in paths:
+        parts = path.split("/")
+        if parts[0] != "tests" or parts[1] not in MIRRORED or not parts[-1].startswith("test_"):
+            continue
+        folder = "/".join(parts[:-1])
+        if "/".join(parts[1:-1]) not in folders and folder not in ONE_FILE_S_TESTS:
+            found.append(path)
+    return found
+
+
 def code_from_data(files: dict[str, ast.Module]) -> list[str]:
     """Everything that could run code found in data, as ``path:line what``."""
     found = []
@@ -136,6 +335,37 @@ def lines_with_machine_paths(text: str) -> list[int]:
 
 def test_imports_run_one_way() -> None:
     assert uphill_imports(python_files()) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = python_files()
+    standing = circles(first_party_arrows(files))
+    assert standing == CIRCLES_THAT_STAND
+    assert circles(first_party_arrows(files, annotations=True)) == standing + CIRCLES_OF_ANNOTATIONS
+
+
+def test_every_file_has_a_floor() -> None:
+    files = python_files()
+    assert homeless_files(files) == []
+    listed = {place for floors in FLOORS.values() for floor in floors for place in floor}
+    assert [place for place in sorted(listed) if not (ROOT / place).exists()] == [], "listed, but not in the tree"
+
+
+def test_no_arrow_runs_back_up_between_floors() -> None:
+    files = python_files()
+    assert upward_arrows(files) == []
+    assert circles_of_floors(files) == []
+
+
+def test_only_launch_reads_the_environment() -> None:
+    assert reads_the_environment(python_files()) == []
+
+
+def test_tests_mirror_the_tree() -> None:
+    paths = [path for path in tracked() if path.endswith(".py")]
+    folders = {str(Path(path).parent) for path in paths if not path.startswith("tests/")}
+    assert homeless_tests(paths, folders) == []
+    assert all((ROOT / file).is_file() for file in ONE_FILE_S_TESTS.values())
 
 
 def test_nothing_runs_code_found_in_data() -> None:
@@ -220,6 +450,84 @@ def test_an_uphill_import_is_found(path: str, source: str) -> None:
 )
 def test_a_downhill_import_is_fine(path: str, source: str) -> None:
     assert uphill_imports({path: ast.parse(source)}) == []
+
+
+def trees(**sources: str) -> dict[str, ast.Module]:
+    """``launch_a="import x"`` as launch/a.py."""
+    return {f"{name.replace('_', '/')}.py": ast.parse(source) for name, source in sources.items()}
+
+
+LATER = "def f():\n    from models.a import A"
+NEVER = "if TYPE_CHECKING:\n    from models.a import A"
+
+
+@pytest.mark.parametrize(
+    ("back", "running", "all_of_them"),
+    [("from models.a import A", 1, 1), ("import models.a", 1, 1), (LATER, 1, 1), (NEVER, 0, 1), ("import ast", 0, 0)],
+)
+def test_a_circle_of_files_is_found(back: str, running: int, all_of_them: int) -> None:
+    files = trees(models_a="from models import b", models_b="from models.c import C", models_c=back)
+    expected = {"models/a.py", "models/b.py", "models/c.py"}
+    assert circles(first_party_arrows(files)) == [expected] * running
+    assert circles(first_party_arrows(files, annotations=True)) == [expected] * all_of_them
+
+
+def test_two_circles_are_two() -> None:
+    arrows = {"a": {"b", "d"}, "b": {"a"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"f"}}
+    assert circles(arrows) == [{"a", "b"}, {"d", "e"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("runtime/schedule/x.py", "from runtime.execute.executor import Executor", 1),
+        ("runtime/execute/step/x.py", "def f():\n    import runtime.engine", 1),
+        ("runtime/execute/step/x.py", "from runtime.schedule.plan import StepPlan", 0),
+        ("launch/bench/x.py", "from launch.sweep.point import Point", 1),
+        ("launch/values.py", "import launch.cli", 1),
+        ("models/config.py", "from models.layers.mlp import GatedMLP", 1),
+        ("models/config.py", "from models.layers.rope import Rope", 0),
+        ("parallel/comm/x.py", "if TYPE_CHECKING:\n    from parallel.layers.shard import ShardContext", 1),
+    ],
+)
+def test_an_arrow_that_runs_back_up_is_found(path: str, source: str, found: int) -> None:
+    files = {name: ast.parse("") for name in python_files()}
+    assert len(upward_arrows({**files, path: ast.parse(source)})) == found
+
+
+def test_a_circle_on_one_floor_is_found() -> None:
+    files = trees(launch_api_x="import launch.ranks.y", launch_ranks_x="import launch.api.y")
+    files |= trees(launch_ranks_y="", launch_api_y="")
+    assert upward_arrows(files) == []
+    assert circles_of_floors(files) == [{"launch/api", "launch/ranks"}]
+
+
+def test_a_file_without_a_floor_is_found() -> None:
+    assert homeless_files(trees(runtime_x="", runtime_schedule_x="", tests_x="", launch_new_x="")) == [
+        "runtime/x.py",
+        "launch/new/x.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import os\nos.environ['A']", 1),
+        ("import os\nx = os.environ.get('A')", 1),
+        ("import os\nos.getenv('A')", 1),
+        ("from os import environ", 1),
+        ("from os import getenv as g", 1),
+        ("import os\nos.path.join('a', environ)", 0),
+    ],
+)
+def test_a_look_into_the_environment_is_found(source: str, found: int) -> None:
+    assert bool(reads_the_environment({"models/x.py": ast.parse(source)})) == found
+    assert reads_the_environment({"launch/x.py": ast.parse(source)}) == []
+
+
+def test_a_test_in_no_room_is_found() -> None:
+    paths = ["tests/runtime/x/test_a.py", "tests/launch/test_b.py", "tests/gpu/test_c.py", "tests/runtime/x/rig.py"]
+    assert homeless_tests(paths, {"launch", "runtime"}) == ["tests/runtime/x/test_a.py"]
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,21 @@ from launch.api.schema import (
 )
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import ModelFacts
-from runtime.frontend.output_processor import drawn_seed, stop_ids_of
+from runtime.frontend.output_processor import drawn_seed
 from runtime.frontend.tokenizer import Tokenizer
-from runtime.frontend.validation import RequestError, check_prompt, check_sampling
+from runtime.frontend.validation import (
+    RequestError,
+    checked_priority,
+    checked_prompt,
+    checked_sampling,
+    fitted,
+    stop_ids_of,
+)
 from runtime.schedule.request import SamplingParams
 
 LineId = str | int
 
 MAX_ID_CHARACTERS = 512
-MAX_PRIORITY = 2**31 - 1
 COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for prompts; a chat may use all that fits
 _Typed = TypeVar("_Typed")
 
@@ -184,8 +190,7 @@ class RequestParser:
             raise RequestError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
         else:
             ids = self._tokens_of(self._tokenizer, prompt, add_special_tokens)
-        check_prompt(ids, self._model.vocab_size, self._model.max_model_len)
-        return ids
+        return checked_prompt(ids, self._model.vocab_size, self._model.max_model_len)
 
     @staticmethod
     def _tokens_of(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool) -> tuple[int, ...]:
@@ -207,18 +212,14 @@ class RequestParser:
         default = otherwise if self._max_tokens is None else self._max_tokens
         min_tokens = fields.min_tokens or 0
         max_tokens = asked if asked is not None else max(default, min_tokens)
-        sampling = sampling_params(fields, self._defaults, max_tokens=max_tokens, logprobs=logprobs)
-        check_sampling(sampling, self._model.vocab_size)
+        said = sampling_params(fields, self._defaults, max_tokens=max_tokens, logprobs=logprobs)
+        sampling = checked_sampling(said, self._model.vocab_size)
         stop_ids_of(sampling, self._model.eos_token_ids)
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the model folder has no tokenizer.json")
-        room = self._model.max_model_len - len(prompt)
-        return replace(
-            sampling,
-            max_tokens=min(max_tokens, room),
-            min_tokens=min(sampling.min_tokens, room),
-            seed=drawn_seed(self._base_seed, line_id) if sampling.seed is None else sampling.seed,
-        )
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=drawn_seed(self._base_seed, line_id))
+        return fitted(sampling, len(prompt), self._model.max_model_len)
 
 
 def _decode(data: bytes | msgspec.Raw, kind: type[_Typed]) -> _Typed:
@@ -231,10 +232,7 @@ def _refuse_stream(stream: bool | None) -> None:
 
 
 def _priority(fields: SamplingFields) -> int:
-    priority = fields.priority or 0
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise RequestError(f"priority must lie within {MAX_PRIORITY} of 0")
-    return priority
+    return checked_priority(fields.priority or 0)
 
 
 def _id_trouble(name: str, value: object) -> str | None:

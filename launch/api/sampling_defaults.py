@@ -16,7 +16,8 @@ from typing import Literal
 
 from models.config import ModelConfigError
 from models.generation_config import FILE_NAME, read_sampling_parameters
-from runtime.frontend.validation import RequestError, check_sampling
+from runtime.config import WARM_KINDS, EngineConfig
+from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
 
 GenerationConfig = Literal["auto", "none"]
@@ -38,7 +39,7 @@ def sampling_defaults(
     of_folder = {k: v for k, v in read_sampling_parameters(folder).items() if k not in named}
     taken = SamplingParams(**of_folder)  # type: ignore[arg-type]
     try:
-        check_sampling(taken, vocab_size=1)
+        taken = checked_sampling(taken, vocab_size=1)
     except RequestError as error:
         raise ModelConfigError(f"{folder / FILE_NAME}: {error}; or type --generation-config none") from error
     if of_folder:
@@ -49,3 +50,15 @@ def sampling_defaults(
             listed,
         )
     return replace(taken, **named)  # type: ignore[arg-type]
+
+
+def warmed_for(config: EngineConfig, defaults: SamplingParams) -> EngineConfig:
+    """``config`` that also captures, before the first request, what a request with ``defaults`` needs."""
+    wanted = {*config.warm, "greedy"}
+    if not defaults.greedy:
+        wanted.add("random")
+        if defaults.top_k > 0 or defaults.top_p < 1.0 or defaults.min_p > 0.0:
+            wanted.add("filtered")
+    if defaults.penalised:
+        wanted.add("penalised")
+    return replace(config, warm=tuple(kind for kind in WARM_KINDS if kind in wanted))

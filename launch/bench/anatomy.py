@@ -27,8 +27,9 @@ from launch.bench.environment import engine_facts, environment
 from launch.bench.replay import replay_ms, settling
 from launch.bench.session import DeviceWindow, Session, StepTimings, forget_engines
 from launch.bench.trace import BenchError, DecodeStep, check_complete, run_requests, why_not_full
-from launch.bench.workload import Prompt, RequestNumbers, random_prompts
+from launch.bench.workload import random_prompts
 from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.schedule.plan import StepOutput
 
 WORK = ("exchange", "plan", "launch", "land")
@@ -113,7 +114,7 @@ class AnatomyBench:
         self._session = session
         self._engine = engine
         self._timings = timings
-        self._numbers = RequestNumbers()
+        self._client = EngineClient(engine, text=False)
         self._clock = TurnClock(engine)
 
     def run(self) -> dict[int, list[StepAnatomy]]:
@@ -136,10 +137,10 @@ class AnatomyBench:
                     bar.update()
         return found
 
-    def _run(self, prompts: Sequence[Prompt]) -> StepAnatomy:
+    def _run(self, prompts: Sequence[PromptRequest]) -> StepAnatomy:
         self._timings.clear()
         self._clock.turns.clear()
-        trace = run_requests(self._engine, self._numbers.requests(prompts), after_turn=self._clock.end_turn)
+        trace = run_requests(self._client, prompts, after_turn=self._clock.end_turn)
         check_complete(trace)
         if refused := why_not_full(trace, len(prompts), self._session.lengths.output - 1):
             raise BenchError(f"batch {len(prompts)}: {refused}")

@@ -13,8 +13,7 @@ from launch.bench.latency import latency
 from launch.bench.options import BenchCommand, BenchOptions, Subcommand
 from launch.bench.session import OpenEngine, Session, open_session
 from launch.bench.throughput import throughput
-from launch.generate.command import UsageError
-from launch.report.peers_plot import plot
+from launch.errors import UsageError
 
 MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {
     "latency": latency,
@@ -32,14 +31,12 @@ def control(options: BenchOptions) -> int:
 
 
 def run(command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
-    """The whole command on this rank; returns its exit code.
+    """The whole command on this rank; returns its exit code. `bench plot` is no measurement: report/peers_plot.py.
 
     Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work, BenchError
     when what was to be measured did not happen, and whatever the engine raises.
     """
     options = command.options
-    if command.subcommand == "plot":
-        return plot(options)
     if command.subcommand == "control":
         return control(options)
     return MEASUREMENTS[command.subcommand](open_session(command, environ, open_engine))

@@ -55,7 +55,7 @@ def environment(config: EngineConfig, rendezvous: Rendezvous, engine: dict[str, 
 def engine_facts(engine: Engine) -> dict[str, Any]:
     """What an engine's start came to on this rank, in bytes and seconds: its graphs, how memory was divided, and whose
     prefill attention runs."""
-    graphs, sizing = engine.executor.graphs.counters, engine.executor.sizing
+    graphs, sizing = engine.executor.decode.graphs.counters, engine.executor.sizing
     return {
         "graphs_captured": graphs.captured - graphs.after_warmup,
         "graph_seconds": graphs.warm_up_s,

@@ -16,15 +16,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.bench.environment import device_name, engine_facts, environment
+from launch.bench.point import Point
 from launch.bench.profile import profiles
-from launch.bench.results import Point, vllm_figures
+from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
 from launch.bench.trace import RunTrace, check_complete, run_requests, why_not_full
-from launch.bench.workload import Prompt, RequestNumbers, random_prompts
+from launch.bench.workload import random_prompts
 from launch.generate.summary import groups_text
 from runtime.engine import Engine
-from runtime.schedule.request import Request
+from runtime.frontend.client import EngineClient, PromptRequest
 
 NO_RATE = 1  # exit code: at least one point was refused
 
@@ -65,7 +66,7 @@ class LatencyBench:
         self._session = session
         self._engine = engine
         self._timings = timings
-        self._numbers = RequestNumbers()
+        self._client = EngineClient(engine, text=False)
         self._startup_s: float | None = None
         self._files = session.files("latency")
         self._shape = Shape.from_folder(session.folder)
@@ -93,21 +94,21 @@ class LatencyBench:
             if groups := groups_text(self._engine.counters):
                 bar.write(f"groups, warm-up included: {groups}")
             if options.profile:  # last: what is timed after a profiler has run may be slower
-                for tables in profiles(self._engine, self._numbers, points, self._prompts, self._files):
+                for tables in profiles(self._engine, self._client, points, self._prompts, self._files):
                     bar.write(tables)
         return points
 
-    def _prompts(self, batch: int) -> list[Prompt]:
+    def _prompts(self, batch: int) -> list[PromptRequest]:
         lengths, engine = self._session.lengths, self._engine
         return random_prompts(batch, lengths.prompt, lengths.output, engine.model_config.vocab_size, engine.config.seed)
 
-    def _run(self, prompts: Sequence[Prompt]) -> FixedBatchRun:
+    def _run(self, prompts: Sequence[PromptRequest]) -> FixedBatchRun:
         ttft = None
         if self._session.options.protocol == "fixed-batch":
-            ttft = self._traced(self._numbers.requests(prompts, max_tokens=1)).seconds
+            ttft = self._traced(prompts, max_tokens=1).seconds
         self._timings.clear()
         before = self._engine.counters
-        trace = self._traced(self._numbers.requests(prompts))
+        trace = self._traced(prompts)
         after = self._engine.counters
         steps = self._session.lengths.output - 1
         whole = statistics.median(times.ttft for times in trace.requests.values())
@@ -121,8 +122,8 @@ class LatencyBench:
             trace=trace,
         )
 
-    def _traced(self, requests: Sequence[Request]) -> RunTrace:
-        trace = run_requests(self._engine, requests)
+    def _traced(self, requests: Sequence[PromptRequest], max_tokens: int | None = None) -> RunTrace:
+        trace = run_requests(self._client, requests, max_tokens=max_tokens)
         check_complete(trace)
         if self._startup_s is None:
             self._startup_s = startup_seconds(min(times.landings[0][0] for times in trace.requests.values()))

@@ -1,17 +1,19 @@
 """The command line of `bench`: which subcommands there are, and what each of them needs beside the engine's options.
 
-Knows: vLLM's flag names and the protocols' defaults. Does not know: what a subcommand does (bench.py), the engine's own
-options (engine_options.py adds those).
+Knows: vLLM's flag names and the protocols' defaults. Does not know: what a subcommand does (bench/command.py), the
+engine's own options (engine_options.py adds those).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.engine_options import add_engine_options
+from launch.values import at_least_one, counts, number, whole_number
 from runtime.config import EngineConfig
 
 Subcommand = Literal["latency", "throughput", "anatomy", "control", "plot"]
@@ -73,15 +75,22 @@ def bench_command(given: dict[str, Any], engine: Mapping[str, Any]) -> BenchComm
     return BenchCommand(subcommand, engine, BenchOptions(**given))
 
 
-def add_bench_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    add_engine_options: Callable[[argparse._ArgumentGroup], None],
-) -> None:
+def parse_bench(arguments: Sequence[str]) -> None:
+    """Reads ``bench latency --model ...`` for its complaints alone.
+
+    Raises SystemExit(2), after an explanation on stderr, as the command would.
+    """
+    parser = argparse.ArgumentParser(prog="lockstride", allow_abbrev=False)
+    add_bench_parser(parser.add_subparsers(required=True))
+    parser.parse_args(arguments)
+
+
+def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The parser of `bench` and those of its subcommands."""
     bench = commands.add_parser(
         "bench",
-        help="measure latency, throughput and the anatomy of a step",
-        description="Measurements that can be rerun, with vLLM's flags and metric names.",
+        help="measure latency, throughput and the parts of a step",
+        description="Reproducible benchmarks, with vLLM's flags and metric names.",
         allow_abbrev=False,
     )
     subcommands = bench.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
@@ -119,7 +128,7 @@ class _Adder:
 def _latency_options(add: _Adder) -> None:
     add.value(
         "--protocol",
-        "fixed-batch: TPOT from the times of a long and a one-token answer; generation: whole answers, as vLLM's "
+        "fixed-batch: TPOT from the times of a long and a one-token output; generation: whole outputs, as vLLM's "
         "bench latency",
         "word",
         str,
@@ -127,7 +136,7 @@ def _latency_options(add: _Adder) -> None:
     )
     _fixed_batch_options(add)
     _roofline_options(add)
-    add.switch("--profile", "after all timed runs, the kernels of a prefill and of a decode step of each batch")
+    add.switch("--profile", "after all timed runs, profile the kernels of a prefill and a decode step of each batch")
 
 
 def _anatomy_options(add: _Adder) -> None:
@@ -135,47 +144,49 @@ def _anatomy_options(add: _Adder) -> None:
 
 
 def _control_options(add: _Adder) -> None:
-    add.value("--ranks", "processes that agree; several with commas", "ranks", _counts, "2,4,8")
-    add.value("--turns", "agreements of each measurement", "turns", _at_least_one)
+    add.value("--ranks", "number of ranks; several comma-separated", "ranks", counts, "2,4,8")
+    add.value("--turns", "turns of each measurement", "turns", at_least_one)
     add.value(
         "--way",
-        "how they agree; may be given again",
+        "transport to measure; may be repeated",
         "name",
         str,
         "all; nccl where each rank has a GPU",
         action="append",
     )
-    add.value("--output", "figures as JSON", "file", Path, "not written")
+    add.value("--output", "write the results as JSON", "file", Path, "not written")
 
 
 def _fixed_batch_options(add: _Adder) -> None:
-    add.value("--input-len", "prompt of each request", "tokens", _at_least_one, "512")
-    add.value("--output-len", "answer of each request", "tokens", _at_least_one, "257")
-    add.value("--batch-size", "requests that run together; several with commas", "rows", _counts, "1,8,32,128,256")
+    add.value("--input-len", "prompt length of each request", "tokens", at_least_one, "512")
+    add.value("--output-len", "output length of each request", "tokens", at_least_one, "257")
+    add.value("--batch-size", "batch size; several comma-separated", "rows", counts, "1,8,32,128,256")
     _run_options(add)
 
 
 def _throughput_options(add: _Adder) -> None:
-    add.value("--dataset-name", "where prompts come from", "word", str, "", choices=("random", "sharegpt", "jsonl"))
-    add.value("--dataset-path", "file of the dataset; random needs none", "file", Path, "none")
-    add.value("--input-len", "prompt of each random request", "tokens", _at_least_one, "1024")
-    add.value("--output-len", "answer of each request", "tokens", _at_least_one, "the dataset's; random: 128")
-    add.value("--num-prompts", "requests of a run", "requests", _at_least_one)
-    add.value("--max-concurrency", "requests under way at once", "requests", _at_least_one, "all")
+    add.value("--dataset-name", "dataset of prompts", "word", str, "", choices=("random", "sharegpt", "jsonl"))
+    add.value("--dataset-path", "file of the dataset; not for random", "file", Path, "none")
+    add.value("--input-len", "prompt length of each random request", "tokens", at_least_one, "1024")
+    add.value("--output-len", "output length of each request", "tokens", at_least_one, "the dataset's; random: 128")
+    add.value("--num-prompts", "requests in a run", "requests", at_least_one)
+    add.value("--max-concurrency", "maximum number of concurrent requests", "requests", at_least_one, "all")
     _run_options(add)
     _roofline_options(add)
 
 
 def _run_options(add: _Adder) -> None:
-    add.value("--num-iters", "measured runs of each point", "runs", _at_least_one)
-    add.value("--num-warmups", "runs before them that do not count", "runs", _count, "", "--num-iters-warmup")
+    add.value("--num-iters", "measured runs per point", "runs", at_least_one)
+    add.value("--num-warmups", "warm-up runs before them", "runs", whole_number, "", "--num-iters-warmup")
     add.value("--result-dir", "folder to write results to", "folder", Path, "not written")
 
 
 def _roofline_options(add: _Adder) -> None:
-    add.switch("--roofline", "print the floor that bytes and FLOPs set, and the share of it that was reached")
-    add.value("--bytes-per-s", "memory bandwidth of a device for the floor", "bytes/s", float, f"{H200_BYTES_PER_S:g}")
-    add.value("--flop-per-s", "arithmetic of a device for the floor", "FLOP/s", float, f"{H200_FLOP_PER_S:g}")
+    add.switch("--roofline", "print the roofline floor from bytes and FLOPs, and the share of it that was reached")
+    add.value(
+        "--bytes-per-s", "memory bandwidth of a device for the roofline", "bytes/s", number, f"{H200_BYTES_PER_S:g}"
+    )
+    add.value("--flop-per-s", "compute rate of a device for the roofline", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
 
 
 def _plot_options(add: _Adder) -> None:
@@ -186,29 +197,29 @@ def _plot_options(add: _Adder) -> None:
         metavar="RESULT",
         help="*.points.jsonl files, or folders that hold them (required) [file]",
     )
-    add.value("--peers", "other engines' figures on the same protocol", "file", Path, "none")
-    add.value("--out", "picture to write; its ending chooses the format, such as .png or .svg", "file", Path)
+    add.value("--peers", "results of other engines under the same protocol", "file", Path, "none")
+    add.value("--out", "image to write; its suffix selects the format, such as .png or .svg", "file", Path)
 
 
 _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] = (
     (
         "latency",
         _latency_options,
-        "time of a token at fixed batch sizes",
+        "time per output token at fixed batch sizes",
         "A batch of random prompts, all admitted at once, greedy, to a fixed length. Exit code 1 when a point has no "
         "rate, because its batch was not full.",
     ),
     (
         "throughput",
         _throughput_options,
-        "tokens and requests a second over a dataset",
-        "A dataset through the engine as fast as it goes, at most --max-concurrency requests at a time.",
+        "tokens and requests per second over a dataset",
+        "Runs a dataset at full load, with at most --max-concurrency requests at a time.",
     ),
     (
         "anatomy",
         _anatomy_options,
-        "what a decode step is made of",
-        "Step time in the chain against the bare replay of the same graph, device idle, host time by phase and bytes "
+        "the parts of a decode step",
+        "Time of a chained step against the bare graph replay, device idle time, host time by phase and bytes "
         "copied, at chain depth 0 and --chain-depth.",
     ),
     (
@@ -225,23 +236,3 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] 
         "TPOT against batch: the measured points, other engines' figures and the roofline floor. Needs matplotlib.",
     ),
 )
-
-
-def _at_least_one(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(_at_least_one(part) for part in text.split(","))
-    if len(set(counts)) != len(counts):
-        raise argparse.ArgumentTypeError(f"{text} names a number twice")
-    return counts

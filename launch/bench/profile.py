@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
-from launch.bench.results import Point, ResultFiles
+from launch.bench.point import Point
+from launch.bench.results import ResultFiles
 from launch.bench.trace import check_complete, run_requests, why_not_full
-from launch.bench.workload import Prompt, RequestNumbers
 from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, PromptRequest
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
@@ -43,13 +44,13 @@ class Recorded:
 
 def profiles(
     engine: Engine,
-    numbers: RequestNumbers,
+    client: EngineClient,
     points: Sequence[Point],
-    prompts_of: Callable[[int], Sequence[Prompt]],
+    prompts_of: Callable[[int], Sequence[PromptRequest]],
     files: ResultFiles,
 ) -> Iterator[str]:
     """The tables of each point's batch as text; its file is written before. The leader calls it when all is timed."""
-    recorded, events = _record(engine, numbers, points, prompts_of)
+    recorded, events = _record(engine, client, points, prompts_of)
     on_cpu = engine.config.device == "cpu"
     windows = {event.name: event for event in events if event.is_user_annotation and _on_host(event)}
     for one in recorded:
@@ -75,9 +76,9 @@ def profiles(
 
 def _record(
     engine: Engine,
-    numbers: RequestNumbers,
+    client: EngineClient,
     points: Sequence[Point],
-    prompts_of: Callable[[int], Sequence[Prompt]],
+    prompts_of: Callable[[int], Sequence[PromptRequest]],
 ) -> tuple[list[Recorded], Sequence[FunctionEvent]]:
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile, record_function  # here: only when it is asked for
@@ -88,14 +89,14 @@ def _record(
     # On a CPU threads of their own stand in for the device; the kernels of a GPU are reported whoever launched them.
     with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=on_cpu)) as found:
         # The first launches under the profiler are slow on the host: not part of a window.
-        check_complete(run_requests(engine, numbers.requests(prompts_of(points[0].batch), max_tokens=1)))
+        check_complete(run_requests(client, prompts_of(points[0].batch), max_tokens=1))
         for point in points:
             prompts = prompts_of(point.batch)
             steps = min(PROFILED_STEPS, prompts[0].sampling.max_tokens - 1)
             before = engine.counters["prefill_steps"]
             for tokens in (1, 1 + steps):
                 with record_function(_label(point.batch, tokens)):
-                    trace = run_requests(engine, numbers.requests(prompts, max_tokens=tokens))
+                    trace = run_requests(client, prompts, max_tokens=tokens)
                     engine.executor.device.synchronize()
                 check_complete(trace)
             prefills = int(engine.counters["prefill_steps"] - before) // 2  # both runs prefill the same prompts

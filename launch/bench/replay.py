@@ -13,6 +13,7 @@ from launch.bench.session import Lengths
 from launch.bench.trace import BenchError
 from launch.bench.workload import greedy
 from runtime.engine import Engine
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
@@ -32,17 +33,17 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     """
     executor = engine.executor
     plan = replay_plan(engine, lengths, batch)
-    features = SamplingVariant.covering([greedy(lengths.output)])
-    graph = executor.graphs.get(plan.bucket, features, plan.exchange_rows)
+    spec = replay_spec(engine, plan, SamplingVariant.covering([greedy(lengths.output)]))
+    graph = executor.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
     steps = lengths.output - 1
     skipped = settling(steps)
     compute, device = executor.device.compute, executor.device
     blocks = len(plan.block_writes)
-    for layer in executor.pool.layers:
+    for layer in executor.pool.paged:
         compute.submit(lambda layer=layer: layer[:, 1 : 1 + blocks].normal_())  # type: ignore[misc]
     found = []
     for repeat in range(1 + repeats):  # the first one warms up
-        staged = executor.staging.stage(plan)
+        staged = executor.staging.stage(spec)
         if staged is not None:
             executor.staging.apply(staged)
         for _ in range(skipped):
@@ -58,22 +59,28 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     return statistics.median(found)
 
 
+def replay_spec(engine: Engine, plan: StepPlan, variant: SamplingVariant) -> LaunchSpec:
+    """As the executor would launch ``plan``, whose requests no scheduler knows."""
+    buckets = engine.config.decode_buckets
+    bucket = buckets[bisect_left(buckets, len(plan.slots))]
+    rows = bucket if engine.config.data_parallel > 1 else 0
+    return LaunchSpec(plan, engine.executor.decode.name, bucket, variant, exchange_rows=rows)
+
+
 def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
     """A decode step of ``batch`` rows that have just been prefilled, or of a group's share of them, rounded up.
 
     BenchError when the pool has too few blocks.
     """
-    buckets, num_blocks = engine.config.decode_buckets, engine.executor.pool.num_blocks
+    num_blocks = engine.executor.pool.num_blocks
     groups = engine.config.data_parallel
     rows, each = -(-batch // groups), -(-lengths.total // engine.config.block_size)
     if rows * each > num_blocks:
         raise BenchError(f"batch {batch} needs {rows * each} KV blocks, the pool has {num_blocks}")
     slots = tuple(range(1, rows + 1))
-    bucket = buckets[bisect_left(buckets, rows)]
     return StepPlan(
         step=-1,
         kind=StepKind.DECODE,
-        bucket=bucket,
         slots=slots,
         epochs=(0,) * rows,
         width=1,
@@ -93,5 +100,4 @@ def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
             for slot in slots
         ),
         block_writes=tuple((slot, i, 1 + (slot - 1) * each + i) for slot in slots for i in range(each)),
-        exchange_rows=bucket if groups > 1 else 0,
     )

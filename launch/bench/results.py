@@ -12,7 +12,7 @@ Knows: names, units and file layout. Does not know: how a figure was measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,49 +20,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from launch.bench.point import Point
 from launch.bench.trace import RunTrace
 
 PERCENTILES = (50, 90, 95, 99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One point, medians over ``runs`` runs. ``refused`` says why it has no rate; the rates are None then.
-
-    ``tok_s``: generated tokens a second; ``tok_s_per_gpu``: divided by ranks; ``tok_s_per_user``: by ``batch``.
-    ``bandwidth_fraction``: bytes that a step must read, over its time and the device's bandwidth.
-    ``chained_ratio``: steps launched while another was in flight. ``device_idle``: share of the decode window in which
-    the device ran no step. ``ttft_s``: until the whole batch has its first token. ``startup_s``: from the start of this
-    process to its first token.
-    """
-
-    hw: str
-    framework: str = "lockstride"
-    kind: str
-    model: str
-    precision: str
-    tp: int
-    ep: int
-    dp: int = 1
-    batch: int
-    input_len: int | None
-    output_len: int | None
-    chain_depth: int
-    runs: int
-    refused: str | None
-    tpot_ms: float | None
-    tpot_ms_min: float | None
-    tpot_ms_max: float | None
-    ttft_s: float | None
-    tok_s: float | None
-    tok_s_per_gpu: float | None
-    tok_s_per_user: float | None
-    roofline_floor_ms: float | None
-    roofline_fraction: float | None
-    bandwidth_fraction: float | None
-    chained_ratio: float | None
-    device_idle: float | None
-    startup_s: float | None
 
 
 class ResultFiles:
@@ -114,7 +75,7 @@ def request_rows(trace: RunTrace) -> list[dict[str, Any]]:
     return [
         {
             "request_id": request_id,
-            "prompt_tokens": len(times.request.prompt_token_ids),
+            "prompt_tokens": len(times.request.prompt),
             "output_tokens": times.tokens,
             "finish_reason": trace.finished[request_id].reason.label,
             "submitted_ms": _ms(times.submitted - trace.started),
@@ -134,7 +95,7 @@ def vllm_figures(trace: RunTrace, model_id: str, max_concurrency: int | None) ->
     """
     times = [request for request in trace.requests.values() if request.landings]
     failed = sum(not ended.token_ids for ended in trace.finished.values())
-    prompt_tokens = sum(len(request.request.prompt_token_ids) for request in times)
+    prompt_tokens = sum(len(request.request.prompt) for request in times)
     output_tokens = sum(request.tokens for request in times)
     figures: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -24,13 +24,13 @@ from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.results import ResultFiles
 from launch.bench.roofline import Floor, Shape, decode_floor
 from launch.bench.trace import DecodeStep
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from models.config import ModelConfig
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 
 OnTiming = Callable[[StepTiming], None]
 OpenEngine = Callable[[EngineConfig, Rendezvous, OnTiming | None], Engine]

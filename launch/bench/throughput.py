@@ -16,13 +16,15 @@ from typing import Any
 
 from launch.bench.environment import device_name, engine_facts, environment
 from launch.bench.latency import NO_RATE
-from launch.bench.results import Point, vllm_figures
+from launch.bench.point import Point
+from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
 from launch.bench.session import Session, StepTimings, startup_seconds
 from launch.bench.trace import RunTrace, check_complete, run_requests
-from launch.bench.workload import Prompt, RequestNumbers, dataset
+from launch.bench.workload import dataset
 from launch.generate.summary import groups_text
 from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, PromptRequest
 
 NEARLY_FULL = 0.9  # of the rows, in the median decode step: ends and admissions always leave a few empty
 
@@ -34,7 +36,7 @@ def throughput(session: Session) -> int:
         return _measure(session, prompts)  # a call, so that nothing holds the engine when the ranks part
 
 
-def _measure(session: Session, prompts: Sequence[Prompt]) -> int:
+def _measure(session: Session, prompts: Sequence[PromptRequest]) -> int:
     timings = StepTimings()
     with session.open(timings) as engine:
         if not engine.is_leader:
@@ -74,12 +76,14 @@ def saturation(trace: RunTrace, rows: int) -> Saturation:
 class ThroughputBench:
     """The leader's side. ``run`` once."""
 
-    def __init__(self, session: Session, engine: Engine, timings: StepTimings, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self, session: Session, engine: Engine, timings: StepTimings, prompts: Sequence[PromptRequest]
+    ) -> None:
         self._session = session
         self._engine = engine
         self._timings = timings
         self._prompts = prompts
-        self._numbers = RequestNumbers()
+        self._client = EngineClient(engine, text=False, concurrency=session.options.max_concurrency)
         self._rows = min(engine.config.running_seqs, session.options.max_concurrency or engine.config.running_seqs)
         self._startup_s: float | None = None
 
@@ -113,8 +117,7 @@ class ThroughputBench:
 
     def _run(self) -> RunTrace:
         self._timings.clear()
-        requests = self._numbers.requests(self._prompts)
-        trace = run_requests(self._engine, requests, max_concurrency=self._session.options.max_concurrency)
+        trace = run_requests(self._client, self._prompts)
         check_complete(trace)
         if self._startup_s is None:
             self._startup_s = startup_seconds(min(times.landings[0][0] for times in trace.requests.values()))

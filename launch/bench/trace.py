@@ -1,23 +1,23 @@
 """One run of requests through an engine, and what its landed steps say about them afterwards.
 
-Knows: how requests are handed over, when each step landed, which steps decoded and how full they were.
+Knows: what is measured of a client's turns: when each step landed, which steps decoded and how full they were.
 Does not know: where requests come from (workload.py), what is measured with a run (latency.py and others).
 
-While requests run, a landed step costs one clock reading and one append; everything else is worked out at the end.
+The client is one without texts, so while requests run a landed step costs one clock reading, one append and what an end
+costs; everything else is worked out afterwards.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, EngineIdle, PromptRequest
 from runtime.schedule.plan import Finished, StepOutput
-from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.request import FinishReason
 
 
 class BenchError(RuntimeError):
@@ -28,7 +28,7 @@ class BenchError(RuntimeError):
 class RequestTimes:
     """Seconds on time.perf_counter's clock. ``landings``: (when, tokens) of each step that brought tokens."""
 
-    request: Request
+    request: PromptRequest
     submitted: float
     landings: list[tuple[float, int]] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class RunTrace:
     ended: float
     landed: list[tuple[float, StepOutput]]
     requests: dict[int, RequestTimes]
-    finished: dict[int, Finished]
+    finished: dict[int, Finished] = field(default_factory=dict)
     decode_steps: list[DecodeStep] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)  # when each request ended, in that order
 
@@ -85,6 +85,7 @@ class RunTrace:
         """Work out each request's times, and which steps decoded."""
         for at, output in self.landed:
             self.ends += [at] * len(output.finished)
+            self.finished |= {ended.request_id: ended for ended in output.finished}
             gained = decoded = 0
             for request_id, count in zip(output.request_ids, output.counts, strict=True):
                 if request_id < 0 or not count:
@@ -99,42 +100,50 @@ class RunTrace:
 
 
 def run_requests(
-    engine: Engine,
-    requests: Sequence[Request],
+    client: EngineClient,
+    requests: Sequence[PromptRequest],
     *,
-    max_concurrency: int | None = None,
+    max_tokens: int | None = None,
     after_turn: Callable[[StepOutput], None] | None = None,
 ) -> RunTrace:
-    """Run ``requests`` to their ends (leader). Without ``max_concurrency`` all of them are handed over before the first
-    turn. ``after_turn`` is called after each turn of the engine."""
-    gc.collect()
-    clock = time.perf_counter
-    waiting = deque(requests)
+    """Run ``requests``, of one answer each, to their ends (leader), over a client without texts.
+
+    ``max_tokens``: of every answer, instead of the requests' own. Where the client has no ``concurrency`` of its own, a
+    request is submitted when the run starts, else when the engine gets it. ``after_turn`` is called after each turn.
+    """
+    if max_tokens is not None:
+        requests = [replace(one, sampling=replace(one.sampling, max_tokens=max_tokens)) for one in requests]
     times: dict[int, RequestTimes] = {}
+    for request in requests:  # what can be done before the clock starts is
+        key = client.submit(client.prepare(replace(request, key=None, arrived_at=0.0)))
+        times[_number(key)] = RequestTimes(request, 0.0)
     landed: list[tuple[float, StepOutput]] = []
-    finished: dict[int, Finished] = {}
-    started = clock()
-    while waiting or len(finished) < len(times):
-        while waiting:
-            if max_concurrency is not None and len(times) - len(finished) >= max_concurrency:
-                break
-            request = waiting.popleft()
-            times[request.request_id] = RequestTimes(request, started if max_concurrency is None else clock())
-            engine.add(request)
-        if not engine.has_work:
-            raise BenchError(f"the engine is idle, but {len(times) - len(finished)} requests have not ended")
-        output = engine.step()
-        if output.request_ids or output.finished:
-            landed.append((clock(), output))
-            for ended in output.finished:
-                finished[ended.request_id] = ended
-        if after_turn is not None:
-            after_turn(output)
-    trace = RunTrace(started, landed[-1][0], landed, times, finished)
-    while engine.has_work:  # ghosts of the last requests: not part of the run
-        engine.step()
+    gc.collect()
+    started = time.perf_counter()
+    try:
+        for turn in client.run():
+            if turn.step.request_ids or turn.finished:
+                landed.append((turn.at, turn.step))
+            for output in turn.finished:
+                times[_number(output.key)].submitted = output.timing.queued  # since 0.0, so it is the moment itself
+            if after_turn is not None:
+                after_turn(turn.step)
+    except EngineIdle as error:
+        raise BenchError(str(error)) from error
+    if client.concurrency is None:
+        for one in times.values():
+            one.submitted = started
+    trace = RunTrace(started, landed[-1][0], landed, times)
+    client.settle()  # ghosts of the last requests: not part of the run
     trace.settle()
     return trace
+
+
+def _number(key: Hashable) -> int:
+    """The client's own keys are numbers: the engine's request ids."""
+    if not isinstance(key, int):
+        raise BenchError(f"a request has the key {key!r} instead of a number")
+    return key
 
 
 def check_complete(trace: RunTrace) -> None:

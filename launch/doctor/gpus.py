@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 
 from launch.doctor.findings import Section
+from launch.ranks.flashinfer_switches import flashinfer_switches
+from launch.values import is_whole_number
 from models.kernels.select import select_kernels
 
 _SECONDS = 20.0  # for nvidia-smi: its first call wakes sleeping GPUs
@@ -97,7 +99,7 @@ def kernels(device: torch.device) -> Section:
     for dtype, head_dim in _SHOWN_SHAPES if device.type == "cuda" else ((torch.float32, 128),):
         with _heard("models.kernels.select") as warned:
             try:
-                selected = select_kernels(device, dtype, head_dim)
+                selected = select_kernels(device, dtype, head_dim, flashinfer=flashinfer_switches(os.environ))
             except (RuntimeError, OSError) as error:
                 section.error(
                     f"the kernels for {dtype} cannot be made: {error}",
@@ -140,7 +142,7 @@ def visible_indices(count: int) -> list[int]:
     if named is None:
         return list(range(count))
     parts = named.split(",")
-    return [int(part) for part in parts] if len(parts) == count and all(p.isdecimal() for p in parts) else []
+    return [int(part) for part in parts] if len(parts) == count and all(map(is_whole_number, parts)) else []
 
 
 def topology_matrix(text: str, indices: list[int]) -> list[list[str]]:

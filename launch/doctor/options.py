@@ -27,7 +27,7 @@ def doctor_command(given: dict[str, Any]) -> DoctorCommand:
 def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="look at this machine: what it offers, what is wrong, what to do about it",
+        help="check this machine: what it offers, what is wrong, how to fix it",
         description="Versions and whether they fit each other, GPUs and their links, sockets, shared memory, network, "
         "the time ranks need to agree, and the kernels that would run. Needs no GPU and no model. On every node of a "
         "job: srun --ntasks-per-node 1 python -m launch doctor. Exit code: 0 the runtime can run here (warnings say "
@@ -39,5 +39,5 @@ def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "--measure",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure the ceilings of GPUs and links, about a second each (default: on) [switch]",
+        help="measure the peak rates of GPUs and links, about a second each (default: on) [switch]",
     )

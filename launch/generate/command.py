@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launch.api.parser import LineId, RequestParser
-from launch.api.sampling_defaults import sampling_defaults
-from launch.engine_options import Command, GenerateOptions
+from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.errors import UsageError
 from launch.generate.input_file import count_lines, read_requests
 from launch.generate.loop import Arrival, BatchRun
+from launch.generate.options import Command, GenerateOptions
 from launch.generate.output_file import ResultsFile
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress
@@ -26,6 +27,7 @@ from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.client import EngineClient
 from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
@@ -39,10 +41,6 @@ _LINE = "-" * 80
 log = logging.getLogger("lockstride")
 
 
-class UsageError(ValueError):
-    """The command line asks for something that cannot be."""
-
-
 def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
     """The whole command on this rank; returns its exit code.
 
@@ -53,13 +51,14 @@ def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -
     given = command.engine
     tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
     config = command.engine_config(tensor_parallel)
+    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
+    config = warmed_for(config, defaults)
     if not rendezvous.topology.is_leader:
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
             return _follow(engine)
     check_paths(Path(config.model), options)
     texts = load_texts(Path(config.model))
-    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
     with ResultsFile(options.output, overwrite=options.overwrite, retry_errors=options.retry_errors) as results:
         log.info("%s", config.describe())
         lines = count_lines(options.input)  # now: later, the other ranks wait for this one
@@ -90,6 +89,7 @@ def _lead(
         max_tokens=options.max_tokens,
         base_seed=engine.config.seed,
     )
+    client = EngineClient(engine, tokenizer, text=tokenizer is not None)
     done_before = len(results.settled.ids) + len(results.settled.errors)
     if done_before or results.repaired_bytes:
         log.info("going on: %d rows are there, %d torn bytes cut off", done_before, results.repaired_bytes)
@@ -100,7 +100,7 @@ def _lead(
             closing(Progress(lines, done_before)) as progress,
         ):
             batch = BatchRun(
-                engine, source, results, tokenizer, interrupts, drain_seconds=options.drain_seconds, show=options.show
+                client, source, results, interrupts, drain_seconds=options.drain_seconds, show=options.show
             )
             batch.summary.skipped = done_before
             batch.run(progress)

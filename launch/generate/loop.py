@@ -1,7 +1,7 @@
-"""The leader's loop of `generate`: feed the engine, advance it, write down what finished, and end well.
+"""The leader's loop of `generate`: requests from the reader to the client, answers to the file, and a good end.
 
-Knows: how many requests the engine should have, in what order things stop. Does not know: the command line, what a line
-may say (parser.py), how rows are kept (output_file.py), how an engine works.
+Knows: in what order things stop. Does not know: the command line, what a line may say (parser.py), how rows are kept
+(output_file.py), how many requests the engine should have (runtime/frontend/client.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from launch.generate.output_file import ResultsFile
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress, Summary
 from launch.ranks.signals import Interrupts
-from runtime.frontend.engine_protocol import EngineProtocol
-from runtime.frontend.output_processor import OutputProcessor
+from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.frontend.outputs import RequestOutput
-from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 
 Arrival = tuple[float, PreparedRequest | BadLine]  # time.perf_counter() when it was read, and what it was
@@ -36,10 +34,9 @@ class BatchRun:
 
     def __init__(
         self,
-        engine: EngineProtocol,
+        client: EngineClient,
         source: ReadAhead[Arrival],
         results: ResultsFile,
-        tokenizer: Tokenizer | None,
         interrupts: Interrupts,
         *,
         drain_seconds: float = 20.0,
@@ -47,19 +44,14 @@ class BatchRun:
     ) -> None:
         self.summary = Summary()
         self.shown: dict[LineId, RequestOutput | None] = {}
-        self._engine = engine
+        self._client = client
         self._source = source
         self._results = results
-        self._tokenizer = tokenizer
-        self._assembler = OutputProcessor(tokenizer)
         self._interrupts = interrupts
         self._drain_seconds = drain_seconds
         self._show = show
         self._running: dict[Hashable, PreparedRequest] = {}
         self._held: Arrival | None = None  # read, but there is no room for it yet
-        # As many wait in the engine as may take over from those that run; others wait here, where stopping costs less.
-        rows = engine.config.max_num_seqs
-        self._capacity = engine.config.data_parallel * (rows + min(rows, engine.config.max_waiting))
 
     def run(self, progress: Progress | None = None) -> None:
         """Until every line has its row or, after a signal, what had begun does."""
@@ -72,22 +64,19 @@ class BatchRun:
         if self._interrupts.signal is not None:
             self._drain()
         self.summary.stop_clock()
-        self._engine.stop()
+        self._client.close()
 
     def _advance(self) -> None:
         """One step of the engine, and what follows from it."""
-        routed = self._assembler.route(self._engine.step())
-        for request_id in routed.stop:
-            self._engine.cancel(request_id, FinishReason.STOP)
-        for output in routed.finished:
+        for output in self._client.turn().finished:
             self._finish(output)
 
     def _more(self) -> bool:
         if self._interrupts.signal is not None:
             return False
-        if not self._assembler.live and self._held is None:
-            self._engine.wait(self._arrived, _IDLE_SECONDS)
-        return bool(self._assembler.live) or self._held is not None or not self._source.exhausted
+        if not self._client.live and self._held is None:
+            self._client.wait(self._arrived, _IDLE_SECONDS)
+        return bool(self._client.live) or self._held is not None or not self._source.exhausted
 
     def _arrived(self, timeout: float) -> bool:
         self._held = self._source.take(timeout=timeout)
@@ -100,34 +89,33 @@ class BatchRun:
             read_at, item = arrival
             if isinstance(item, BadLine):
                 self._fail(item)
-            elif self._assembler.live and self._assembler.live + item.sampling.n > self._capacity:
+            elif not self._client.has_room(item.sampling.n):  # it waits here, where stopping costs less
                 self._held = arrival
                 return
             else:
                 self._add(item, read_at)
 
     def _add(self, prepared: PreparedRequest, read_at: float) -> None:
-        requests = self._assembler.open(
-            prepared.id,
-            prepared.prompt_token_ids,
-            prepared.sampling,
-            prompt=prepared.prompt,
-            eos_token_ids=self._engine.model_config.eos_token_ids,
-            priority=prepared.priority,
-            arrived_at=read_at,
+        self._client.submit(
+            PromptRequest(
+                prepared.prompt_token_ids,
+                prepared.sampling,
+                key=prepared.id,
+                priority=prepared.priority,
+                text=prepared.prompt,
+                arrived_at=read_at,
+            )
         )
         self._running[prepared.id] = prepared
         if len(self.shown) < self._show:
             self.shown[prepared.id] = None
-        for request in requests:
-            self._engine.add(request)
 
     def _finish(self, output: RequestOutput) -> None:
         prepared = self._running.pop(output.key)
         if any(completion.finish_reason is FinishReason.CANCELLED for completion in output.completions):
             self.summary.unfinished += 1  # only we cancel, to end soon: no row, so that a later run does it
             return
-        self._results.write(answer_row(prepared, output, self._tokenizer, int(time.time())))
+        self._results.write(answer_row(prepared, output, self._client.tokenizer, int(time.time())))
         if output.failed is None:
             self.summary.add(output)
         else:
@@ -141,19 +129,15 @@ class BatchRun:
 
     def _drain(self) -> None:
         """Let what has begun finish, for a while; then end it and wait for it to be back, for a shorter while."""
-        self._cancel(self._assembler.not_begun())
+        self._client.cancel_all(unbegun=True)
         began = self._interrupts.at or time.monotonic()
         self._step_until(began + self._drain_seconds)
-        self._cancel(self._assembler.live_ids())
+        self._client.cancel_all()
         self._step_until(time.monotonic() + _HURRIED_SECONDS, even_in_a_hurry=True)
         self.summary.unfinished += len(self._running)
 
     def _step_until(self, deadline: float, *, even_in_a_hurry: bool = False) -> None:
-        while self._assembler.live and time.monotonic() < deadline:
+        while self._client.live and time.monotonic() < deadline:
             if self._interrupts.hurry and not even_in_a_hurry:
                 return
             self._advance()
-
-    def _cancel(self, request_ids: list[int]) -> None:
-        for request_id in request_ids:
-            self._engine.cancel(request_id, FinishReason.CANCELLED)

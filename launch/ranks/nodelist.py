@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
+from launch.values import is_whole_number
+
 MAX_HOSTS = 65_536
 _PIECE = re.compile(r"([^,\[\]]+)|\[([^\]]*)\]")
 
@@ -70,6 +72,6 @@ def _numbers(ranges: str, node_list: str) -> Iterator[str]:
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         high = high or low
-        if not (low.isdecimal() and high.isdecimal() and int(low) <= int(high)):
+        if not (is_whole_number(low) and is_whole_number(high) and int(low) <= int(high)):
             raise ValueError(f"the node list {node_list!r} has {part!r} in brackets, which is no range of numbers")
         yield from (f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1))

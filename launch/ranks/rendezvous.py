@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from launch.ranks.nodelist import first_host
+from launch.values import is_whole_number
 from parallel.topology import Topology
 
 _PORTS = range(20_000, 30_000)  # where Slurm jobs without MASTER_PORT meet; below Linux' ephemeral ports
@@ -183,8 +184,8 @@ def _topology(**numbers: int) -> Topology:
 
 
 def _stable_number(job_id: str, step_id: str) -> int:
-    digits = "".join(c for c in job_id if c.isdigit()) or "0"
-    return int(digits) * 7 + (int(step_id) if step_id.isdigit() else 0)
+    digits = "".join(filter(is_whole_number, job_id)) or "0"
+    return int(digits) * 7 + (int(step_id) if is_whole_number(step_id) else 0)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -193,6 +194,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         if default is None:
             raise RendezvousError(f"{name} is not set, though the launcher sets its like: start with torchrun or srun")
         return default
-    if not text.isdecimal():
+    if not is_whole_number(text):
         raise RendezvousError(f"{name} is {text!r}, but must be a whole number")
     return int(text)

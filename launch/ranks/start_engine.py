@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store  # the one tha
 from tqdm import tqdm
 
 from launch.ranks.fingerprint import identity_of
+from launch.ranks.flashinfer_switches import flashinfer_switches
 from launch.ranks.nccl_postmortem import abort_groups, write_flight_recorder
 from launch.ranks.process_group import address_between_nodes, local_device, rank_groups
 from launch.ranks.rendezvous import Rendezvous
@@ -38,7 +39,7 @@ from parallel.topology import ParallelDegrees
 from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.watchdog import Watchdog
 
@@ -71,6 +72,7 @@ def open_engine(
                 agree_min=fabric.everybody.all_reduce_min,
                 share=fabric.everybody.broadcast_text,
                 kernel_cache=Path(config.kernel_cache).expanduser(),
+                flashinfer=flashinfer_switches(os.environ),
                 device=str(device),
                 progress=_weights_bar() if leads else None,
                 on_timing=on_timing,
@@ -98,8 +100,8 @@ def _control(config: EngineConfig, rendezvous: Rendezvous, limits: Limits) -> Co
 def _watchdog(config: EngineConfig, rendezvous: Rendezvous, control: ControlPlane) -> Watchdog:
     """Started before anything slow, so that a rank that dies or hangs while loading is named too."""
     job = re.sub(r"[^\w.-]", "_", f"{rendezvous.job}.{rendezvous.epoch}")
-    bundles = Path(config.bundles) / job  # jobs may share a working directory
-    options = WatchdogOptions(bundles, whole_process=True, limit=config.control_timeout_s)
+    parent = Path(config.bundles)  # jobs may share a working directory
+    options = WatchdogOptions(parent / job, parent, whole_process=True, limit=config.control_timeout_s)
     if rendezvous.topology.nodes > 1:
         options = replace(options, settle=_SETTLE_BETWEEN_NODES)
     watchdog = Watchdog(control, options)

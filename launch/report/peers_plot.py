@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from launch.bench.options import BenchOptions
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.report.axes import grid
 
 if TYPE_CHECKING:

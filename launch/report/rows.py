@@ -11,11 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from launch.bench.point import Measured
 from launch.sweep.ledger import Ledger
 from launch.sweep.outcome import point_rows
 from launch.sweep.point import Point, Setting, SweepError, shown_setting
@@ -24,39 +26,17 @@ PERCENTILES = (50, 90, 99)
 FORMAT = 1
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch of one point. Fields as in launch/bench/results.py's Point, times in the unit that the name says.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Measured):
+    """One batch of one point, as launch/bench/point.py measures it.
 
     ``key``: of the point. ``settings``: those of the point that are no field of their own. ``tpot_percentiles``: over
     requests, in milliseconds, by percent; medians over runs.
     """
 
     key: str
-    hw: str
-    kind: str
-    model: str
-    precision: str
-    tp: int
-    ep: int
-    dp: int = 1
-    batch: int
-    input_len: int | None
-    output_len: int | None
-    chain_depth: int
-    runs: int
-    tpot_ms: float | None = None
-    tpot_ms_min: float | None = None
-    tpot_ms_max: float | None = None
-    ttft_s: float | None = None
-    tok_s: float | None = None
-    tok_s_per_gpu: float | None = None
-    tok_s_per_user: float | None = None
-    roofline_fraction: float | None = None
-    chained_ratio: float | None = None
-    device_idle: float | None = None
-    startup_s: float | None = None
-    tpot_percentiles: dict[str, float] = {}
-    settings: dict[str, Setting] = {}
+    tpot_percentiles: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

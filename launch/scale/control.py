@@ -248,7 +248,6 @@ def _scheduler_config() -> SchedulerConfig:
         blocks=_ROWS * 8,
         block_size=16,
         max_model_len=128,
-        decode_buckets=(1, 2, 4, _ROWS),
         depth=DEPTH,
         max_prefill_tokens=128,
     )

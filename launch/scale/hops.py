@@ -85,8 +85,8 @@ def _timed(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.scale.hops", description="Cost of a control record.")
-    parser.add_argument("--near", type=int, default=7, help="receivers of the same node (default: 7) [ranks]")
-    parser.add_argument("--far", type=int, default=127, help="first ranks of other nodes (default: 127) [ranks]")
+    parser.add_argument("--near", type=int, default=7, help="receivers on the same node (default: 7) [ranks]")
+    parser.add_argument("--far", type=int, default=127, help="first ranks on other nodes (default: 127) [ranks]")
     parser.add_argument("--turns", type=int, default=300, help="records of each kind (default: 300) [records]")
     options = parser.parse_args(arguments)
     for name, (sends, whole) in (

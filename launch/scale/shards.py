@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
+from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.registry import model_class
 from parallel.comm.collectives import Collectives
@@ -99,7 +100,7 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, sharing: ParallelDegrees,
     return Part(
         weight_bytes=_bytes(model.parameters()) + _bytes(model.buffers()),
         cache_bytes=_bytes([model.cos_sin_LR]),
-        kv_bytes_per_token=model.kv_geometry.bytes_per_token,
+        kv_bytes_per_token=model.cache_layout.bytes_per_token,
         pieces={name: tuple(_ranges(piece) for piece in pieces) for name, pieces in shards.items()},
         full_shapes={name: shard.full_shape for name, shard in declared.items()},
         errors=tuple(_unfilled(model, [piece for pieces in shards.values() for piece in pieces])),
@@ -135,7 +136,7 @@ def _model(config: ModelConfig, dtype: torch.dtype, sharing: ParallelDegrees, pl
     split = ExpertSplit(whole=sharing.expert > 1, exchange=exchange)
     collectives = PlannedCollectives(rank, sharing.tensor)
     with torch.device("meta"):
-        return model_class(config.architecture)(config, dtype, collectives, ReferenceKernels(), split)
+        return model_class(config.architecture)(config, ModelContext(collectives, ReferenceKernels(), dtype, split))
 
 
 def _missing_members(sharing: ParallelDegrees) -> Iterator[str]:

@@ -1,14 +1,14 @@
 """`sweep`: which subcommand is which function, and where its ledger is.
 
-Knows: the list. Does not know: how anything of it is done. Needs no torch, except to plan a world: it starts the
-processes that do.
+Knows: the list. Does not know: how anything of it is done. Needs no torch: it starts the processes that do. Planning a
+world and writing a report are handed in: they are built upon a sweep.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launch.sweep.grid import Grid, read_grid
@@ -26,9 +26,17 @@ from launch.sweep.task import task
 USAGE = 2
 
 
-def run(command: SweepCommand, environ: Mapping[str, str]) -> int:
-    """The whole command; returns its exit code."""
+DryRun = Callable[[Sequence[str], SweepOptions], int]
+WriteReport = Callable[[Path, SweepOptions], int]
+
+
+def run(command: SweepCommand, environ: Mapping[str, str], dry_run: DryRun, write_report: WriteReport) -> int:
+    """The whole command; returns its exit code. ``dry_run``: plans worlds for models. ``write_report``: of a ledger."""
     try:
+        if command.subcommand == "plan":
+            return _plan(command.options, dry_run)
+        if command.subcommand == "report":
+            return write_report(_out(command.options), command.options)
         return _SUBCOMMANDS[command.subcommand](command.options, environ)
     except SweepError as error:
         print(f"lockstride sweep {command.subcommand}: error: {error}", file=sys.stderr)
@@ -49,7 +57,7 @@ def _out(options: SweepOptions) -> Path:
     return options.out
 
 
-def _plan(options: SweepOptions, environ: Mapping[str, str]) -> int:
+def _plan(options: SweepOptions, dry_run: DryRun) -> int:
     models = [options.model] if options.model else []
     if options.grid is not None:
         grid, ledger = _grid_and_ledger(options)
@@ -58,11 +66,7 @@ def _plan(options: SweepOptions, environ: Mapping[str, str]) -> int:
         models = models or list(dict.fromkeys(named))
     elif options.dry_run_world is None:
         raise SweepError("name a grid, or a world: sweep plan GRID, or sweep plan --dry-run-world N --model M")
-    if options.dry_run_world is None:
-        return 0
-    from launch.scale.command import dry_run  # needs torch, for parameters without memory
-
-    return dry_run(models, options)
+    return 0 if options.dry_run_world is None else dry_run(models, options)
 
 
 def _render(options: SweepOptions, environ: Mapping[str, str]) -> int:
@@ -103,18 +107,10 @@ def _status(options: SweepOptions, environ: Mapping[str, str]) -> int:
         return 0
 
 
-def _report(options: SweepOptions, environ: Mapping[str, str]) -> int:
-    from launch.report.command import write_report  # its parts know matplotlib
-
-    return write_report(_out(options), against=options.against, target=options.html)
-
-
 _SUBCOMMANDS: dict[Subcommand, Callable[[SweepOptions, Mapping[str, str]], int]] = {
-    "plan": _plan,
     "render": _render,
     "run": _run,
     "submit": _submit,
     "task": task,
     "status": _status,
-    "report": _report,
 }

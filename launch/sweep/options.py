@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.values import at_least_one, number, whole_number
+
 Subcommand = Literal["plan", "render", "run", "submit", "task", "status", "report"]
 
 H200_GIB = 139.0  # memory of a device, as its driver shows it
@@ -74,7 +76,7 @@ def add_sweep_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     """The parser of `sweep` and those of its subcommands."""
     sweep = commands.add_parser(
         "sweep",
-        help="run a grid of measurements, here or under Slurm, and report on them",
+        help="run a grid of benchmarks, locally or under Slurm, and report on them",
         description="A YAML grid becomes points; each point is one `launch bench`. Finished points are kept on disk "
         "and never run again. docs/sweeps.md explains the file.",
         allow_abbrev=False,
@@ -108,7 +110,7 @@ def _required(parser: argparse.ArgumentParser, dest: str, text: str, unit: str) 
 
 
 def _out(parser: argparse.ArgumentParser) -> None:
-    text = "folder of the ledger: one folder in it a point"
+    text = "ledger folder, with one subfolder per point"
     _value(parser, "--out", text, "folder", Path, "the grid file's name without its ending")
 
 
@@ -118,37 +120,44 @@ def _grid_and_out(parser: argparse.ArgumentParser) -> None:
 
 
 def _going_on(parser: argparse.ArgumentParser) -> None:
-    _switch(parser, "--resume", "go on with a ledger that is there; finished points are not run again")
-    _switch(parser, "--retry-failed", "run the points that failed again")
+    _switch(parser, "--resume", "continue an existing ledger; finished points are not run again")
+    _switch(parser, "--retry-failed", "retry the points that failed")
 
 
 def _cutting(parser: argparse.ArgumentParser) -> None:
-    _value(parser, "--max-array", "tasks of one array at most", "tasks", _at_least_one, "Slurm's MaxArraySize")
-    _value(parser, "--throttle", "tasks of one array that run at once", "tasks", _at_least_one, "the grid's, or all")
+    _value(parser, "--max-array", "maximum number of tasks in one array", "tasks", at_least_one, "Slurm's MaxArraySize")
+    _value(
+        parser,
+        "--throttle",
+        "maximum number of concurrent tasks of one array",
+        "tasks",
+        at_least_one,
+        "the grid's, or all",
+    )
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    text = "YAML file of the grid; may be left out with --dry-run-world (default: none) [file]"
+    text = "YAML file of the grid; may be omitted with --dry-run-world (default: none) [file]"
     parser.add_argument("grid", nargs="?", type=Path, metavar="GRID", default=None, help=text)
     _out(parser)
     _switch(parser, "--json", "print the plan as JSON")
-    world = parser.add_argument_group("a world that is only planned")
+    world = parser.add_argument_group("dry run of a world")
 
     def option(flag: str, text: str, unit: str, read: Callable[[str], Any], shown: str = "") -> None:
         dest = flag[2:].replace("-", "_")
         shown = shown or str(_DEFAULTS[dest])
         world.add_argument(flag, dest=dest, help=f"{text} (default: {shown}) [{unit}]", type=read, metavar=unit.upper())
 
-    option("--dry-run-world", "plan this many ranks in one process and check them", "ranks", _at_least_one, "off")
+    option("--dry-run-world", "plan this many ranks in one process and check them", "ranks", at_least_one, "off")
     option("--model", "model folder, or a shape that comes with Lockstride", "folder", str, "the models of GRID")
-    option("--tp", "ranks that share each layer", "ranks", _at_least_one, "the most that divide the model on one node")
-    text = "ranks that whole experts are spread over; 1 gives every rank of --tp a share of each"
-    option("--ep", text, "ranks", _at_least_one)
+    option("--tp", "tensor-parallel ranks", "ranks", at_least_one, "the most that divide the model on one node")
+    text = "expert-parallel ranks, each with whole experts; 1 splits every expert over the ranks of --tp"
+    option("--ep", text, "ranks", at_least_one)
     option("--dtype", "type of weights and KV; auto takes the checkpoint's", "word", str)
-    option("--gpus-per-node", "ranks of a node", "ranks", _at_least_one)
-    option("--memory-gib", "memory of a device", "GiB", float)
-    option("--memory-fraction", "share of it that the engine may use", "fraction", float)
-    option("--steps", "steps that every rank's scheduler plans", "steps", _at_least_one)
+    option("--gpus-per-node", "ranks per node", "ranks", at_least_one)
+    option("--memory-gib", "memory of a device", "GiB", number)
+    option("--memory-fraction", "share of it that the engine may use", "fraction", number)
+    option("--steps", "steps that every rank's scheduler plans", "steps", at_least_one)
 
 
 def _render_options(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +175,7 @@ def _submit_options(parser: argparse.ArgumentParser) -> None:
     _grid_and_out(parser)
     _going_on(parser)
     _cutting(parser)
-    _switch(parser, "--show", "say what would be submitted, and submit nothing")
+    _switch(parser, "--show", "print what would be submitted, and submit nothing")
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:
@@ -174,24 +183,24 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
     _out(parser)
     parser.add_argument("--grid", type=Path, metavar="FILE", help="YAML file of the grid (default: none) [file]")
     _value(parser, "--points", "file with one key a line, instead of the grid's points", "file", Path, "none")
-    _value(parser, "--index", "begin: line of --points or number of the point, from 0", "number", _count)
+    _value(parser, "--index", "begin: line of --points or number of the point, from 0", "number", whole_number)
     _value(parser, "--attempt", "end: the folder that begin printed", "folder", Path, "none")
-    _value(parser, "--exit-code", "end: how the ranks ended", "number", _count)
+    _value(parser, "--exit-code", "end: exit code of the ranks", "number", whole_number)
     _value(parser, "--asked", "end: signal by which Slurm asked the job to end", "word", str, "none")
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
-    _required(parser, "out", "folder of the ledger", "folder")
-    _value(parser, "--watch", "show it again and again, this far apart, until all is done", "seconds", float, "once")
+    _required(parser, "out", "ledger folder", "folder")
+    _value(parser, "--watch", "refresh at this interval until all points are done", "seconds", number, "once")
     _switch(parser, "--json", "print it as JSON")
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    _required(parser, "out", "folder of the ledger", "folder")
+    _required(parser, "out", "ledger folder", "folder")
     text = "earlier report to compare with: a report.json, or a folder with one"
     _value(parser, "--against", text, "file", Path, "none")
     _value(
-        parser, "--html", "the report; pictures and report.json go beside it", "file", Path, "OUT/report/report.html"
+        parser, "--html", "report to write; images and report.json go beside it", "file", Path, "OUT/report/report.html"
     )
 
 
@@ -206,55 +215,42 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[argparse.ArgumentParser], None],
     (
         "render",
         _render_options,
-        "print the exact scripts that submit hands to sbatch",
+        "print the exact scripts that submit passes to sbatch",
         "The exact sbatch scripts of a grid. Nothing is submitted, and the ledger is not touched.",
     ),
     (
         "run",
         _run_options,
-        "run the points here, one after the other",
+        "run the points on this machine, one after the other",
         "Every point as a process of its own, under torchrun where it has several ranks. Exit code: 0 all points are "
         "done, 1 some failed (their folders say why), 2 the command line or the grid is wrong, 130 or 143 interrupted.",
     ),
     (
         "submit",
         _submit_options,
-        "hand the points to Slurm as job arrays",
-        "Job arrays for the points that are neither done nor failed nor in Slurm's hands. Run it again with --resume "
-        "to hand in again what was cancelled or what Slurm has forgotten.",
+        "submit the points to Slurm as job arrays",
+        "Job arrays for the points that are neither done nor failed nor known to Slurm. Run it again with --resume to "
+        "resubmit points that were cancelled or that Slurm has forgotten.",
     ),
     (
         "task",
         _task_options,
         "what slurm/sweep.sbatch calls around each point",
         "begin prints the folder of a new attempt at the task's next point (exit code 3: nothing is left to do); end "
-        "files that attempt by how its ranks ended.",
+        "records the outcome of that attempt.",
     ),
     (
         "status",
         _status_options,
-        "show how far each point is",
-        "The points of a ledger: done, failed and why, running and how far, in Slurm's queue, or left over. Exit code: "
-        "0 all are done, 1 some failed, 3 some are still to come.",
+        "show the state of each point",
+        "The points of a ledger: done, failed and why, running with progress, in Slurm's queue, or not started. Exit "
+        "code: 0 all are done, 1 some failed, 3 some are not done yet.",
     ),
     (
         "report",
         _report_options,
         "one HTML file with plots, tables and a comparison",
-        "A self-contained HTML file of all finished points, the pictures as PNG files, and report.json, to compare "
+        "A self-contained HTML file of all finished points, its images as PNG files, and report.json, to compare "
         "later reports with. Needs matplotlib.",
     ),
 )
-
-
-def _at_least_one(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from launch.bench.options import parse_bench
+
 Setting = str | int | float | bool
 Measurement = Literal["latency", "throughput"]
 
@@ -145,12 +147,10 @@ class Point:
 
     def check(self) -> None:
         """Raises SweepError when `launch bench` would not read this point's command line."""
-        from launch.engine_options import parse  # which reads this file's options too
-
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             try:
-                parse(self.flags("results"))
+                parse_bench(self.flags("results"))
             except SystemExit:
                 reason = said.getvalue().rpartition("error: ")[2].strip()
                 raise SweepError(f"point {self.label(self.settings)}: launch bench {self.bench}: {reason}") from None

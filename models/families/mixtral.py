@@ -1,15 +1,24 @@
 """Mixtral (Jiang et al. 2024): Llama with experts in every layer. w1 is gate, w3 is up, w2 is down.
 
-Knows: the architecture's checkpoint names. Does not know: anything else.
+Knows: the architecture's layers and its checkpoint names. Does not know: how a layer computes, or how a stack runs.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
+
+from torch import nn
 
 from models.config import ModelConfig
 from models.families.llama import Llama
-from models.layers.decoder import Decoder, Switches
+from models.layers.attention import Attention
+from models.layers.context import ModelContext
+from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.moe import SparseMLP
+from models.layers.norm import RMSNorm
+from models.layers.rope import cos_sin_cache
+from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 class Mixtral(Decoder):
@@ -22,6 +31,18 @@ class Mixtral(Decoder):
         "layers.{}.mlp.experts": "model.layers.{}.mlp.experts",  # fused: gate_up_proj and down_proj
     }
 
-    @staticmethod
-    def switches(config: ModelConfig) -> Switches:
-        return Switches()
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        hidden = config.hidden_size
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, context=context)
+        self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, hidden, context)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                Attention(config, context, self.cos_sin_LR, norm(hidden)),
+                SparseMLP(config, context, norm(hidden), layer=number),
+            )
+            for number in range(config.layers)
+        )
+        self.final_norm = norm(hidden)
+        self.lm_head = LMHead(config.vocab_size, hidden, context, self.embedding if config.tied_embeddings else None)

@@ -1,20 +1,41 @@
 """Qwen2 and Qwen2.5 (Qwen team 2024): Llama with biases on the query, key and value projections.
 
-Knows: the architecture's switches and its checkpoint names. Does not know: anything else.
+Knows: the architecture's layers and its checkpoint names. Does not know: how a layer computes, or how a stack runs.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
+
+from torch import nn
 
 from models.config import ModelConfig
 from models.families.llama import Llama
-from models.layers.decoder import Decoder, Switches
+from models.layers.attention import Attention
+from models.layers.context import ModelContext
+from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.mlp import GatedMLP
+from models.layers.norm import RMSNorm
+from models.layers.rope import cos_sin_cache
+from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 class Qwen2(Decoder):
     checkpoint_names: ClassVar = Llama.checkpoint_names
 
-    @staticmethod
-    def switches(config: ModelConfig) -> Switches:
-        return Switches(qkv_bias=True)
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        hidden = config.hidden_size
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, context=context)
+        self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, hidden, context)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                Attention(config, context, self.cos_sin_LR, norm(hidden), qkv_bias=True),
+                GatedMLP(config, context, norm(hidden)),
+            )
+            for _ in range(config.layers)
+        )
+        self.final_norm = norm(hidden)
+        self.lm_head = LMHead(config.vocab_size, hidden, context, self.embedding if config.tied_embeddings else None)

@@ -39,6 +39,21 @@ class Rotation:
     kv_slots_T: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class FlashInferSwitches:
+    """FlashInfer's own environment variables, read by launch (launch/ranks/flashinfer_switches.py).
+
+    ``compiles``: False where FLASHINFER_DISABLE_JIT forbids it. ``nvcc``: FLASHINFER_NVCC, the compiler in place of
+    CUDA_HOME's; None where it is not set.
+    """
+
+    compiles: bool = True
+    nvcc: str | None = None
+
+
+NO_SWITCHES = FlashInferSwitches()
+
+
 class Kernels(Protocol):
     """The operations of every implementation. For decode shapes each can be captured in a graph (no host sync).
 

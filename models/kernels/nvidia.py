@@ -22,7 +22,7 @@ from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
 from models.kernels.experts.tiles import long_list_tiles, without_lists
-from models.kernels.interface import Kernels, PrefillWanted, Rotation
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import PARTIAL_BYTES, MatmulDispatch
@@ -38,6 +38,7 @@ _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faste
 
 class NvidiaKernels(Kernels):
     """See the module. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
+    ``flashinfer``: FlashInfer's environment variables.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -45,7 +46,12 @@ class NvidiaKernels(Kernels):
     name = "hopper"
 
     def __init__(
-        self, device: torch.device | str, *, choices: ChoiceTable | None = None, prefill: PrefillWanted = "auto"
+        self,
+        device: torch.device | str,
+        *,
+        choices: ChoiceTable | None = None,
+        prefill: PrefillWanted = "auto",
+        flashinfer: FlashInferSwitches = NO_SWITCHES,
     ) -> None:
         device = torch.device(device)
         reason = unsupported(device)
@@ -56,7 +62,7 @@ class NvidiaKernels(Kernels):
         self.pdl = traits.dependent_launch
         self.matmul = MatmulDispatch(device, traits, choices)
         self._reference = ReferenceKernels()
-        self._prefill = Prefill(device, prefill, traits)
+        self._prefill = Prefill(device, prefill, traits, flashinfer)
         self._attention_partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
         self._attention_counters = torch.zeros(traits.multiprocessors, dtype=torch.int32, device=device)
 

@@ -10,19 +10,23 @@ import logging
 
 import torch
 
-from models.kernels.interface import Kernels, PrefillWanted
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted
 from models.kernels.reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
 
 
 def select_kernels(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, prefill_attention: PrefillWanted = "auto"
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    prefill_attention: PrefillWanted = "auto",
+    flashinfer: FlashInferSwitches = NO_SWITCHES,
 ) -> Kernels:
     """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
     One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer
-    (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice.
+    (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -36,7 +40,7 @@ def select_kernels(
     if reason is not None:
         _warn_reference(device, reason)
         return ReferenceKernels()
-    kernels = NvidiaKernels(device, prefill=prefill_attention)
+    kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

@@ -7,19 +7,21 @@ Shape letters as in models/inputs.py; X is the packed width (H + 2K) * D.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from models.cache_layout import PagedKV
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
-from models.kernels.interface import Kernels, Rotation
+from models.kernels.interface import Rotation
+from models.layers.context import ModelContext
+from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import QKVParallel, RowParallel
-from parallel.layers.shard import ShardContext
 
 
-class Attention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v of the normed input with rotary positions.
+class Attention(Mixer[Tensor]):
+    """softmax(q k^T / sqrt(D)) v of the normed input with rotary positions, the angles of which ``cos_sin_LR`` holds.
 
     Optional: biases, and an RMSNorm of every query and key head before the rotation.
     """
@@ -27,27 +29,34 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        placement: ShardContext,
-        kernels: Kernels,
+        context: ModelContext,
+        cos_sin_LR: Tensor,
+        norm: RMSNorm,
         *,
-        qkv_bias: bool,
-        output_bias: bool,
-        head_norm: bool,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
     ) -> None:
         super().__init__()
-        hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        self.kernels = kernels
+        hidden, dim = config.hidden_size, config.head_dim
+        self.kernels = context.kernels
+        self.cos_sin_LR = cos_sin_LR
         self.head_dim = dim
         self.scale = dim**-0.5
-        self.norm = RMSNorm(hidden, eps, placement, kernels)
-        self.qkv = QKVParallel(hidden, config.heads, config.kv_heads, dim, placement, bias=qkv_bias)
-        self.q_norm = RMSNorm(dim, eps, placement, kernels) if head_norm else None
-        self.k_norm = RMSNorm(dim, eps, placement, kernels) if head_norm else None
+        self.norm = norm
+        self.qkv = QKVParallel(hidden, config.heads, config.kv_heads, dim, context, bias=qkv_bias)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
         self.output = RowParallel(
-            config.heads * dim, hidden, placement, bias=output_bias, what="attention outputs (heads * head_dim)"
+            config.heads * dim, hidden, context, bias=output_bias, what="attention outputs (heads * head_dim)"
         )
         self.heads = self.qkv.heads.local_heads
         self.kv_heads = self.qkv.heads.local_kv_heads
+
+    @property
+    def cache(self) -> PagedKV:
+        return PagedKV(self.kv_heads, self.head_dim, self.qkv.weight.dtype)
 
     def forward(
         self,
@@ -55,19 +64,14 @@ class Attention(nn.Module):
         residual_TN: Tensor | None,
         inputs: StepInputs,
         kv_layer: Tensor,
-        cos_sin_LR: Tensor,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
-
-        Both results are [R, N] where only some tokens are ``wanted``; keys and values are written of all.
-        """
         qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
         rotation = Rotation(
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
             self.norm.eps,
-            cos_sin_LR,
+            self.cos_sin_LR,
             inputs.positions_T,
             inputs.kv_slots_T,
         )

@@ -1,99 +1,57 @@
-"""The pre-norm decoder of every architecture, dense or sparse; each is this with a few switches and a name table.
+"""The pre-norm decoder: how a stack of layers runs, and which checkpoint tensors fill it. Families say what is in it.
 
-Knows: the order of layers, the residual stream, and which checkpoint tensors fill the parameters.
-Does not know: files, sampling, schedules, or which kernels and collectives it was given.
+Knows: the order of embedding, layers, final norm and head, the residual stream, and how parts find their tensors.
+Does not know: which layers there are (models/families), how one mixes, files, sampling, schedules, or which kernels and
+collectives it was given.
 Shape letters as in models/inputs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
+from models.cache_layout import CacheLayout, CacheView, LayerCache
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
-from models.kernels.interface import Kernels
 from models.layers.attention import Attention
+from models.layers.context import ModelContext
+from models.layers.mixer import Mixer
 from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
-from models.layers.rope import cos_sin_cache
-from parallel.comm.collectives import Collectives, GroupCollectives, PendingAllReduce
+from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
-from parallel.layers.experts import ExpertSplit
-from parallel.layers.shard import HeadShard, ScatteredShard, Shard, ShardContext, ShardedModule, VocabShard
-
-
-@dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """What one rank stores of a token: ``layers`` times keys and values of [kv_heads, head_dim] in ``dtype``."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Switches:
-    """Where the architectures differ, experts aside (ModelConfig.experts)."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_norm: bool = False
+from parallel.layers.shard import ScatteredShard, Shard, ShardedModule, VocabShard
 
 
 class DecoderLayer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it."""
+    """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it."""
 
-    mlp: GatedMLP | SparseMLP
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        switches: Switches,
-        placement: ShardContext,
-        kernels: Kernels,
-        *,
-        number: int,
-        split: ExpertSplit,
-    ) -> None:
+    def __init__(self, mixer: Mixer[Any], mlp: GatedMLP | SparseMLP) -> None:
         super().__init__()
-        self.attention = Attention(
-            config,
-            placement,
-            kernels,
-            qkv_bias=switches.qkv_bias,
-            output_bias=switches.output_bias,
-            head_norm=switches.head_norm,
-        )
-        experts = config.experts
-        if experts is not None and number in experts.layers:
-            self.mlp = SparseMLP(config, experts, placement, kernels, layer=number, split=split)
-        else:
-            self.mlp = GatedMLP(config, placement, kernels, bias=switches.mlp_bias)
+        self.mixer = mixer
+        self.mlp = mlp
+
+    @property
+    def cache(self) -> LayerCache:
+        return self.mixer.cache
 
     def forward(
         self,
         x_TN: Tensor | PendingAllReduce,
         residual_TN: Tensor | None,
         inputs: StepInputs,
-        kv_layer: Tensor,
-        cos_sin_LR: Tensor,
+        cache: CacheView,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``wanted_R``: the tokens whose results somebody reads; None means all."""
-        x_TN, residual_TN = self.attention(x_TN, residual_TN, inputs, kv_layer, cos_sin_LR, wanted_R)
+        x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
         if isinstance(self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
@@ -106,78 +64,75 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids to final hidden states to this rank's logits. Built on torch's default device, uninitialised.
 
-    A subclass says its ``switches`` and its ``checkpoint_names``: module part -> checkpoint tensor without what follows
-    the last dot (``weight``, ``bias``), ``{}`` standing for the numbers of layer and expert in both; several names
-    where checkpoints differ. ``experts`` says how experts lie on the group; by default every rank has a share of each.
+    A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
+    part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
+    of layer and expert in both; several names where checkpoints differ.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
+    cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
+    embedding: VocabParallelEmbedding
+    layers: nn.ModuleList
+    final_norm: RMSNorm
+    lm_head: LMHead
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        collectives: Collectives,
-        kernels: Kernels,
-        experts: ExpertSplit | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        split = experts or ExpertSplit()
-        groups = split.exchange.groups if split.exchange is not None else 1
-        require_legal_size(config, collectives.size, whole_experts=split.whole, groups=groups)
-        placement = ShardContext(collectives, kernels, dtype)
-        switches = self.switches(config)
+        exchange = context.experts.exchange
+        groups = exchange.groups if exchange is not None else 1
+        require_legal_size(config, context.size, whole_experts=context.experts.whole, groups=groups)
         self.config = config
-        self.dtype = dtype
-        self.collectives = collectives
-        self.kernels = kernels
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, placement)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, switches, placement, kernels, number=number, split=split)
-            for number in range(config.layers)
-        )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, kernels)
-        tied_to = self.embedding if config.tied_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, placement, tied_to)
-        self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
-        self._shared = split.exchange is not None
-        self._heads = HeadShard(config.heads, config.kv_heads, collectives.rank, collectives.size)
+        self.dtype = context.dtype
+        self.collectives = context.collectives
+        self.kernels = context.kernels
+        self._shared = exchange is not None
 
-    @staticmethod
-    def switches(config: ModelConfig) -> Switches:
-        raise NotImplementedError
-
-    @property
-    def kv_geometry(self) -> KVGeometry:
-        """The KV cache of this rank; allocate each layer with ``models.inputs.empty_kv_layer``."""
-        return KVGeometry(self.config.layers, self._heads.local_kv_heads, self.config.head_dim, self.dtype)
+    @cached_property
+    def cache_layout(self) -> CacheLayout:
+        """What this rank keeps of a sequence, layer by layer."""
+        return CacheLayout(tuple(cast(DecoderLayer, layer).cache for layer in self.layers))
 
     @property
     def vocab_shard(self) -> VocabShard:
         """The token ids [start, end) that this rank's logits columns stand for."""
         return self.lm_head.vocab
 
-    def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
-        """Final-normed hidden states of every token of the step [T, N], or of ``inputs.logit_rows_R`` [R, N]; writes
-        the KV of all into ``kv_layers``.
+    def forward(self, inputs: StepInputs, caches: Sequence[CacheView]) -> Tensor:
+        """Final-normed hidden states of every token of the step [T, N], or of ``inputs.logit_rows_R`` [R, N].
 
-        Of the last layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed.
+        ``caches``: a view a layer, of what ``cache_layout`` declares; all tokens are written into them. Of the last
+        layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed.
         """
-        inputs = self._with_real_tokens(self._planned(inputs, kv_layers[0]), kv_layers[0])
+        inputs = self._with_real_tokens(self._planned(inputs, caches), caches)
         x_TN: Tensor | PendingAllReduce = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         wanted_R = inputs.logit_rows_R
         early_R = None if self._whole_last_layer() else wanted_R
-        for number, (layer, kv_layer) in enumerate(zip(self.layers, kv_layers, strict=True)):
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             last_R = early_R if number + 1 == len(self.layers) else None
-            x_TN, residual_TN = layer(x_TN, residual_TN, inputs, kv_layer, self.cos_sin_LR, last_R)
+            x_TN, residual_TN = layer(x_TN, residual_TN, inputs, cache, last_R)
         hidden_TN = self.final_norm.add(x_TN, residual_TN)[0]
         return hidden_TN if wanted_R is None or early_R is not None else hidden_TN.index_select(0, wanted_R)
 
-    def repeat_prefill(self, page_table_BP: Tensor, max_tokens: int, kv_layer: Tensor) -> RepeatedPrefill | None:
-        """Prefill attention for captured steps (Kernels.repeat_prefill); None where they cannot be."""
-        heads = self._heads
-        return self.kernels.repeat_prefill(page_table_BP, max_tokens, heads.local_heads, heads.local_kv_heads, kv_layer)
+    def repeat_prefill(
+        self, page_table_BP: Tensor, max_tokens: int, caches: Sequence[CacheView]
+    ) -> RepeatedPrefill | None:
+        """Prefill attention for captured steps (Kernels.repeat_prefill); None where they cannot be, or none attends."""
+        if (found := self._first_attention) is None:
+            return None
+        number, attention = found
+        kv_layer = cast(Tensor, caches[number])
+        return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, attention.kv_heads, kv_layer)
+
+    @cached_property
+    def _first_attention(self) -> tuple[int, Attention] | None:
+        """One plan serves all layers of attention, so their shapes must be those of the first."""
+        mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
+        found = [(number, mixer) for number, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
+        shapes = {(mixer.heads, mixer.kv_heads, mixer.head_dim) for _, mixer in found}
+        if len(shapes) > 1:
+            raise NotImplementedError(f"layers of attention with different (heads, kv_heads, head_dim): {shapes}")
+        return found[0] if found else None
 
     def _whole_last_layer(self) -> bool:
         """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token.
@@ -199,21 +154,24 @@ class Decoder(nn.Module):
         """All ranks' logits [R, V] on every rank, from each rank's ``logits``. One all-gather."""
         return gather_logits(local_RV, self.config.vocab_size, self.collectives)
 
-    def _planned(self, inputs: StepInputs, kv_layer: Tensor) -> StepInputs:
-        attention = inputs.attention
-        if not isinstance(attention, PrefillAttention) or attention.planned is not None:
+    def _planned(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
+        attention, found = inputs.attention, self._first_attention
+        if found is None or not isinstance(attention, PrefillAttention) or attention.planned is not None:
             return inputs
-        heads = self._heads
-        planned = self.kernels.plan_prefill(
-            attention, heads.local_heads, heads.local_kv_heads, self.config.head_dim, kv_layer
-        )
+        number, mixer = found
+        kv_layer = cast(Tensor, caches[number])
+        planned = self.kernels.plan_prefill(attention, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
         return replace(inputs, attention=planned)
 
-    def _with_real_tokens(self, inputs: StepInputs, kv_layer: Tensor) -> StepInputs:
+    def _with_real_tokens(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
         """Masked tokens write into page 0, and only they do; experts leave them out."""
         if self.config.experts is None or inputs.real_T is not None:
             return inputs
-        return replace(inputs, real_T=inputs.kv_slots_T >= kv_layer.shape[2])
+        paged = self.cache_layout.first_paged
+        if paged is None:
+            raise ValueError("experts need real_T where no layer is paged: nothing else tells which tokens are masked")
+        page_size = cast(Tensor, caches[paged]).shape[2]
+        return replace(inputs, real_T=inputs.kv_slots_T >= page_size)
 
     def checkpoint_shards(self, stored: Container[str] = ()) -> dict[str, Shard | ScatteredShard]:
         """Checkpoint tensor name -> what this rank holds of it. Covers every parameter exactly once.

@@ -8,23 +8,22 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.kernels.interface import Kernels
+from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import GateUpParallel, RowParallel
-from parallel.layers.shard import ShardContext
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) of the normed input, [T, N] -> [T, N]; optional biases."""
 
-    def __init__(self, config: ModelConfig, placement: ShardContext, kernels: Kernels, *, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, norm: RMSNorm, *, bias: bool = False) -> None:
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.kernels = kernels
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement, kernels)
-        self.gate_up = GateUpParallel(hidden, intermediate, placement, bias=bias)
-        self.down = RowParallel(intermediate, hidden, placement, bias=bias, what="intermediate features")
+        self.kernels = context.kernels
+        self.norm = norm
+        self.gate_up = GateUpParallel(hidden, intermediate, context, bias=bias)
+        self.down = RowParallel(intermediate, hidden, context, bias=bias, what="intermediate features")
 
     def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""

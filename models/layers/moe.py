@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.kernels.interface import Kernels
+from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
-from models.layers.routed_experts import RoutedExperts
 from parallel.comm.collectives import PendingAllReduce
-from parallel.layers.experts import ExpertSplit, ExpertWeights, Router
-from parallel.layers.shard import ShardContext
+from parallel.layers.experts import ExpertWeights, Router
 
 
 class SparseMLP(nn.Module):
@@ -29,30 +27,18 @@ class SparseMLP(nn.Module):
 
     all_E: Tensor
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        experts: RoutedExperts,
-        placement: ShardContext,
-        kernels: Kernels,
-        *,
-        layer: int,
-        split: ExpertSplit,
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, norm: RMSNorm, *, layer: int) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.kernels = kernels
+        hidden, experts = config.hidden_size, config.experts
+        if experts is None:
+            raise ValueError(f"layer {layer} of {config.architecture} has experts, but its config describes none")
+        self.kernels = context.kernels
         self.choices = experts.per_token
         self.renormalise = experts.renormalise
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, placement, kernels)
-        self.router = Router(experts.count, hidden, placement)
+        self.norm = norm
+        self.router = Router(experts.count, hidden, context)
         self.experts = ExpertWeights(
-            experts.count,
-            hidden,
-            experts.intermediate_size,
-            placement,
-            layer=layer,
-            split=split,
+            experts.count, hidden, experts.intermediate_size, context, layer=layer, split=context.experts
         )
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.kernels.interface import Kernels
+from models.layers.context import ModelContext
 from parallel.comm.collectives import PendingAllReduce
-from parallel.layers.shard import Shard, ShardContext, ShardedModule, whole
+from parallel.layers.shard import Shard, ShardedModule, whole
 
 
 class RMSNorm(ShardedModule):
@@ -21,11 +21,11 @@ class RMSNorm(ShardedModule):
     residual' = x + residual. Both inputs may be overwritten.
     """
 
-    def __init__(self, size: int, eps: float, placement: ShardContext, kernels: Kernels) -> None:
+    def __init__(self, size: int, eps: float, context: ModelContext) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = placement.parameter(size)
-        self._kernels = kernels
+        self.weight = context.parameter(size)
+        self._kernels = context.kernels
 
     def add(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(residual'), residual')"""

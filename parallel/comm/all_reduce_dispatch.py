@@ -25,7 +25,7 @@ class SizeLimits:
     two_shot: int
 
 
-# Where one algorithm passes the next on H200s, rows of 8 KiB (docs/measurements-gpu.md, "Sums between GPUs"); between 8
+# Where one algorithm passes the next on H200s, rows of 8 KiB (docs/measurements/all-reduce.md); between 8
 # ranks by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger has.
 SIZE_LIMITS = {
     2: SizeLimits(4 << 20, 0),

@@ -20,7 +20,7 @@ from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, 
 ROWS = 512
 ROW_BYTES = 16 << 10
 # Bytes that a rank sends to all its peers: the largest exchange that was measured, between two groups. NCCL was slower
-# at every size up to it (docs/measurements-gpu.md).
+# at every size up to it (docs/measurements/dp-attention.md).
 MAX_BYTES = 512 * 4160
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes the kernels were tested with
 _VECTOR = 16  # bytes of the widest loads and stores

@@ -1,33 +1,39 @@
-"""The executor: launches plans on this rank's device and hands their results back.
+"""The executor: launches steps on this rank's device and hands their results back.
 
-Knows: the path of a step (stage, apply, run, send home) and how everything on the device is sized and warmed up.
-Does not know: why a plan is what it is (runtime/schedule), other ranks' plans, requests' text.
+Knows: the path of a step (stage, apply, run, send home), the roles there are, and how memory is sized and warmed up.
+Does not know: what a role computes (step/), why a plan is what it is (runtime/schedule), requests' text.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from models.layers.decoder import Decoder
-from runtime.execute.cache.kv_pool import KvPool, KvShape, KvSizing, size_kv
+from runtime.execute.cache.pool import CachePool
+from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
-from runtime.execute.landing import ResultReader, ResultRing, StepTiming
-from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS, SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
-from runtime.execute.slot_state import PADDING_SLOT, SlotTables
-from runtime.execute.staging import Chunks, Staging
-from runtime.execute.step.decode_graphs import DecodeGraphs
-from runtime.execute.step.prefill_graphs import PrefillGraphs
-from runtime.execute.step.step import StepWork
-from runtime.schedule.plan import Chunk, StepKind, StepPlan, StepResult
+from runtime.execute.fallbacks import Fallbacks
+from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
+from runtime.execute.result_reader import ResultReader, StepTiming
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.role import ExecutorLimits, MakeRole, Role, RoleParts
+from runtime.execute.sampling.inputs import (
+    EVERY_FEATURE,
+    NARROWER_FEATURES,
+    SamplingVariant,
+)
+from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.staging import Staging
+from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.prefill import PrefillRole
+from runtime.schedule.plan import StepKind, StepPlan, StepResult
+from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 
@@ -35,36 +41,11 @@ SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait 
 CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorLimits:
-    """What memory and graphs are sized for. ``agree_min`` returns the least of a number over all ranks.
-
-    ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
-    measurement. ``kernel_cache``: folder in which those choices are kept. ``exchanges``: row counts, ascending, of
-    exchanges with other groups while one of them prefills; empty where there is one group. ``prefill_buckets``: token
-    counts, ascending, of prefill steps that are captured (prefill_graphs.py); none where it is empty.
-    """
-
-    rows: int
-    slots: int
-    block_size: int
-    max_model_len: int
-    depth: int
-    width: int
-    max_prefill_tokens: int
-    decode_buckets: tuple[int, ...]
-    memory_fraction: float
-    num_blocks: int | None
-    agree_min: Callable[[int], int]
-    warm_variants: tuple[SamplingVariant, ...] = (SamplingVariant(),)
-    exchanges: tuple[int, ...] = ()
-    prefill_buckets: tuple[int, ...] = ()
-    share: Callable[[Callable[[], str]], str] | None = None
-    kernel_cache: Path | None = None
-
-
 class Executor:
-    """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host."""
+    """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
+
+    ``further_roles`` serve plans before decode and prefill are asked.
+    """
 
     def __init__(
         self,
@@ -72,13 +53,16 @@ class Executor:
         model: Decoder,
         limits: ExecutorLimits,
         *,
+        further_roles: Sequence[MakeRole] = (),
         on_timing: Callable[[StepTiming], None] | None = None,
         stage_range: AbstractContextManager[object] | None = None,
+        land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.device = device
         self._stage_range = stage_range or nullcontext()
         self._limits = limits
         self._model = model
+        self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, limits.decode_buckets[-1])
         self.tables = SlotTables(
             device,
@@ -91,114 +75,102 @@ class Executor:
         self._ring = ResultRing(
             device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
-        geometry = model.kv_geometry
-        shape = KvShape(geometry.layers, limits.block_size, geometry.kv_heads, geometry.head_dim, geometry.dtype)
-        self.sizing = self._size(shape)
-        self.pool = KvPool(device, shape, self.sizing.num_blocks)
-        self._work = self._work_over(self.pool.layers)
-        maps = {bucket: self.staging.row_map(bucket) for bucket in limits.decode_buckets}
-        self.graphs = DecodeGraphs(device, self._work, self._ring, maps)
-        self.graphs.warm_up(limits.warm_variants, limits.exchanges)
-        self.prefill_graphs = PrefillGraphs(
-            device, self._work, self.tables, self.staging, limits.prefill_buckets, limits.agree_min
-        )
-        self.prefill_graphs.warm_up(limits.max_model_len, self._ring.undo)
+        self.sizing = self._size(further_roles)
+        self.pool = CachePool(device, block_size=limits.block_size, blocks=self.sizing.num_blocks, slots=limits.slots)
+        self.staging.on_seated = self.pool.reset
+        parts = self._parts_over(self.pool)
+        self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
+        roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
+        for role in (self.decode, *roles[:-2], self.prefill):
+            role.warm_up()
+        self._roles = {role.name: role for role in roles}
+        ladders = Ladders(limits.decode_buckets, self.prefill.graphs.buckets, limits.exchanges)
+        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
-        self.landing = ResultReader(device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores)
+        self.results = ResultReader(
+            device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
+        )
+        self.widest = self._widest_variant()
         self.allocations_at_warmup = device.allocations()
-        self._slot_features: list[SamplingVariant] = [SamplingVariant()] * (limits.slots + 1)
-        self._row_features = SamplingVariant()
-        self._features_of: tuple[int, ...] | None = None
+        self.captures_at_warmup = device.captures
 
     @property
     def prefill_attention(self) -> str:
         """Whose kernel it is, for records of measurements."""
         return self._model.kernels.prefill_name
 
+    @property
+    def restores_prefixes(self) -> bool:
+        """Whether a sequence can begin behind tokens that another one computed: of slot state there is no copy."""
+        return not self._model.cache_layout.has_slot_state
+
     # ---- each step ----
 
-    def launch(self, plan: StepPlan, features: SamplingVariant | None = None) -> None:
-        """Put one step on the device, behind everything launched before it.
+    def needs(self, plan: StepPlan | None) -> LaunchNeeds:
+        """What the plan needs of a step that several groups launch together; to be asked once a plan."""
+        return self._resolver.needs(plan)
 
-        ``features`` cover at least those of the plan's rows, which are the default.
-        """
+    def resolve(self, plan: StepPlan | None, agreed: LaunchNeeds | None = None, *, step: int = -1) -> LaunchSpec:
+        """How the plan is launched. ``agreed``: what all groups need, where there are several; then a group without a
+        plan launches ``step`` for the others' sake, without a row of its own."""
+        if plan is None:
+            plan = StepPlan(step, StepKind.DECODE, (), (), width=1)
+        return self._resolver.resolve(plan, agreed)
+
+    def launch(self, spec: LaunchSpec) -> None:
+        """Put one step on the device, behind everything launched before it."""
         compute = self.device.compute
-        features = features or self.features(plan)
-        ticket = self.landing.reserve(plan, logprobs=features.top_logprobs if features.logprobs else None)
-        padded_tokens = self.prefill_graphs.bucket(plan)
+        if spec.shared_bucket:  # a capture rehearses the step, and its exchanges need all groups, prefilling ones too
+            self.decode.graphs.get(spec.shared_bucket, spec.variant, spec.exchange_rows)
+        ticket = self.results.reserve(spec)
         with self._stage_range:
-            staged = self.staging.stage(plan, padded_tokens)
+            staged = self.staging.stage(spec)
         compute.record(ticket.start)
         if staged is not None:
             self.staging.apply(staged)
-        if plan.kind is StepKind.DECODE:
-            self.graphs.get(plan.bucket, features, plan.exchange_rows).replay()
-        else:
-            self._launch_prefill(plan, features, ticket.scores, padded_tokens)
+        self._roles[spec.role].launch(spec, ticket.scores)
         compute.record(ticket.ready)
-        self.landing.submit(ticket)
+        self.results.submit(ticket)
 
-    def _launch_prefill(
-        self, plan: StepPlan, features: SamplingVariant, scores: StepPromptLogprobs | None, padded_tokens: int
-    ) -> None:
-        chunks, exchange_rows = self.staging.chunks(plan), plan.exchange_rows
-        query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
-        known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        if padded_tokens:
-            self.prefill_graphs.launch(padded_tokens, chunks, query, known, features)
-        else:
-            self.device.compute.submit(
-                lambda: self._work.prefill(chunks, query, known, features, scores, exchange_rows)
-            )
-
-    def take(self, plan: StepPlan) -> StepResult:
+    def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""
-        return self.landing.take(plan.step)
+        return self.results.take(spec.step)
 
     def close(self) -> None:
         """Finish what is in flight and release threads and graphs."""
         try:
-            self.landing.close()
+            self.results.close()
         finally:
             self.device.close()
 
-    def features(self, plan: StepPlan) -> SamplingVariant:
-        """The sampling variant that serves every row; worked out again only when the rows changed. Once a plan."""
-        for write in plan.slot_writes:
-            self._slot_features[write.slot] = SamplingVariant.covering([write.sampling])
-        if plan.slots is not self._features_of:
-            self._features_of = plan.slots
-            self._row_features = SamplingVariant()
-            for slot in plan.slots:
-                self._row_features |= self._slot_features[slot]
-        return self._row_features
-
     # ---- before the first step ----
 
-    def _work_over(self, layers: list[Tensor]) -> StepWork:
-        return StepWork(self._model, layers, self.tables, self._ring, self._limits.block_size)
+    def _parts_over(self, pool: CachePool) -> RoleParts:
+        caches = pool.allocate(self._model.cache_layout)
+        memory = self.tables, self._ring, self.staging
+        return RoleParts(self.device, self._model, caches, pool, *memory, self._limits, self.fallbacks)
 
-    def _size(self, shape: KvShape) -> KvSizing:
-        """Run the largest prefill and decode over padding, measure them, and divide what is left by the block size."""
+    def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
+        """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
         limits = self._limits
-        scratch = KvPool(self.device, shape, 0)  # the trash block is all that padding rows touch
-        work = self._work_over(scratch.layers)
-        # Decode first: its kernels compile here while those of prefill may be loading (Kernels.agree_on_kernels).
-        decode_peak = self.device.peak_of(lambda: self._rehearse_decode(work))
+        pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
+        scratch = self._parts_over(pool)
+        decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
+        # Prefill last: the others' kernels are compiled here while its own may be on their way (agree_on_kernels).
+        peaks = [self.device.peak_of(role.rehearse) for role in (decode, *(make(scratch) for make in further_roles))]
         self._model.kernels.agree_on_kernels(limits.agree_min)
-        prefill_peak = self.device.peak_of(lambda: self._rehearse_prefill(work, limits.max_prefill_tokens))
-        peak = max(decode_peak, prefill_peak)
+        peaks.append(self.device.peak_of(prefill.rehearse))
         self._tune()
-        if self.device.torch_device.type != "cpu":
-            for tokens in shorter_prefills(limits.max_prefill_tokens):
-                self._rehearse_prefill(work, tokens)
+        prefill.compile_shorter()
+        decode.compile_sampling()
+        shape = CacheShape(pool.layout, limits.block_size, limits.slots)
         num_blocks = limits.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
-            num_blocks = min(all_rows, CPU_KV_BYTES // shape.block_bytes)
-        sizing = size_kv(
+            num_blocks = min(all_rows, CPU_KV_BYTES // max(1, shape.block_bytes))
+        sizing = size_cache(
             self.device.memory_info(),
-            peak,
+            max(peaks),
             shape,
             max_model_len=limits.max_model_len,
             reserve_tokens=(limits.depth + 1) * limits.width,
@@ -209,6 +181,36 @@ class Executor:
         log.info("%s", sizing)
         return sizing
 
+    def _widest_variant(self) -> SamplingVariant:
+        """The widest sampling variant for whose late graphs there is memory on every rank; others are refused.
+
+        What was warmed up is there already. A variant that was not is captured when its first request comes, and a
+        capture that fails then would end the job. So the candidates are tried now, over padding, widest first.
+        """
+        warmed = GREEDY
+        for variant in self._limits.warm_variants:
+            warmed |= variant
+        candidates = [EVERY_FEATURE, *(warmed | variant for variant in NARROWER_FEATURES)]
+        for candidate in candidates:
+            if self._limits.agree_min(self._has_room_for(candidate)):
+                return candidate
+        return warmed
+
+    def _has_room_for(self, variant: SamplingVariant) -> bool:
+        """Whether the largest bucket runs in it, and its graphs could hold as much again for themselves."""
+        if self.device.torch_device.type == "cpu":
+            return True
+        late_seen = variant.penalties and self.tables.seen is None
+        try:
+            peak = self.device.peak_of(lambda: self.decode.try_variant(self._limits.decode_buckets[-1], variant))
+            return peak <= self.device.memory_info().free
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            if late_seen:
+                self.tables.drop_seen()
+            self.device.release_unused()
+
     def _tune(self) -> None:
         """Choose kernels for what was rehearsed, while there is room for copies of weights."""
         if self._limits.share is None:
@@ -217,47 +219,3 @@ class Executor:
         measured = self._model.kernels.tune_seen(self._limits.kernel_cache, self._limits.share)
         if measured:
             log.info("kernels of %d products chosen by measurement in %.1f s", measured, time.perf_counter() - began)
-
-    def _rehearse_prefill(self, work: StepWork, tokens: int) -> None:
-        """So many tokens on the padding slot: nothing but the trash block is written."""
-        limits = self._limits
-        lengths: list[int] = []
-        left = tokens
-        while left and len(lengths) < limits.rows:
-            lengths.append(min(left, limits.max_model_len))
-            left -= lengths[-1]
-        chunks = tuple(Chunk(PADDING_SLOT, 0, (0,) * length, True) for length in lengths)
-        rows = limits.exchanges[-1] if limits.exchanges else 0
-        known = tuple(lengths)
-        work.prefill(_padding_chunks(chunks, self.device.torch_device), known, known, GREEDY, exchange_rows=rows)
-        self._ring.undo()
-
-    def _rehearse_decode(self, work: StepWork) -> None:
-        """Every bucket, the largest first; on a CPU, where nothing is compiled, only that one."""
-        device, buckets = self.device.torch_device, self._limits.decode_buckets[::-1]
-        for bucket in buckets[:1] if device.type == "cpu" else buckets:
-            work.decode(torch.zeros(bucket, dtype=torch.int64, device=device), GREEDY)
-            self._ring.undo()
-
-
-GREEDY = SamplingVariant()
-
-
-def shorter_prefills(most: int) -> Iterator[int]:
-    """Tokens of prefills that are rehearsed besides the one of ``most``, so that no request waits for a compiler.
-
-    Kernels are chosen and compiled by ranges of sizes, each of which is twice as long as it begins, or longer.
-    """
-    tokens = min(most // 2, 2048)
-    while tokens >= 32:
-        yield tokens
-        tokens //= 2
-
-
-def _padding_chunks(chunks: tuple[Chunk, ...], device: torch.device) -> Chunks:
-    """Chunks on the device as staging would lay them out, without staging."""
-    positions = torch.cat([torch.arange(len(chunk.token_ids), device=device) for chunk in chunks])
-    ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0) - 1
-    rows = torch.zeros(len(chunks), dtype=torch.int64, device=device)
-    padding = torch.zeros_like(positions)
-    return Chunks(padding, positions, padding, rows, rows, ends.to(device))

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.slot_state import PADDING_SLOT, SlotTables, fill_record
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
@@ -53,25 +54,25 @@ class Changes(Generic[A]):
                 yield field.name, value
 
 
-def pack(
-    plan: StepPlan, tables: SlotTables, mapped: tuple[int, ...] | None, *, padded_tokens: int = 0
-) -> Changes[_Array]:
-    """Everything ``plan`` changes. ``mapped``: the slots that the bucket's row map holds already, told by identity.
+def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> Changes[_Array]:
+    """Everything the step changes. ``mapped``: the slots that its row map holds already, told by identity.
 
-    Chunks are filled up to ``padded_tokens`` with tokens of the padding slot, whose KV goes to the trash block.
+    Chunks are filled up to ``spec.padded_tokens`` with tokens of the padding slot, whose KV goes to the trash block,
+    and with rows of it up to as many as so many tokens can be, ``max_rows`` at most.
     ValueError, naming the step, for a plan that writes one place twice or outside the tables.
     """
+    plan = spec.plan
     packed: Changes[_Array] = Changes()
     if plan.slot_writes:
         _pack_slots(packed, plan, tables)
     if plan.block_writes:
         _pack_blocks(packed, plan, tables)
     if plan.kind is StepKind.PREFILL:
-        _pack_chunks(packed, plan, padded_tokens)
+        _pack_chunks(packed, spec, max_rows)
         if plan.scored_tokens:
             _pack_scored(packed, plan)
     elif mapped is not plan.slots:
-        packed.row_map_B = np.full(plan.bucket, PADDING_SLOT, np.int64)
+        packed.row_map_B = np.full(spec.bucket, PADDING_SLOT, np.int64)
         packed.row_map_B[: len(plan.slots)] = plan.slots
     return packed
 
@@ -134,9 +135,10 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
     packed.blocks_M = blocks_M.astype(np.int32)
 
 
-def _pack_chunks(packed: Changes[_Array], plan: StepPlan, padded_tokens: int) -> None:
+def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:
+    plan = spec.plan
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-    tokens_3T = np.full((3, max(sum(lengths), padded_tokens)), PADDING_SLOT, np.int64)
+    tokens_3T = np.full((3, max(sum(lengths), spec.padded_tokens)), PADDING_SLOT, np.int64)
     offset = 0
     for chunk, length in zip(plan.chunks, lengths, strict=True):
         here = slice(offset, offset + length)
@@ -144,7 +146,7 @@ def _pack_chunks(packed: Changes[_Array], plan: StepPlan, padded_tokens: int) ->
         tokens_3T[1, here] = np.arange(chunk.start, chunk.start + length)
         tokens_3T[2, here] = chunk.slot
         offset += length
-    rows_3R = np.zeros((3, plan.bucket), np.int64)
+    rows_3R = np.zeros((3, max(spec.bucket, min(spec.padded_tokens, max_rows))), np.int64)
     real = len(plan.chunks)
     rows_3R[0, :real] = plan.slots
     rows_3R[1, :real] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]

@@ -30,11 +30,10 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import SlotWrite
-from runtime.schedule.request import FinishReason
+from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason
 
 PADDING_SLOT = 0
 TRASH_BLOCK = 0
-DEFAULT_STOP_IDS = 16
 NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
 
 # One slot's record: 64 bytes, then the stop ids. Name, numpy type, byte offset.
@@ -167,7 +166,7 @@ class SlotTables:
         max_blocks: int,
         vocab_size: int,
         vocab_start: int = 0,
-        stop_ids: int = DEFAULT_STOP_IDS,
+        stop_ids: int = MAX_STOP_TOKEN_IDS,
         seen_bytes: int | None = None,
     ) -> None:
         self.slots = max_requests + 1
@@ -200,6 +199,10 @@ class SlotTables:
             self.seen = self._new_seen()
             self.late_seen_tables += 1
         return self.seen
+
+    def drop_seen(self) -> None:
+        """Give the tables of tokens seen back. For start-up, where a trial made them."""
+        self.seen, self.late_seen_tables = None, 0
 
     def _end_every_slot(self) -> None:
         """A slot is finished until a request is written into it; slot 0 for good."""

@@ -13,6 +13,7 @@ The copies have a stream of their own: behind a result's copy they would wait fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
-from runtime.schedule.plan import StepPlan
 
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
@@ -41,7 +43,7 @@ class Chunks:
 
     token_ids_T, positions_T, slots_T: each new token, its position and its slot. slots_R: each row's slot;
     emitting_R: the same where the row's chunk is the last, the padding slot elsewhere, so that sampling into
-    ``emitting_R`` masks the others; logit_rows_R: where in T each row's last token is. R is the plan's bucket; the
+    ``emitting_R`` masks the others; logit_rows_R: where in T each row's last token is. R is the step's bucket; the
     rows past its real ones are slot 0 and logit row 0. scored_2S: of each prompt token that is scored, where in T the
     token before it is, and its id; None when there is none.
     """
@@ -53,6 +55,10 @@ class Chunks:
     emitting_R: Tensor
     logit_rows_R: Tensor
     scored_2S: Tensor | None = None
+
+    def state_rows(self) -> StateRows:
+        """Whose state each row continues, and where its tokens end; rows past the real ones end where the last does."""
+        return StateRows(self.slots_R, (self.logit_rows_R + 1).cummax(0).values)
 
 
 @dataclass(slots=True)
@@ -79,7 +85,7 @@ class _Entry:
 class Staged:
     """A step's changes on their way: to be given to ``Staging.apply``, once."""
 
-    bucket: int
+    spec: LaunchSpec
     changes: Changes[Tensor]
     entry: _Entry
 
@@ -94,8 +100,8 @@ class Staging:
         self._device = device
         self._tables = tables
         self._stream = device.stream("stage")
-        self._row_maps: dict[int, Tensor] = {}
-        self._mapped: dict[int, tuple[int, ...]] = {}  # bucket -> the slots its row map holds
+        self._row_maps: dict[tuple[str, int], Tensor] = {}
+        self._mapped: dict[tuple[str, int], tuple[int, ...]] = {}  # the slots that each row map holds
         self._chunk_tokens_3T = device.zeros(3, max_prefill_tokens, dtype=torch.int64)
         self._chunk_rows_3R = device.zeros(3, max_rows, dtype=torch.int64)
         self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
@@ -103,48 +109,46 @@ class Staging:
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
         self._used = 0
         self._unapplied: int | None = None
+        self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) that are written, behind that
 
     # ---- what the steps read ----
 
-    def row_map(self, bucket: int) -> Tensor:
-        """row -> slot of that bucket's decode steps, int64 [bucket]; always the same tensor."""
-        if bucket not in self._row_maps:
-            self._row_maps[bucket] = self._device.zeros(bucket, dtype=torch.int64)
-        return self._row_maps[bucket]
+    def row_map(self, role: str, bucket: int) -> Tensor:
+        """row -> slot of a role's steps with that many rows, int64 [bucket]; always the same tensor."""
+        key = role, bucket
+        if key not in self._row_maps:
+            self._row_maps[key] = self._device.zeros(bucket, dtype=torch.int64)
+        return self._row_maps[key]
 
     def padded_chunks(self, tokens: int) -> Chunks:
         """Where the first ``tokens`` of any prefill plan are, and the rows of as many chunks as so many tokens can be;
-        always the same memory. Rows past those of the plan are what an earlier one left there, made to stay in T.
+        always the same memory. Past the plan's is the padding that ``spec.padded_tokens`` asked for.
         """
-        token_ids_T, positions_T, slots_T = self._chunk_tokens_3T[:, :tokens]
-        slots_R, emitting_R, logit_rows_R = self._chunk_rows_3R[:, :tokens]
-        in_T = logit_rows_R.clamp(max=tokens - 1)
-        return Chunks(token_ids_T, positions_T, slots_T, slots_R, emitting_R, in_T)
+        return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, :tokens])
 
     @property
     def max_rows(self) -> int:
         """Chunks that a prefill plan may have."""
         return self._chunk_rows_3R.shape[1]
 
-    def chunks(self, plan: StepPlan) -> Chunks:
-        """Where a prefill plan's chunks are once it is applied."""
-        tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, : plan.bucket])
-        scored = plan.scored_tokens
+    def chunks(self, spec: LaunchSpec) -> Chunks:
+        """Where a prefill's chunks are once its changes are applied."""
+        tokens, scored = spec.plan.prefill_tokens, spec.plan.scored_tokens
+        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, : spec.bucket])
         return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
 
     # ---- each step ----
 
-    def stage(self, plan: StepPlan, padded_tokens: int = 0) -> Staged | None:
-        """Pack what ``plan`` changes and start its copy; None when it changes nothing. ValueError for a bad plan.
+    def stage(self, spec: LaunchSpec) -> Staged | None:
+        """Pack what the step changes and start its copy; None when it changes nothing. ValueError for a bad plan.
 
-        A prefill plan's tokens are followed by padding up to ``padded_tokens``.
-        What it returns must be applied before the next plan is staged (RuntimeError): it lives in the ring.
+        What it returns must be applied before the next step is staged (RuntimeError): it lives in the ring.
         """
         if self._unapplied is not None:
-            raise RuntimeError(f"step {plan.step} is staged, but step {self._unapplied} was not applied")
-        packed = pack(plan, self._tables, self._mapped.get(plan.bucket), padded_tokens=padded_tokens)
-        self._check_room(plan, packed)
+            raise RuntimeError(f"step {spec.step} is staged, but step {self._unapplied} was not applied")
+        row_map = spec.role, spec.bucket
+        packed = pack(spec, self._tables, self._mapped.get(row_map), self.max_rows)
+        self._check_room(spec.step, packed)
         sizes = {name: _aligned(array.nbytes) for name, array in packed.parts()}
         total = sum(sizes.values())
         if total == 0:
@@ -160,28 +164,34 @@ class Staging:
             offset += sizes[name]
         self._send(entry, total)
         if packed.row_map_B is not None:
-            self._mapped[plan.bucket] = plan.slots
-        self._unapplied = plan.step
-        return Staged(plan.bucket, changes, entry)
+            self._mapped[row_map] = spec.plan.slots
+        self._unapplied = spec.step
+        return Staged(spec, changes, entry)
 
     def apply(self, staged: Staged) -> None:
         """Put staged changes into force on the compute stream, before the step's work."""
         tables, changes = self._tables, staged.changes
-        row_map = self.row_map(staged.bucket) if changes.row_map_B is not None else None
+        row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
         chunks = (self._chunk_tokens_3T, self._chunk_rows_3R, self._scored_2T)
+
+        def work() -> None:
+            apply_changes(changes, tables, row_map, *chunks)
+            if changes.slots_N is not None and self.on_seated is not None:
+                self.on_seated(changes.slots_N)
+
         self._device.compute.wait(staged.entry.copied)
-        self._device.compute.submit(lambda: apply_changes(changes, tables, row_map, *chunks))
+        self._device.compute.submit(work)
         self._device.compute.record(staged.entry.applied)
         self._unapplied = None
 
-    def _check_room(self, plan: StepPlan, packed: Changes[npt.NDArray[Any]]) -> None:
+    def _check_room(self, step: int, packed: Changes[npt.NDArray[Any]]) -> None:
         for what, chunk_array, room, option in (
             ("prefill tokens", packed.chunk_tokens_3T, self._chunk_tokens_3T, "--max-num-batched-tokens"),
             ("prefill rows", packed.chunk_rows_3R, self._chunk_rows_3R, "--max-num-seqs"),
         ):
             if chunk_array is not None and chunk_array.shape[1] > room.shape[1]:
                 wanted = chunk_array.shape[1]
-                raise ValueError(f"step {plan.step}: {wanted} {what}, there is room for {room.shape[1]}; see {option}")
+                raise ValueError(f"step {step}: {wanted} {what}, there is room for {room.shape[1]}; see {option}")
 
     # ---- the ring ----
 

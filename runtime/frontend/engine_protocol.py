@@ -28,8 +28,8 @@ class EngineProtocol(Protocol):
     """One per rank. ``add``, ``cancel``, ``step`` and ``stop`` are the leader's; ``follow`` is everybody else's.
 
     Every added request is reported in ``StepOutput.finished`` exactly once, with all its tokens, whatever happens.
-    ``StepOutput.logprobs``, when not None, is a StepLogprobs (runtime/execute/landing.py) aligned with the rows, and
-    ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/prompt_logprobs.py) or None for each
+    ``StepOutput.logprobs``, when not None, is a StepLogprobs (runtime/execute/result_reader.py) aligned with the rows,
+    and ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/prompt_logprobs.py) or None for each
     row. ``counters`` has at least ``steps``, ``chained_steps``, ``ghost_rows``, ``wasted_tokens`` and one
     ``chain_breaks{reason}`` for each reason that occurred; where there are groups (EngineConfig.data_parallel), also
     ``group_requests{g}`` and ``group_idle_steps{g}``, while the rest is of the leader's group.
@@ -47,7 +47,14 @@ class EngineProtocol(Protocol):
     def counters(self) -> Mapping[str, int | float]: ...
 
     def add(self, request: Request) -> None:
-        """Make the arrival of ``request`` an agreed event. Its ``request_id`` is new."""
+        """Make the arrival of ``request`` an agreed event. Its ``request_id`` is new.
+
+        Raises RequestError (validation.py) for one that cannot be served as it stands, before any rank hears of it.
+        """
+        ...
+
+    def bind_thread(self) -> None:
+        """Called first by the thread that takes turns, where it is not the one that made the engine."""
         ...
 
     def cancel(self, request_id: int, reason: FinishReason) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from runtime.frontend.outputs import TokenLogprob
 
 if TYPE_CHECKING:
-    from runtime.execute.landing import StepLogprobs
+    from runtime.execute.result_reader import StepLogprobs
     from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
 
 

@@ -8,15 +8,16 @@ cancelled is returned.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.logprobs import prompt_logprobs, row_logprobs
-from runtime.frontend.outputs import Completion, RequestOutput, Timing, TokenLogprob
+from runtime.frontend.outputs import Completion, Delta, RequestOutput, Timing, TokenLogprob
 from runtime.frontend.tokenizer import TextStream, Tokenizer
-from runtime.frontend.validation import MAX_STOP_TOKEN_IDS, RequestError
+from runtime.frontend.validation import CheckedRequest, RequestError, stop_ids_of
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 
 
 class Routed(NamedTuple):
-    """What one step output led to: ``stop`` are request ids that hit a stop string and should be cancelled as STOP."""
+    """What one step output led to: ``stop`` are request ids that hit a stop string and should be cancelled as STOP,
+    ``deltas`` what streamed requests gained."""
 
     finished: list[RequestOutput]
     stop: list[int]
+    deltas: list[Delta]
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class _Group:
     opened_at: float
     answers: list[Completion | None]
     prompt_parts: list[PromptLogprobs] | None  # None: nobody asked for the prompt's log-probabilities
+    handed_over_at: float | None = None  # None: when it was opened
     first_at: float | None = None
     gaps: list[float] = field(default_factory=list)  # mean seconds between tokens, one entry an answer that ended
 
@@ -53,28 +57,40 @@ class _Sequence:
     group: _Group
     index: int
     request: Request
-    stream: TextStream | None  # only where stop strings need the text before the end
+    text: TextStream | None  # only where stop strings or deltas need the text before the end
     logprobs: list[TokenLogprob] | None
+    streamed: bool  # whether deltas are wanted
     first_at: float | None = None
     stopped_at: float | None = None  # when its stop string was found; the engine ends it some steps later
+    sent: int = 0  # tokens that went out in deltas
+    unsent: str = ""  # text that has not
+
+    @property
+    def kept(self) -> int:
+        """Tokens that its text has taken: after a stop string it takes none."""
+        return 0 if self.text is None else self.text.kept
 
     @property
     def watched(self) -> bool:
-        """Whether the next tokens must be looked at one by one."""
-        return self.first_at is None or self.stream is not None or self.logprobs is not None
+        """Whether its tokens after the first must be looked at one by one."""
+        return self.streamed or self.text is not None or self.logprobs is not None
 
 
 class OutputProcessor:
     """``open`` a request, hand its parts to the engine, ``route`` every step output until the answer comes out.
 
-    ``tokenizer`` None gives empty texts (and refuses stop strings). ``clock`` returns seconds.
+    ``tokenizer`` None gives empty texts (and refuses stop strings). ``clock`` returns seconds. A row of a step costs
+    nothing here unless somebody waits for the first token, or wants a stop string, deltas or log-probabilities.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
-        self._next_id = 0
+        self.next_id = 0  # of the next sequence
         self._live: dict[int, _Sequence] = {}
+        self._not_begun: dict[int, _Sequence] = {}  # those without a token
+        self._watched: dict[int, _Sequence] = {}  # those, and those whose tokens are looked at
+        self._plain_rows: Sequence[int] = ()  # the last step's without one of them: later ones have newer ids
 
     @property
     def live(self) -> int:
@@ -83,10 +99,21 @@ class OutputProcessor:
 
     def not_begun(self) -> list[int]:
         """Request ids of live sequences without a single token."""
-        return [request_id for request_id, sequence in self._live.items() if sequence.first_at is None]
+        return list(self._not_begun)
+
+    @property
+    def waiting(self) -> int:
+        """How many of them there are."""
+        return len(self._not_begun)
 
     def live_ids(self) -> list[int]:
         return list(self._live)
+
+    def handed_over(self, request_id: int) -> None:
+        """The engine gets this one now, later than it was opened: the time that its request was queued ends here."""
+        group = self._live[request_id].group
+        if group.handed_over_at is None:
+            group.handed_over_at = self._clock()
 
     def open(
         self,
@@ -96,13 +123,18 @@ class OutputProcessor:
         *,
         prompt: str | None = None,
         eos_token_ids: tuple[int, ...] = (),
+        stop_token_ids: tuple[int, ...] | None = None,
         priority: int = 0,
         arrived_at: float | None = None,
-    ) -> tuple[Request, ...]:
-        """The ``n`` sequences of a request, to be added to the engine in this order, now.
+        stream: bool = False,
+        model: ModelFacts | None = None,
+    ) -> tuple[CheckedRequest, ...]:
+        """The ``n`` sequences of a request, to be added to the engine in this order.
 
         ``sampling.seed`` must be set; answer i is drawn with seed + i, so that each can be had again alone.
-        ``arrived_at`` is a time of the same clock, by default now. Raises RequestError for too many stop ids.
+        ``arrived_at`` is a time of the same clock, by default now. ``stream``: deltas are wanted. ``model``: what
+        prompt and sampling were checked for, if they were. ``stop_token_ids``: everything that ends it on the device,
+        by default worked out from ``sampling`` and ``eos_token_ids``. Raises RequestError for too many of them.
         """
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the model folder has none")
@@ -118,63 +150,85 @@ class OutputProcessor:
             answers=[None] * sampling.n,
             prompt_parts=None if sampling.prompt_logprobs is None else [],
         )
-        stop_ids = stop_ids_of(sampling, eos_token_ids)
+        stop_ids = stop_ids_of(sampling, eos_token_ids) if stop_token_ids is None else stop_token_ids
         each = [replace(sampling, n=1, seed=_wrapped(sampling.seed + i)) for i in range(sampling.n)]
         each[1:] = [replace(other, prompt_logprobs=None) for other in each[1:]]  # the prompt is the same
-        return tuple(self._open_one(group, i, one, stop_ids, priority) for i, one in enumerate(each))
+        opened = []
+        for index, one in enumerate(each):
+            request_id, self.next_id = self.next_id, self.next_id + 1
+            request = CheckedRequest(request_id, prompt_token_ids, one, stop_ids, priority, model)
+            text = None
+            if (one.stop or stream) and self._tokenizer is not None:
+                text = TextStream(self._tokenizer, one.stop, one.min_tokens, prompt_token_ids)
+            sequence = _Sequence(group, index, request, text, None if one.logprobs is None else [], stream)
+            self._live[request_id] = self._not_begun[request_id] = self._watched[request_id] = sequence
+            opened.append(request)
+        return tuple(opened)
 
-    def _open_one(
-        self, group: _Group, index: int, sampling: SamplingParams, stop_ids: tuple[int, ...], priority: int
-    ) -> Request:
-        request = Request(self._next_id, group.prompt_token_ids, sampling, stop_ids, priority)
-        self._next_id += 1
-        stream = None
-        if sampling.stop and self._tokenizer is not None:
-            stream = TextStream(self._tokenizer, sampling.stop, sampling.min_tokens, request.prompt_token_ids)
-        logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
-        self._live[request.request_id] = _Sequence(group, index, request, stream, logprobs)
-        return request
-
-    def route(self, output: StepOutput) -> Routed:
-        """Give every row its tokens, then end what ended."""
-        now = self._clock()
-        ended = {finished.request_id: finished for finished in output.finished}
-        stop: list[int] = []
-        for row, request_id in enumerate(output.request_ids):
-            sequence = self._live.get(request_id)
-            if sequence is None or not output.counts[row] or not sequence.watched:
-                continue
-            if self._advance(sequence, output, row, now, ended.get(request_id)) and request_id not in ended:
-                stop.append(request_id)
+    def route(self, output: StepOutput, now: float | None = None) -> Routed:
+        """Give every row its tokens, then end what ended. ``now``: when the output came, by the same clock."""
+        now = self._clock() if now is None else now
+        routed = Routed([], [], [])
+        rows = output.request_ids
+        if self._watched and rows != self._plain_rows:
+            if self._watched.keys().isdisjoint(rows):
+                self._plain_rows = rows
+            else:
+                self._route_rows(output, now, routed)
         if output.prompt_logprobs is not None:
             self._collect_prompts(output)
-        routed = Routed([], stop)
         for finished in output.finished:
-            group = self._end(finished, now)
-            if group is not None:
-                routed.finished.append(group)
+            self._end(finished, now, routed)
         return routed
+
+    def _route_rows(self, output: StepOutput, now: float, routed: Routed) -> None:
+        ended = {finished.request_id: finished for finished in output.finished}
+        for row, request_id in enumerate(output.request_ids):
+            sequence = self._watched.get(request_id)
+            if sequence is None or not output.counts[row]:
+                continue
+            if sequence.first_at is None:
+                self._begin(sequence, now)
+                if not sequence.watched:
+                    continue
+            before = sequence.kept
+            if self._advance(sequence, output, row, now, ended.get(request_id)) and request_id not in ended:
+                routed.stop.append(request_id)
+            if sequence.streamed and request_id not in ended:  # else the end brings what is left
+                begin = row * output.width
+                fresh = output.tokens[begin : begin + output.counts[row]]
+                if sequence.text is not None:
+                    fresh = fresh[: sequence.kept - before]
+                if fresh:
+                    routed.deltas.append(_delta(sequence, tuple(fresh)))
+
+    def _begin(self, sequence: _Sequence, now: float) -> None:
+        """Its first token is here."""
+        sequence.first_at = now
+        if sequence.group.first_at is None:
+            sequence.group.first_at = now
+        del self._not_begun[sequence.request.request_id]
+        if not sequence.watched:
+            del self._watched[sequence.request.request_id]
 
     def _advance(
         self, sequence: _Sequence, output: StepOutput, row: int, now: float, finished: Finished | None
     ) -> bool:
         """Tokens of one row; returns whether they completed a stop string."""
-        if sequence.first_at is None:
-            sequence.first_at = now
-            if sequence.group.first_at is None:
-                sequence.group.first_at = now
-        begin = row * output.width
+        begin, text = row * output.width, sequence.text
         tokens = output.tokens[begin : begin + output.counts[row]]
         if sequence.logprobs is not None and output.logprobs is not None:
             sequence.logprobs += row_logprobs(output.logprobs, row, tokens, sequence.request.sampling.logprobs or 0)
-        if sequence.stream is None or sequence.stream.stopped:
+        if text is None or text.stopped:
             return False
         if finished is not None and _ended_by_id(sequence.request, finished):
             tokens = tokens[:-1]  # a stop id is no text
         for token in tokens:
-            sequence.stream.push(token)
-        sequence.stopped_at = now if sequence.stream.stopped else None
-        return sequence.stream.stopped
+            shown = text.push(token)
+            if sequence.streamed:
+                sequence.unsent += shown
+        sequence.stopped_at = now if text.stopped else None
+        return text.stopped
 
     def _collect_prompts(self, output: StepOutput) -> None:
         """Rows whose chunk was scored; entries are made at the end, all at once."""
@@ -183,22 +237,34 @@ class OutputProcessor:
             if part is not None and sequence is not None and sequence.group.prompt_parts is not None:
                 sequence.group.prompt_parts.append(part)
 
-    def _end(self, finished: Finished, now: float) -> RequestOutput | None:
-        """Close one sequence; returns the whole answer when it was the last of its group."""
+    def _end(self, finished: Finished, now: float, routed: Routed) -> None:
+        """Close one sequence, and the whole answer when it was the last of its group."""
         sequence = self._live.pop(finished.request_id, None)
         if sequence is None:
-            return None
+            return
+        self._not_begun.pop(finished.request_id, None)
+        self._watched.pop(finished.request_id, None)
         group, completion = sequence.group, self._complete(sequence, finished)
         group.answers[sequence.index] = completion
         if sequence.first_at is not None and len(completion.token_ids) > 1:
             last_at = now if sequence.stopped_at is None else sequence.stopped_at
             group.gaps.append((last_at - sequence.first_at) / (len(completion.token_ids) - 1))
+        whole = self._whole(group, now)
+        if whole is not None:
+            routed.finished.append(whole)
+        if sequence.streamed:
+            rest = completion.token_ids[sequence.sent :]
+            routed.deltas.append(_delta(sequence, rest, completion.finish_reason, whole))
+
+    def _whole(self, group: _Group, now: float) -> RequestOutput | None:
+        """The answer, once all of it is there."""
         answers = [answer for answer in group.answers if answer is not None]
         if len(answers) < len(group.answers):
             return None
+        began = group.opened_at if group.handed_over_at is None else group.handed_over_at
         timing = Timing(
-            queued=group.opened_at - group.arrived_at,
-            ttft=None if group.first_at is None else group.first_at - group.opened_at,
+            queued=began - group.arrived_at,
+            ttft=None if group.first_at is None else group.first_at - began,
             tpot=sum(group.gaps) / len(group.gaps) if group.gaps else None,
             e2e=now - group.arrived_at,
         )
@@ -207,12 +273,12 @@ class OutputProcessor:
 
     def _complete(self, sequence: _Sequence, finished: Finished) -> Completion:
         request, reason, token_ids = sequence.request, finished.reason, finished.token_ids
-        if sequence.stream is not None:
+        if sequence.text is not None:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):  # the rest of one that was cut short tells no end
-                sequence.stream.finish()
-            text = sequence.stream.text
-            if sequence.stream.stopped:  # even if it ran into its length meanwhile: a serial engine would have stopped
-                reason, token_ids = FinishReason.STOP, token_ids[: sequence.stream.kept]
+                sequence.unsent += sequence.text.finish()
+            text = sequence.text.text
+            if sequence.text.stopped:  # even if it ran into its length meanwhile: a serial engine would have stopped
+                reason, token_ids = FinishReason.STOP, token_ids[: sequence.text.kept]
         elif self._tokenizer is not None:
             shown = token_ids[:-1] if _ended_by_id(request, finished) else token_ids
             text = self._tokenizer.decode(shown, request.prompt_token_ids)
@@ -224,15 +290,18 @@ class OutputProcessor:
         return Completion(sequence.index, text, token_ids, reason, seed, logprobs, detail)
 
 
-def stop_ids_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Everything that ends a request on the device, each once. Raises RequestError when a slot cannot hold them."""
-    ids = tuple(dict.fromkeys((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)))
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(
-            f"{len(ids)} stop token ids, the model's {len(eos_token_ids)} eos ids included, but at most "
-            f"{MAX_STOP_TOKEN_IDS} are allowed"
-        )
-    return ids
+def _delta(
+    sequence: _Sequence,
+    token_ids: tuple[int, ...],
+    reason: FinishReason | None = None,
+    output: RequestOutput | None = None,
+) -> Delta:
+    """Its next tokens, with the text that may be shown by now."""
+    begin = sequence.sent
+    sequence.sent = end = begin + len(token_ids)
+    text, sequence.unsent = sequence.unsent, ""
+    logprobs = None if sequence.logprobs is None else tuple(sequence.logprobs[begin:end])
+    return Delta(sequence.group.key, sequence.index, text, token_ids, logprobs, reason, output)
 
 
 def drawn_seed(base_seed: int, key: object) -> int:

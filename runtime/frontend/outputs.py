@@ -1,4 +1,4 @@
-"""What a finished request looks like to the person who asked: text, token ids, reason, timing.
+"""What an answer looks like to the person who asked, piece by piece and whole: text, token ids, reason, timing.
 
 Knows: the shape of an answer. Does not know: how it is put together (output_processor.py) or written down
 (launch/api/response.py).
@@ -81,3 +81,21 @@ class RequestOutput:
     @property
     def generated_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one of a streamed request's ``n`` answers gained in a turn.
+
+    An answer's deltas, put together, are its Completion: the texts, the token ids, the log-probabilities. ``text`` may
+    be empty where there are tokens: their bytes are no whole character yet, or could begin a stop string. The last one
+    of an answer has the ``finish_reason``; the last one of the request also has the whole ``output``.
+    """
+
+    key: Hashable
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    output: RequestOutput | None = None

@@ -52,6 +52,11 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for every malformed file
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
+    @classmethod
+    def if_any(cls, folder: str | Path) -> Tokenizer | None:
+        """``from_folder``, or None for a folder without tokenizer.json. Raises TokenizerError for a broken one."""
+        return cls.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+
     @property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""

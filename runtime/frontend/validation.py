@@ -1,97 +1,251 @@
 """What a request must look like before an engine sees it: a request that passes here cannot harm another one.
 
-Knows: the legal range of every sampling parameter, and what a prompt must satisfy for a given model.
+Knows: the legal type and range of every field, and what a prompt must satisfy for a given model.
 Does not know: where a request comes from (launch), or whether there is room for it now (the scheduler).
+
+Every door goes through here: a line of `generate`, `complete`, EngineClient and Engine.add. Whatever data a caller puts
+into a field raises RequestError or is legal, and what comes out is made of plain ints, floats and texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from operator import attrgetter
+from typing import Any, Final
 
-from runtime.schedule.request import SamplingParams
+from runtime.frontend.engine_protocol import ModelFacts
+from runtime.schedule.request import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, Request, SamplingParams
 
 MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
-MAX_STOP_TOKEN_IDS: Final = 16  # the model's eos ids included: what a slot holds (runtime/execute/slot_state.py)
-MAX_LOGPROBS: Final = 20
 MAX_FACTOR: Final = 1000.0  # of temperature and repetition penalty: beyond it, logits leave the range of float32
+MAX_PRIORITY: Final = 2**31 - 1
 _INT64: Final = 2**63
+_REQUEST_IDS: Final = 2**62  # what control records carry (runtime/replicate/event_codec.py)
+
+# Legal range of each field, both ends included; min_tokens ends at max_tokens, top_p begins above 0.
+_WHOLE: Final[Mapping[str, tuple[int, int]]] = {
+    "n": (1, MAX_CHOICES),
+    "max_tokens": (1, _INT64 - 1),
+    "min_tokens": (0, _INT64 - 1),
+    "top_k": (0, 2**31 - 1),
+}
+_WHOLE_OR_NONE: Final[Mapping[str, tuple[int, int]]] = {
+    "seed": (-_INT64, _INT64 - 1),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+_NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0.0, MAX_FACTOR),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1 / MAX_FACTOR, MAX_FACTOR),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_ABOVE: Final = frozenset({"top_p"})  # the low end itself is not legal
+_ORDER: Final = (*_WHOLE, *_NUMBERS, *_WHOLE_OR_NONE)
+_values_of = attrgetter(*_ORDER)
 
 
 class RequestError(ValueError):
     """A request cannot be served as it stands; the text names the field, its value and what is legal."""
 
 
-def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raises RequestError unless every id exists and at least one token of answer fits behind the prompt."""
-    length = len(prompt_token_ids)
-    if length == 0:
-        raise RequestError("the prompt is empty: give at least one token")
-    if length >= max_model_len:
+@dataclass(frozen=True, slots=True)
+class CheckedRequest(Request):
+    """A request whose fields were checked for ``model`` and fit it: an engine of that model takes it as it is.
+
+    Made by ``checked_request``, and by EngineClient of what ``checked_prompt`` and ``checked_sampling`` returned.
+    """
+
+    model: ModelFacts | None = field(default=None, compare=False, repr=False)
+
+
+def checked_request(request: Request, model: ModelFacts) -> CheckedRequest:
+    """One sequence as every rank may see it: checked, without its stop strings, max_tokens cut to what fits.
+
+    Stop strings are looked for by EngineClient on the leader; ranks have no use for them. Raises RequestError.
+    """
+    if not isinstance(request, Request):
+        raise RequestError(f"the request is {_shown(request)}, but must be a Request")
+    if isinstance(request, CheckedRequest) and request.model is model:
+        return request
+    request_id = _whole("request_id", request.request_id, 0, _REQUEST_IDS - 1)
+    prompt = checked_prompt(request.prompt_token_ids, model.vocab_size, model.max_model_len)
+    sampling = checked_sampling(request.sampling, model.vocab_size)
+    if sampling.n != 1:
         raise RequestError(
-            f"the prompt has {length} tokens, but prompt and answer together may have {max_model_len}: shorten it "
+            f"n is {sampling.n}, but a Request is one sequence: EngineClient makes {sampling.n} of them, or set n to 1"
+        )
+    if sampling.seed is None:
+        raise RequestError(f"request {request_id} has no seed: draw one, so that the answer can be repeated")
+    stops = _stop_token_ids("stop_token_ids of the request", request.stop_token_ids, model.vocab_size)
+    sampling = replace(fitted(sampling, len(prompt), model.max_model_len), stop=())
+    return CheckedRequest(request_id, prompt, sampling, stops, checked_priority(request.priority), model)
+
+
+def checked_prompt(prompt_token_ids: object, vocab_size: int, max_model_len: int) -> tuple[int, ...]:
+    """The ids as a tuple of ints. Raises RequestError unless it is a flat sequence of at least one whole number, every
+    id exists, and one token of answer fits behind it.
+    """
+    given = _sequence("the prompt", prompt_token_ids, "token ids")
+    if not given:
+        raise RequestError("the prompt is empty: give at least one token")
+    if len(given) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(given)} tokens, but prompt and answer together may have {max_model_len}: shorten it "
             f"to {max_model_len - 1} or fewer, or raise --max-model-len if the model allows it"
         )
-    if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size):
-        at, token = next((i, t) for i, t in enumerate(prompt_token_ids) if not 0 <= t < vocab_size)
-        raise RequestError(f"prompt token {at} is {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    ids = tuple(given)
+    if set(map(type, ids)) != {int}:
+        ids = tuple(_integer(f"prompt token {at}", token) for at, token in enumerate(ids))
+    if not (min(ids) >= 0 and max(ids) < vocab_size):
+        at, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise RequestError(f"prompt token {at} is {_shown(token)}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    return ids
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raises RequestError for the first parameter that is out of range."""
-    _whole("n", sampling.n, 1, MAX_CHOICES)
-    _whole("max_tokens", sampling.max_tokens, 1, _INT64 - 1)
-    _whole("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
-    _whole("top_k", sampling.top_k, 0, 2**31 - 1)
-    _number("temperature", sampling.temperature, 0.0, MAX_FACTOR)
-    _number("top_p", sampling.top_p, 0.0, 1.0, above=True)
-    _number("min_p", sampling.min_p, 0.0, 1.0)
-    _number("repetition_penalty", sampling.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
-    _number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
-    _number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
-    if sampling.seed is not None:
-        _whole("seed", sampling.seed, -_INT64, _INT64 - 1)
-    if sampling.logprobs is not None:
-        _whole("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
-    if sampling.prompt_logprobs is not None:
-        _whole("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
-    _check_stops(sampling.stop, sampling.stop_token_ids, vocab_size)
+def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The same with plain values: RequestError for the first field of a wrong type or out of range.
+
+    ``max_tokens`` may still be more than fits: ``fitted`` cuts it.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"the sampling parameters are {_shown(sampling)}, but must be SamplingParams")
+    given = _values_of(sampling)
+    plain: dict[str, Any] = {}
+    for name, value in zip(_ORDER, given, strict=True):
+        if name in _WHOLE:
+            plain[name] = _whole(name, value, *_WHOLE[name])
+        elif name in _NUMBERS:
+            plain[name] = _number(name, value, *_NUMBERS[name], above=name in _ABOVE)
+        else:
+            plain[name] = None if value is None else _whole(name, value, *_WHOLE_OR_NONE[name])
+    _whole("min_tokens", plain["min_tokens"], 0, plain["max_tokens"])
+    if not isinstance(sampling.ignore_eos, bool):
+        raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")
+    stop = _stop_strings(sampling.stop)
+    stop_token_ids = _stop_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    return replace(sampling, **plain, stop=stop, stop_token_ids=stop_token_ids)
 
 
-def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int], vocab_size: int) -> None:
+def fitted(sampling: SamplingParams, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """``sampling`` with max_tokens and min_tokens cut to what fits behind a prompt of so many tokens."""
+    room = max_model_len - prompt_tokens
+    if sampling.max_tokens <= room:
+        return sampling
+    return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+
+def checked_priority(priority: object) -> int:
+    """Raises RequestError unless it is a whole number within MAX_PRIORITY of 0."""
+    number = _integer("priority", priority)
+    if not -MAX_PRIORITY <= number <= MAX_PRIORITY:
+        raise RequestError(f"priority is {_shown(number)}, but must lie within {MAX_PRIORITY} of 0")
+    return number
+
+
+def checked_text(name: str, text: object) -> str:
+    """Raises RequestError unless ``text`` is one that can be written as UTF-8."""
+    if not isinstance(text, str):
+        raise RequestError(f"{name} is {_shown(text)}, but must be a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is no Unicode text: character {error.start} is {text[error.start]!r}, half of a surrogate pair"
+        ) from None
+    return text
+
+
+def stop_ids_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Everything that ends a request on the device, each once. Raises RequestError when a slot cannot hold them."""
+    ids = tuple(dict.fromkeys((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)))
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"{len(ids)} stop token ids, the model's {len(eos_token_ids)} eos ids included, but at most "
+            f"{MAX_STOP_TOKEN_IDS} are allowed"
+        )
+    return ids
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
     if isinstance(stop, str):  # a sequence of texts, too, but of single letters
         raise RequestError(f"stop is the text {stop[:40]!r}, but must be a sequence of texts: give ({stop[:40]!r},)")
-    if len(stop) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop has {len(stop)} strings, but at most {MAX_STOP_STRINGS} are allowed")
-    for string in stop:
-        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
-            raise RequestError(f"a stop string has {len(string)} characters, but must have 1 to {MAX_STOP_CHARACTERS}")
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(
-            f"stop_token_ids has {len(stop_token_ids)} ids, but at most {MAX_STOP_TOKEN_IDS} are allowed"
-        )
-    for token in stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"stop_token_ids has {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    strings = _sequence("stop", stop, "texts")  # sizes are looked at before anything is copied
+    if len(strings) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop has {len(strings)} strings, but at most {MAX_STOP_STRINGS} are allowed")
+    for string in strings:
+        text = checked_text("a stop string", string)
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise RequestError(f"a stop string has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}")
+    return tuple(strings)
 
 
-def _whole(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
+def _stop_token_ids(name: str, stop_token_ids: object, vocab_size: int) -> tuple[int, ...]:
+    ids = _sequence(name, stop_token_ids, "token ids")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"{name} has {len(ids)} ids, but at most {MAX_STOP_TOKEN_IDS} are allowed")
+    for token in ids:
+        if not 0 <= _integer(f"an id of {name}", token) < vocab_size:
+            raise RequestError(f"{name} has {_shown(token)}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    return tuple(map(int, ids))
+
+
+def _sequence(name: str, value: object, of: str) -> Sequence[Any]:
+    """A list, a tuple or an array. Texts and bytes are sequences, too, but never meant as such."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview):
+        return value
+    listed = getattr(value, "tolist", None)  # arrays and tensors
+    if callable(listed) and not isinstance(value, type | memoryview) and isinstance(found := listed(), list):
+        return found
+    raise RequestError(f"{name} is {_shown(value)}, but must be a sequence of {of}")
+
+
+def _integer(name: str, value: object) -> int:
+    """``value`` as a plain int; True and 1.0 are none."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"{name} is {_shown(value)}, but must be a whole number")
+    return int(value)
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    number = _integer(name, value)
+    if not low <= number <= high:
         legal = f"at least {low}" if high >= 2**31 - 1 else f"{low} to {high}"
-        raise RequestError(f"{name} is {_short(value)}, but must be {legal}")
+        raise RequestError(f"{name} is {_shown(number)}, but must be {legal}")
+    return number
 
 
-def _number(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """``value`` must be finite, at least ``low`` (more than it if ``above``) and at most ``high``."""
-    if math.isfinite(value) and (low < value if above else low <= value) and value <= high:
-        return
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """``value`` must be a number, finite, at least ``low`` (more than it if ``above``) and at most ``high``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} is {_shown(value)}, but must be a number")
+    given: Any = value
+    # Compared before it becomes a float: a whole number may be beyond all of them. NaN compares as false.
+    if (low < given if above else low <= given) and given <= high and math.isfinite(given):
+        number = float(given)
+        if low < number or not above:  # a fraction may be too small for any float but 0
+            return number
     legal = f"more than {low:g}" if above else f"at least {low:g}"
-    raise RequestError(f"{name} is {value:g}, but must be {legal} and at most {high:g}")
+    raise RequestError(f"{name} is {_shown(value)}, but must be {legal} and at most {high:g}")
 
 
-def _short(value: int) -> str:
-    """A number of a thousand digits is no use in a message (and Python refuses to print it)."""
-    return str(value) if -(10**20) < value < 10**20 else f"a number of {value.bit_length()} bits"
+def _shown(value: object) -> str:
+    """A value for a message: short, and whatever it is, it does not raise."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, int):  # Python refuses to print a number of thousands of digits
+        return f"{value:d}" if -(10**20) < value < 10**20 else f"a number of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    return f"of type {type(value).__name__}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.schedule.plan import StepOutput
 
 

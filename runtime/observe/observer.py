@@ -3,7 +3,7 @@
 Knows: the order of the engine's marks, the ring of recent records. Does not know: how to wait for anything: host times
 are read where the engine passes by, device times come from the landing worker with the result.
 
-    turn N       agree(N) ... plan() ... launch(plan, why) [... joined(what groups made of it)] ... launched()
+    turn N       agree(N) ... plan() ... launch(plan, why) ... resolved(spec) ... launched()
                  wait(N - D) ... land(N - D) ... landed(N - D, ghosts so far)
 
 Each mark ends the phase before it. All of a step's marks together cost about a microsecond.
@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter_ns
 
-from runtime.execute.landing import StepTiming
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_reader import StepTiming
 from runtime.observe.ranges import Ranges
-from runtime.observe.step_record import StepRecord
+from runtime.observe.step_record import VOID, StepRecord
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepPlan
 
@@ -66,14 +67,18 @@ class StepObserver:
         turn.break_reason = break_reason
         if plan is not None:
             turn.role = _ROLES[plan.kind]
-            turn.bucket = plan.bucket
             turn.rows = len(plan.slots)
-        self._next("launch")
+        self._next("resolve")
 
-    def joined(self, launched: StepPlan) -> None:
-        """The groups agreed on ``launched``: perhaps wider than the plan, or without one, for the others' sake."""
-        self._turn.bucket = launched.bucket
-        self._turn.exchange_rows = launched.exchange_rows
+    def resolved(self, spec: LaunchSpec) -> None:
+        """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
+        turn = self._turn
+        turn.bucket = spec.bucket
+        self._next(f"launch {spec.role}")
+        if spec.shared_bucket:
+            turn.exchange_rows = spec.exchange_rows
+        elif turn.role != VOID:
+            turn.role = spec.role
 
     def launched(self) -> None:
         turn = self._turn

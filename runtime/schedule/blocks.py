@@ -1,10 +1,10 @@
-"""The block pool: physical KV blocks, who refers to them, and which settled contents can be found again.
+"""The block pool: physical KV blocks, reference counts, and the prefix index.
 
-Knows: reference counts, fences, and a prefix index keyed by exact contents.
+Knows: references, fences, and which published blocks hold which tokens: the prefix index is keyed by exact contents.
 Does not know: requests, slots, or tensors. Block 0 is the trash block and never leaves this file's hands.
 
     taken ----------> owned (refs >= 1) --retire_after(step)--> fenced --step lands--> free
-      ^                 |  settle(): findable by contents                               |
+      ^                 |  publish(): findable by contents                              |
       |                 v                                                               |
       +---- cached (refs 0, still findable; reused oldest first) <----------------------+
 """
@@ -23,8 +23,8 @@ ROOT = 0  # the prefix id of "nothing before"
 class BlockPool:
     """Blocks 1..count of ``block_size`` tokens.
 
-    A settled block is found by (prefix id of the blocks before it, its exact token ids): contents are compared, not
-    hashed down, so two prompts can never collide. Prefix ids are given in order of settling and never reused.
+    A published block is found by (prefix id of the blocks before it, its exact token ids): contents are compared, not
+    hashed down, so two prompts can never collide. Prefix ids are given in order of publishing and never reused.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
@@ -64,7 +64,7 @@ class BlockPool:
     # ---- prefix index ----
 
     def lookup(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """The longest chain of settled blocks, at most ``most``, whose contents are a prefix of ``token_ids``."""
+        """The longest chain of published blocks, at most ``most``, whose contents are a prefix of ``token_ids``."""
         size, parent, found = self.block_size, ROOT, []
         for start in range(0, most * size, size):
             block = self._index.get((parent, tuple(token_ids[start : start + size])))
@@ -88,7 +88,7 @@ class BlockPool:
             self.refs[block] += 1
         return self._prefix_id[blocks[-1]] if blocks else ROOT
 
-    def settle(self, block: int, parent: int, token_ids: tuple[int, ...]) -> int:
+    def publish(self, block: int, parent: int, token_ids: tuple[int, ...]) -> int:
         """Make a full, landed block findable; returns the prefix id that its successor continues from.
 
         Where equal contents are findable already, that block stays the one to find and this one stays private.
@@ -108,7 +108,7 @@ class BlockPool:
         return self._key[block] is not None
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """From now on these are not found; what was settled behind them is out of reach with them."""
+        """From now on these are not found; what was published behind them is out of reach with them."""
         for block in blocks:
             key = self._key[block]
             if key is not None:

@@ -1,6 +1,6 @@
 """The chain: a request's states, the steps in flight, and what tells a live row from a ghost.
 
-Knows: the transition table below, and the order of launched steps. Does not know: how rows are chosen (scheduler.py).
+Knows: the transition table below, and the order of launched steps. Does not know: how rows are chosen (planner.py).
 
 Rules. Everything that decides when something may be reused lives here or in fence.py:
  1. Steps land in the order they were launched, each exactly once, and plan(N) runs when exactly the steps up to
@@ -15,6 +15,7 @@ Rules. Everything that decides when something may be reused lives here or in fen
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,8 @@ class State(Enum):
     WAITING = "waiting"  # in the queue; holds nothing
     PREFILL = "prefill"  # holds a slot and blocks; part of its prompt is still to be planned
     DECODE = "decode"  # a row of every decode step
-    STALLED = "stalled"  # would be a row, but no block (or no row) is free; holds what it has
-    DRAINING = "draining"  # every token it may have is planned; waits for them to land
+    STALLED = "stalled"  # would be a row, but no block (or no row) is free yet; holds what it has
+    DRAINING = "draining"  # the steps in flight are enough to end it by length; waits for them to land
     PAUSED = "paused"  # somebody asked; holds what it has
     EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
     ENDED = "ended"  # finished, cancelled or rejected
@@ -42,6 +43,7 @@ class Trigger(Enum):
     OUT_OF_BLOCKS = "out of blocks"
     GOT_ROOM = "got room"
     ALL_PLANNED = "all planned"
+    FELL_SHORT = "fell short"
     PAUSE = "pause"
     RESUME_WAITING = "resume, holding nothing"
     RESUME = "resume"
@@ -74,7 +76,10 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
         Trigger.EVICT: State.EVICTING,
         Trigger.END: State.ENDED,
     },
-    State.DRAINING: {Trigger.END: State.ENDED},
+    State.DRAINING: {  # a step that gave a live row no token leaves it short of its end
+        Trigger.FELL_SHORT: State.STALLED,
+        Trigger.END: State.ENDED,
+    },
     State.PAUSED: {
         Trigger.RESUME_WAITING: State.WAITING,
         Trigger.RESUME: State.STALLED,
@@ -101,7 +106,7 @@ def advance(sequence: SequenceState, trigger: Trigger) -> None:
 
 
 class Flight:
-    """A launched step: its plan (None: void) and the sequences of its rows as they were then."""
+    """A launched step: its plan (None: void), the sequences of its rows, and the slots' version, as they were then."""
 
     __slots__ = ("plan", "rows", "slot_version", "step")
 
@@ -117,6 +122,7 @@ class Chain:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.step = 0  # the number of the next step to launch
         self._flights: deque[Flight] = deque()
         self.real = 0  # flights that are not void
 
@@ -132,6 +138,7 @@ class Chain:
                 f"{self.depth} it is planned with {expected}: land a step once D newer ones are launched, and then"
             )
         self._flights.append(flight)
+        self.step = flight.step + 1
         self.real += flight.plan is not None
 
     def land(self, step: int) -> Flight:
@@ -142,6 +149,15 @@ class Chain:
         flight = self._flights.popleft()
         self.real -= flight.plan is not None
         return flight
+
+    def tokens_in_flight(self) -> Iterator[tuple[SequenceState, int]]:
+        """For each row in flight that is to give a token: its sequence, and its step's width."""
+        for flight in self._flights:
+            plan = flight.plan
+            if plan is not None:
+                for row, sequence in enumerate(flight.rows):
+                    if not plan.chunks or plan.chunks[row].last:
+                        yield sequence, plan.width
 
     def landed_after(self, step: int) -> bool:
         """Whether ``step`` has landed already."""

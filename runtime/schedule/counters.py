@@ -1,4 +1,4 @@
-"""What the scheduler counts: how long the chain was, why it broke, and what was wasted.
+"""What the scheduler counts: lives of requests, how long the chain was, why it broke, and what was wasted.
 
 Knows: counts. Does not know: time, or the device's own counters (runtime/observe).
 """
@@ -9,18 +9,32 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from runtime.schedule.plan import StepKind
+from runtime.schedule.request import FinishReason
 
 if TYPE_CHECKING:
     from runtime.schedule.chain import Chain
     from runtime.schedule.plan import StepPlan
 
 
+def _no_request_finished() -> dict[str, int]:
+    return {reason.label: 0 for reason in FinishReason if reason is not FinishReason.NONE}
+
+
 @dataclass(slots=True)
 class ScheduleCounters:
-    """``chained_steps``: steps planned while an earlier one was in flight. ``chain_breaks``: the others, by reason:
+    """Steps, in the order planned:
+
+    ``chained_steps``: steps planned while an earlier one was in flight. ``chain_breaks``: the others, by reason:
     ``serial`` (chain depth 0), ``start`` (first step, or everything before had ended), ``no_blocks`` and
     ``context_full`` (void steps came between: rows, or the queue, waited for memory), ``paused`` (all were paused).
     ``latest_break``: why the latest step was not chained, or was void; None when it was chained.
+
+    Requests: ``finished`` by FinishReason label; every request that was submitted ends in exactly one of them.
+    ``cancels``: requests ended by a Cancel event, because somebody asked (``finished{cancelled}``) or because the host
+    found a stop string (``finished{stop}``). ``pauses``, ``resumes``: events that changed something; a second Pause of
+    a paused request does not. ``admissions``: requests that were given a slot; after an eviction once more.
+    ``deferred_admissions``: attempts to admit the head of the queue that failed for want of blocks or a slot. The next
+    attempt is made when blocks came back, or somebody paused, so that a long wait counts several times.
     """
 
     prefill_steps: int = 0
@@ -30,7 +44,12 @@ class ScheduleCounters:
     chain_breaks: dict[str, int] = field(default_factory=dict)
     ghost_rows: int = 0
     wasted_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=_no_request_finished)
+    cancels: int = 0
+    pauses: int = 0
+    resumes: int = 0
     admissions: int = 0
+    deferred_admissions: int = 0
     evictions: int = 0
     stalls: int = 0
     prefix_hit_tokens: int = 0

@@ -113,24 +113,27 @@ class StepPlan:
     """One step, the same on every rank.
 
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
-    not change, so that staging can tell by identity. ``bucket`` rows are launched; rows past len(slots) are slot 0.
+    not change, so that staging can tell by identity. How many rows are launched is no part of the plan (LaunchSpec).
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
     ``slot_writes`` take effect before the step's rows are gathered.
-    ``width``: tokens a row may gain (W). ``chunks`` is empty for decode steps and aligned with ``slots`` for prefill.
-    ``exchange_rows``: rows of this step's exchanges with other groups, as agreed with them
-    (runtime/groups/step_sync.py); 0 where there is one group.
+    ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
+    token's position on; it holds blocks for all of them. ``chunks`` is empty for decode steps and aligned with
+    ``slots`` for prefill.
     """
 
     step: int
     kind: StepKind
-    bucket: int
     slots: tuple[int, ...]
     epochs: tuple[int, ...]
     width: int
     slot_writes: tuple[SlotWrite, ...] = ()
     block_writes: tuple[tuple[int, int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    exchange_rows: int = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of all its chunks; 0 for a decode step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
     def scored_tokens(self) -> int:
@@ -142,10 +145,12 @@ class StepPlan:
 class StepResult:
     """What the device reports of one step, aligned with the plan's rows (padding rows not included).
 
-    ``tokens`` is row-major with ``width`` columns; of row i the first ``counts[i]`` are meant. A row masked on the
-    device (ghost) or without output (a prefill chunk that is not the last) has count 0. ``finish[i]`` is a
-    FinishReason value. ``logprobs`` and ``prompt_logprobs`` are opaque to the scheduler: they travel to the outputs
-    with their row index. ``prompt_logprobs`` has an entry a row where any row's chunk is ``scored``, else it is None.
+    ``tokens`` is row-major, [rows, width] with the plan's width; of row i the first ``counts[i]`` are meant. The others
+    mean nothing, but are the same on every rank, because the digest folds them. A row masked on the device (ghost) or
+    without output (a prefill chunk that is not the last) has count 0. A live row of a decode step has 1 to width; with
+    0 it gained nothing and goes on. ``finish[i]`` is a FinishReason value. ``logprobs`` and ``prompt_logprobs`` are
+    opaque to the scheduler: they travel to the outputs with their row index. ``prompt_logprobs`` has an entry a row
+    where any row's chunk is ``scored``, else it is None.
     """
 
     step: int

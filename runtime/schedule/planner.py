@@ -1,200 +1,248 @@
-"""The planner: whose rows make the next step.
+"""The planner: which rows make the next step.
 
-Knows: admission, chunks of prompts, decode rows, and what the device must be told of them.
-Does not know: events, results, or how sequences give things back (resources.py).
+Knows: admission, chunks of prompts, decode rows, widths of steps, and what the device must be told of them.
+Does not know: events, results, or how requests get and return what they hold (resources.py).
+
+Policy, in one place:
+  * A step is a prefill step or a decode step. While rows are decoding, at most ``prefill_burst`` prefill steps run in
+    a row, so that neither side starves.
+  * Admission is in order of (priority, arrival) and stops at the first that does not fit. It never takes a block from
+    a running request, and waits while any request is stalled.
+  * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when
+    those could not be enough does the last in line give up its blocks and queue again (recompute).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from runtime.schedule.chain import State, Trigger
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
-from runtime.schedule.resources import Books
+from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 
+PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
+NOBODY = (-1, -1)
 
-class Planner(Books):
-    """Books, and the two kinds of steps that can be made of them."""
+# A plan and the sequences of its rows.
+Planned = tuple[StepPlan, tuple[SequenceState, ...]]
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self._chunk_rows: tuple[SequenceState, ...] = ()
-        self._rows: tuple[SequenceState, ...] = ()
+
+class Planner:
+    """Makes plans out of ``resources``. It launches nothing: the caller puts the plan into the chain."""
+
+    def __init__(self, config: SchedulerConfig, resources: Resources) -> None:
+        self.config = config
+        self.resources = resources
+        self._prefilling = resources.by_state[State.PREFILL]
+        self._decoding = resources.by_state[State.DECODE]
+        self._stalled = resources.by_state[State.STALLED]
+        self._burst = 0  # prefill steps in a row
+        self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
+        self._slot_writes: list[SlotWrite] = []
+        self._rows: tuple[SequenceState, ...] = ()  # of the latest decode step; their slots and epochs
         self._row_slots: tuple[int, ...] = ()
         self._row_epochs: tuple[int, ...] = ()
-        self._slot_writes: list[SlotWrite] = []
+        self._rows_version = -1  # the decode_version that they were collected at
+        self._decode_steps = 0
+        self._last_width = 1  # of the latest decode step
+
+    def plan(self) -> Planned | None:
+        """The next step, or None where nothing can run."""
+        planned = None
+        if self._burst < self.config.prefill_burst or not self._decoding:
+            planned = self._prefill()
+            self._burst += 1
+        if planned is None:
+            planned = self._decode()
+            self._burst = 0
+        if planned is None:  # the last rows just drained: their successors need not wait for the next step
+            planned = self._prefill()
+        return planned
+
+    def why_void(self) -> str:
+        """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""
+        by_state = self.resources.by_state
+        if self._stalled:
+            return "no_blocks"
+        if by_state[State.WAITING] or by_state[State.EVICTING]:
+            return "context_full"
+        return "paused" if by_state[State.PAUSED] else "start"
 
     # ---- prefill ----
 
-    def _plan_prefill(self) -> StepPlan | None:
+    def _prefill(self) -> Planned | None:
         budget = self.config.max_prefill_tokens
         rows: list[SequenceState] = []
         chunks: list[Chunk] = []
-        for sequence in list(self._in[State.PREFILL].values()):
+        for sequence in list(self._prefilling.values()):
             if budget:
                 budget -= self._cut_chunk(sequence, budget, rows, chunks)
-        # A row of this step may be nobody's already: one that was to pause at its prompt's end gave its place up above.
+        # A row of this step may have left PREFILL and DECODE above (its pause waited for its prompt's end): count it.
         while budget and len(rows) < self.config.rows and (admitted := self._admit_next()) is not None:
             budget -= self._cut_chunk(admitted, budget, rows, chunks)
         if not chunks:
             return None
-        self._chunk_rows = tuple(rows)
-        return self._step_plan(
-            StepKind.PREFILL,
-            len(rows),
-            tuple(chunk.slot for chunk in chunks),
-            tuple(sequence.epoch for sequence in rows),
-            tuple(chunks),
-        )
+        slots, epochs = tuple(chunk.slot for chunk in chunks), tuple(sequence.epoch for sequence in rows)
+        plan = self._step_plan(StepKind.PREFILL, slots, epochs, PREFILL_WIDTH, tuple(chunks))
+        return plan, tuple(rows)
 
     @property
     def _row_free(self) -> bool:
-        return len(self._in[State.PREFILL]) + len(self._in[State.DECODE]) < self.config.rows
+        return len(self._prefilling) + len(self._decoding) < self.config.rows
 
     def _admit_next(self) -> SequenceState | None:
         """Give the head of the queue a slot and its prompt's blocks, if it fits."""
-        sequence = self._queue.head()
-        if sequence is None or self._in[State.STALLED] or not self._row_free:
+        resources = self.resources
+        sequence = resources.queue.head()
+        if sequence is None or self._stalled or not self._row_free:
             return None
-        if self._refused == (sequence.request.request_id, self.pool.drops):
+        if self._refused == (sequence.request.request_id, resources.room_version):
             return None
-        config, pool = self.config, self.pool
-        reserve = min(sequence.landed_tokens + (config.depth + 1) * config.width, self._most_kv(sequence))
+        config, pool, slots = self.config, resources.pool, resources.slots
         hits: list[int] = []
         if config.prefix_caching and sequence.request.sampling.prompt_logprobs is None:
             hits = pool.lookup(sequence.tokens, (sequence.landed_tokens - 1) // config.block_size)
-        fresh = self._blocks_for(reserve) - len(hits)
-        spare = 0 if pool.free_count == config.blocks else 1 + config.blocks // 100  # room for the others to grow
+        fresh = resources.blocks_for(resources.reservation(sequence)) - len(hits)
+        spare = 0 if pool.free_count == config.blocks else 1 + config.blocks // 100  # room for running rows to grow
         short = fresh + spare - (pool.free_count - pool.idle_among(hits))
-        if not self.slots.free_count or short > 0:
-            self._make_room(sequence, short)
+        if not slots.free_count or short > 0:
+            self._defer(sequence, short)
             return None
-        sequence.prefix_id = pool.share(hits)
-        self._queue.pop()
-        self._seat(sequence, hits, fresh)
+        resources.queue.pop()
+        resources.seat(sequence, hits, fresh)
+        self._slot_writes.append(_slot_write(sequence))
         return sequence
 
-    def _make_room(self, sequence: SequenceState, short: int) -> None:
-        """The head is ``short`` blocks, or a slot, short. What is fenced is free soon, and running rows will end by
-        themselves; a paused one may never, so it gives way.
+    def _defer(self, sequence: SequenceState, short: int) -> None:
+        """The head is ``short`` blocks, or a slot, short. What is fenced is free soon, and running rows end by
+        themselves; a paused request may never end, so it is evicted.
         """
-        soon = self.slots.free_count + self.slots.fenced_count > 0 and short <= self.pool.soon_free
-        paused = [s for s in self._in[State.PAUSED].values() if s.slot]
+        resources = self.resources
+        resources.counters.deferred_admissions += 1
+        soon = resources.slots.free_count + resources.slots.fenced_count > 0 and short <= resources.pool.soon_free
+        paused = resources.paused_holders()
         if paused and not soon:
-            self._evict(max(paused, key=lambda holder: holder.order))
+            resources.evict(max(paused, key=lambda holder: holder.order))
         else:
-            self._refused = (sequence.request.request_id, self.pool.drops)
-
-    def _seat(self, sequence: SequenceState, hits: list[int], fresh: int) -> None:
-        request, size = sequence.request, self.config.block_size
-        sequence.slot = slot = self.slots.take()
-        sequence.epoch = self.slots.epochs[slot]
-        sequence.blocks = hits + self.pool.take(fresh)
-        sequence.prefilled = len(hits) * size
-        sequence.prefill_target = sequence.landed_tokens
-        sequence.settled_blocks = len(hits)
-        sequence.settle_at = (len(hits) + 1) * size
-        self._move(sequence, Trigger.ADMIT)
-        self.counters.admissions += 1
-        self.counters.prefix_hit_tokens += sequence.prefilled
-        self._slot_writes.append(
-            SlotWrite(
-                slot=slot,
-                epoch=sequence.epoch,
-                request_id=request.request_id,
-                length=sequence.prefilled,
-                prompt_length=len(request.prompt_token_ids),
-                min_length=len(request.prompt_token_ids) + request.sampling.min_tokens,
-                max_length=sequence.max_length,
-                token_ids=tuple(sequence.tokens),
-                stop_token_ids=request.stop_token_ids,
-                sampling=request.sampling,
-            )
-        )
-        self._block_writes.extend((slot, index, block) for index, block in enumerate(sequence.blocks))
+            self._refused = (sequence.request.request_id, resources.room_version)
 
     def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
+        """Append the row of its next chunk; returns the chunk's tokens, at most ``budget``."""
         start = sequence.prefilled
         end = min(start + budget, sequence.prefill_target)
         last = end == sequence.prefill_target
         sequence.prefilled = end
-        sequence.last_step = self.step
+        sequence.last_step = self.resources.chain.step
         rows.append(sequence)
         chunks.append(Chunk(sequence.slot, start, tuple(sequence.tokens[start:end]), last, sequence.take_scored(end)))
         if last:
-            sequence.planned_tokens = sequence.landed_tokens + self.config.width
-            self._set_wake(sequence)
-            self._move(sequence, Trigger.PROMPT_PLANNED)
+            sequence.planned_tokens = sequence.landed_tokens + PREFILL_WIDTH
+            self.resources.set_wake(sequence)
+            self.resources.move(sequence, Trigger.PROMPT_PLANNED)
             if sequence.paused:
-                self._move(sequence, Trigger.PAUSE)
+                self.resources.move(sequence, Trigger.PAUSE)
         return end - start
 
     # ---- decode ----
 
-    def _plan_decode(self) -> StepPlan | None:
-        for sequence in sorted(self._in[State.STALLED].values(), key=lambda stalled: stalled.order):
+    def _width(self) -> int:
+        """W of the decode step being planned: a function of agreed events and landed results, as all plans are, and
+        never above ``config.max_width``, which blocks are reserved for. A policy of speculation replaces this method.
+        """
+        widths = self.config.widths
+        return widths[self._decode_steps % len(widths)]
+
+    def _decode(self) -> Planned | None:
+        resources, decoding = self.resources, self._decoding
+        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.order):
             if sequence.state is not State.STALLED:  # it was the victim of one before it
                 continue
-            if not self._row_free or not self._reserve(sequence):
+            if not self._row_free or not resources.reserve(sequence):
                 break
-            self._move(sequence, Trigger.GOT_ROOM)
-        decoding = self._in[State.DECODE]
+            resources.move(sequence, Trigger.GOT_ROOM)
         for sequence in [s for s in decoding.values() if s.planned_tokens >= s.wake_at]:
             if sequence.state is State.DECODE:  # it may just have been somebody's victim
                 self._wake(sequence)
         if not decoding:
             return None
-        if self._rows_stale:
-            self._rows = tuple(decoding.values())
-            self._row_slots = tuple(s.slot for s in self._rows)
-            self._row_epochs = tuple(s.epoch for s in self._rows)
-            self._rows_stale = False
-            self.digest.fold(self.step, "rows", self._row_slots + self._row_epochs)
-        step, width = self.step, self.config.width
-        for sequence in self._rows:
-            sequence.planned_tokens += width
-            sequence.last_step = step
-        bucket = self.config.decode_buckets[bisect_left(self.config.decode_buckets, len(self._rows))]
-        return self._step_plan(StepKind.DECODE, bucket, self._row_slots, self._row_epochs, ())
+        if self._rows_version != resources.decode_version:
+            self._collect_rows()
+        rows, step, width = self._rows, resources.chain.step, self._width()
+        if width == 1:
+            for sequence in rows:
+                sequence.planned_tokens += 1
+                sequence.last_step = step
+        else:
+            for sequence in rows:
+                sequence.planned_tokens += width
+                sequence.uncertain_tokens += width - 1
+                sequence.last_step = step
+        if width != self._last_width:
+            self._last_width = width
+            resources.digest.fold(step, "width", (width,))
+        self._decode_steps += 1
+        return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), rows
 
     def _wake(self, sequence: SequenceState) -> None:
-        """A row at its reservation or near its end: drain it, grow it, or stall it."""
-        in_flight = (sequence.planned_tokens - sequence.landed_tokens) // self.config.width
-        if sequence.landed_tokens + in_flight >= sequence.max_length:  # every step in flight gives at least one token
-            self._move(sequence, Trigger.ALL_PLANNED)
-        elif not self._reserve(sequence) and sequence.state is State.DECODE:
-            self.counters.stalls += 1
-            self._move(sequence, Trigger.OUT_OF_BLOCKS)
+        """A row at the end of its blocks or near its last token: drain it, grow it, or stall it."""
+        if sequence.planned_tokens - sequence.uncertain_tokens >= sequence.max_length:
+            self.resources.move(sequence, Trigger.ALL_PLANNED)
+        elif not self.resources.reserve(sequence) and sequence.state is State.DECODE:
+            self.resources.counters.stalls += 1
+            self.resources.move(sequence, Trigger.OUT_OF_BLOCKS)
+
+    def _collect_rows(self) -> None:
+        """The tuples keep their identity until membership changes, so that staging can tell by it (StepPlan.slots)."""
+        resources = self.resources
+        self._rows = tuple(self._decoding.values())
+        self._row_slots = tuple(sequence.slot for sequence in self._rows)
+        self._row_epochs = tuple(sequence.epoch for sequence in self._rows)
+        self._rows_version = resources.decode_version
+        resources.digest.fold(resources.chain.step, "rows", self._row_slots + self._row_epochs)
 
     # ---- both ----
 
     def _step_plan(
         self,
         kind: StepKind,
-        bucket: int,
         slots: tuple[int, ...],
         epochs: tuple[int, ...],
+        width: int,
         chunks: tuple[Chunk, ...],
     ) -> StepPlan:
+        step = self.resources.chain.step
         plan = StepPlan(
-            step=self.step,
+            step=step,
             kind=kind,
-            bucket=bucket,
             slots=slots,
             epochs=epochs,
-            width=self.config.width,
+            width=width,
             slot_writes=tuple(self._slot_writes),
-            block_writes=tuple(self._block_writes),
+            block_writes=self.resources.take_block_writes(),
             chunks=chunks,
         )
         self._slot_writes.clear()
-        self._block_writes.clear()
         writes = [number for write in plan.block_writes for number in write]
         for write in plan.slot_writes:
             writes += (write.slot, write.epoch, write.request_id, write.length)
         for chunk in chunks:
             writes += (chunk.slot, chunk.start, len(chunk.token_ids))
-        self.digest.fold(self.step, kind.name, (bucket, len(slots), *writes))
+        self.resources.digest.fold(step, kind.name, (len(slots), *writes))
         return plan
+
+
+def _slot_write(sequence: SequenceState) -> SlotWrite:
+    request = sequence.request
+    prompt_length = len(request.prompt_token_ids)
+    return SlotWrite(
+        slot=sequence.slot,
+        epoch=sequence.epoch,
+        request_id=request.request_id,
+        length=sequence.prefilled,
+        prompt_length=prompt_length,
+        min_length=prompt_length + request.sampling.min_tokens,
+        max_length=sequence.max_length,
+        token_ids=tuple(sequence.tokens),
+        stop_token_ids=request.stop_token_ids,
+        sampling=request.sampling,
+    )

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
+
+MAX_STOP_TOKEN_IDS: Final = 16  # of one request, the model's eos ids included: a slot has room for so many
+MAX_TOP_LOGPROBS: Final = 20  # likely tokens reported beside one token: the result ring has room for so many
 
 
 class FinishReason(IntEnum):

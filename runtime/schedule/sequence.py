@@ -1,10 +1,13 @@
-"""SequenceState: the scheduler's own record of one request, from arrival to end.
+"""SequenceState: the scheduler's record of one request, from arrival to end.
 
-Knows: its tokens, its two counts, what it holds. Does not know: any other sequence, or when to do what (scheduler.py).
+Knows: its tokens, its counts, what it holds. Does not know: other sequences, or when to do what (planner.py).
 
-``landed_tokens`` (settled: prompt + generated tokens whose step has landed) is what output and freeing rest on;
-``planned_tokens`` (an upper bound of what landed_tokens will be once every step in flight has landed) is what block
-reservation and buckets rest on: landed_tokens + W for each token-bearing step in flight. There is no third count.
+``landed_tokens`` (prompt + generated tokens whose step has landed) decides about output and about freeing.
+``planned_tokens`` is the upper bound of what landed_tokens will be once every step in flight has landed: landed_tokens
++ W for each token-bearing step in flight, each with the W of its own plan. It decides about blocks. A row of a step of
+width W gains one token for certain and up to W - 1 more: ``uncertain_tokens`` are those, so planned_tokens -
+uncertain_tokens is the lower bound, landed_tokens + the number of token-bearing steps in flight. It decides when a
+request needs no more steps. While all widths are 1 the two bounds are equal, and uncertain_tokens is not touched.
 """
 
 from __future__ import annotations
@@ -30,14 +33,15 @@ class SequenceState:
         "prefill_target",
         "prefilled",
         "prefix_id",
+        "publish_at",
+        "published_blocks",
         "queued",
         "request",
         "score_at",
-        "settle_at",
-        "settled_blocks",
         "slot",
         "state",
         "tokens",
+        "uncertain_tokens",
         "wake_at",
     )
 
@@ -48,24 +52,25 @@ class SequenceState:
         self.max_length = max_length  # prompt + generated tokens at which it ends by length
         self.tokens = list(request.prompt_token_ids)  # prompt + landed generated tokens
         self.planned_tokens = len(self.tokens)
+        self.uncertain_tokens = 0
         self.prefilled = 0  # tokens whose KV is written by landed or planned steps, while prefilling
-        self.prefill_target = 0  # tokens known when it was admitted; the chunk that reaches it samples a token
+        self.prefill_target = 0  # tokens known at admission; the chunk that reaches it samples a token
         self.queued = False  # whether the waiting queue still has an entry for it, stale or not
         self.last_step = -1  # the last step that may touch its slot and blocks
         self.slot = 0
         self.epoch = 0
         self.blocks: list[int] = []
-        self.given_up: list[int] = []  # what it last held, and steps in flight may still tell something about
-        self.wake_at = 0  # planned_tokens at which decode must think again: out of blocks, or at the end
-        self.settled_blocks = 0
-        self.settle_at = 0  # landed_tokens at which the next block is full and settled
-        self.prefix_id = ROOT  # of the last settled block
+        self.given_up: list[int] = []  # the blocks it held last; steps in flight may still report on their contents
+        self.wake_at = 0  # planned_tokens at which a decode row is looked at again: out of blocks, or near its end
+        self.published_blocks = 0
+        self.publish_at = 0  # landed_tokens at which the next block is full and its KV has landed
+        self.prefix_id = ROOT  # of the last published block
         self.paused = False
         scoring = request.sampling.prompt_logprobs is not None
         self.score_at = 1 if scoring else len(self.tokens)  # the next prompt position to score; nothing predicts 0
 
     def take_scored(self, end: int) -> Scored | None:
-        """The prompt tokens that become predictable with tokens [0, end) and were not scored yet; now they are."""
+        """The prompt tokens that tokens [0, end) predict and that were not scored yet; now they are."""
         prompt = self.request.prompt_token_ids
         start, stop = self.score_at, min(end + 1, len(prompt))
         if start >= stop:

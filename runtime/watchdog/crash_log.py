@@ -16,6 +16,7 @@ from typing import TextIO
 
 ASK = signal.SIGUSR2
 _WRITING_SECONDS = 0.2
+_TRIES = 20
 _LONGEST = 1e6  # seconds; what the timer takes
 
 
@@ -26,9 +27,8 @@ class CrashLog:
     """
 
     def __init__(self, folder: Path, whole_process: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "crash.txt"
-        self._file: TextIO = self.path.open("w")
+        self._file: TextIO = _opened(self.path)
         self._whole_process = whole_process
         if whole_process:
             faulthandler.enable(self._file)
@@ -47,6 +47,16 @@ class CrashLog:
         with contextlib.suppress(OSError):
             if self.path.stat().st_size == 0:
                 self.path.unlink()
+
+
+def _opened(path: Path) -> TextIO:
+    """A job that ends now may remove the folder that both share, between its making and the opening of the file."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("w")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w")
 
 
 def kill(process: int) -> None:

@@ -17,11 +17,13 @@ class WatchdogOptions:
     report that may be a consequence waits for its cause. ``grace``: what other processes get for their last words.
     ``held``: a C call may hold the interpreter for this long beyond the limit.
 
-    ``bundles``: the job's own folder for what is left behind, removed again when that is nothing. ``whole_process``:
-    the process is this rank's alone, so that its signals are, too (crash_log.py).
+    ``bundles``: the job's own folder for what is left behind, removed again when that is nothing. ``parent``: the
+    folder that jobs share, removed with the last of them. ``whole_process``: the process is this rank's alone, so that
+    its signals are, too (crash_log.py).
     """
 
     bundles: Path
+    parent: Path | None = None
     whole_process: bool = False
     limit: float = 10.0
     interval: float = 0.25

@@ -60,9 +60,10 @@ class Shutdown:
         if self._crash_log is None:
             return
         self._crash_log.close()
-        for folder in (self._crash_log.path.parent, self._options.bundles):
+        for folder in (self._crash_log.path.parent, self._options.bundles, self._options.parent):
             with contextlib.suppress(OSError):  # not empty, or another rank was quicker
-                folder.rmdir()
+                if folder is not None:
+                    folder.rmdir()
 
     def perform(self, verdict: Verdict, channel: Channel | None, release: Callable[[], object] | None) -> None:
         """``release``: called once the bundle is written, lets go of what others wait for. Does not raise."""

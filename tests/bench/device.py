@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device, open_device
-from runtime.execute.landing import ResultReader, ResultRing, StepTiming
+from runtime.execute.result_reader import ResultReader, StepTiming
+from runtime.execute.result_ring import ResultRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
-from tests.runtime.execute.plans import decode_plan
+from tests.runtime.execute.plans import decode_step
 
 ROWS = 256
 STEPS = 1000
@@ -39,7 +40,7 @@ def measure(device: Device, products: int, depth: int, on_timing: Callable[[Step
     ring = ResultRing(device, entries=depth + 2, rows=ROWS, width=1)
     landing = ResultReader(device, ring, on_timing=on_timing)
     matrix = device.zeros(2048, 2048, dtype=torch.bfloat16)
-    row_map = staging.row_map(ROWS)
+    row_map = staging.row_map("decode", ROWS)
     host_s: list[float] = []
 
     def work(slots_B: Tensor) -> None:
@@ -61,7 +62,7 @@ def measure(device: Device, products: int, depth: int, on_timing: Callable[[Step
 
     def step(number: int) -> None:
         start = time.perf_counter()
-        plan = decode_plan(number, SLOTS)
+        plan = decode_step(number, SLOTS)
         staged = staging.stage(plan)
         if staged is not None:
             staging.apply(staged)

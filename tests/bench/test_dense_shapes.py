@@ -11,12 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, StepInputs, empty_kv_layer
+from models.inputs import DecodeAttention, StepInputs
 from models.kernels.interface import Rotation
 from models.kernels.matmul.choice_table import Blas, Choice, LinearShape
 from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
+from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.registry import model_class
 from parallel.comm.collectives import Collectives, SingleRank
@@ -118,14 +119,13 @@ def built(name: str, rank: int) -> tuple[Decoder, Asked]:
     collectives: Collectives = SingleRank() if size == 1 else OneOf(rank, size)
     kernels = Asked()
     with torch.device("meta"):
-        return model_class(config.architecture)(config, BF16, collectives, kernels), kernels
+        return model_class(config.architecture)(config, ModelContext(collectives, kernels, BF16)), kernels
 
 
 def decode(model: Decoder, rows: int) -> None:
     numbers = torch.zeros(rows, dtype=torch.int64, device="meta")
     attention = DecodeAttention(torch.zeros(rows, 4, dtype=torch.int32, device="meta"), numbers.int(), 1, 4 * PAGE)
-    kv = model.kv_geometry
-    pools = [empty_kv_layer(8, PAGE, kv.kv_heads, kv.head_dim, BF16, "meta") for _ in model.layers]
+    pools = [torch.empty(kv.shape(8, PAGE), dtype=BF16, device="meta") for kv in model.cache_layout.paged]
     with torch.no_grad():
         model.logits(model(StepInputs(numbers, numbers, numbers, attention), pools))
 
@@ -138,7 +138,7 @@ def test_products_are_those_that_a_rank_asks_for(name: str, rank: int) -> None:
         kernels.shapes.clear()
         decode(model, rows)
         assert kernels.shapes[PRODUCTS:] == list(dense.products(rows).values())
-    kv = model.kv_geometry
+    kv = model.cache_layout.paged[0]
     assert (kv.kv_heads, kv.head_dim) == (dense.kv_heads, dense.head_dim)
     assert len(model.embedding.weight) == dense.vocab
 

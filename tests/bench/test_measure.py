@@ -13,7 +13,7 @@ import pytest
 
 from launch.bench.options import BenchCommand
 from launch.bench.session import open_session
-from launch.engine_options import parse
+from launch.cli import parse
 from runtime.engine import Engine
 from tests.bench import archives, measure
 from tests.bench.measure import PARTS, Part

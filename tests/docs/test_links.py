@@ -1,4 +1,4 @@
-"""What the documents point at exists: relative links, and paths and tests that they name."""
+"""What documents point at exists: links, headings, paths and tests; and documents that code names exist, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"")
+LINK_TO_HEADING = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+NAMED_DOCUMENT = re.compile(r"docs/[\w/.-]+\.(?:md|json)")
 NAMED_PATH = re.compile(r"`((?:launch|runtime|models|parallel|tests|docs)/[\w./-]*)`")
 NAMED_TEST = re.compile(r"`(test_\w{12,})`")
 
@@ -25,6 +28,31 @@ def test_links_lead_somewhere() -> None:
             if "://" not in target and not (document.parent / target).exists():
                 broken.append(f"{document.relative_to(ROOT)}: {target}")
     assert broken == []
+
+
+def test_links_to_headings_lead_to_one() -> None:
+    broken = []
+    for document in documents():
+        for target, heading in LINK_TO_HEADING.findall(document.read_text()):
+            path = document.parent / target if target else document
+            if path.suffix == ".md" and path.exists() and heading not in headings(path.read_text()):
+                broken.append(f"{document.relative_to(ROOT)}: {target}#{heading}")
+    assert broken == []
+
+
+def headings(text: str) -> set[str]:
+    """As GitHub spells them in links: lower case, spaces as dashes, without punctuation."""
+    return {re.sub(r"[^\w -]", "", title.strip().lower()).replace(" ", "-") for title in HEADING.findall(text)}
+
+
+def test_documents_that_code_names_exist() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z", "*.py", "Makefile"], cwd=ROOT, capture_output=True, check=True)
+    missing = []
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        source = ROOT / name
+        named = NAMED_DOCUMENT.findall(source.read_text()) if source.is_file() else []
+        missing += [f"{name}: {path}" for path in named if not (ROOT / path).exists()]
+    assert missing == []
 
 
 def test_named_paths_exist() -> None:

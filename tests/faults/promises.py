@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.engine_options import Command, parse
+from launch.cli import parse
 from launch.generate.command import run as generate
+from launch.generate.options import Command
 from launch.generate.output_file import ResultsFile
 from launch.ranks.start_engine import open_engine
 from tests.faults.cases import Case, Fault, Phase

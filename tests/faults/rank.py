@@ -29,7 +29,8 @@ import launch.ranks.start_engine
 import runtime.build
 from parallel.comm.collectives import GroupCollectives
 from runtime.execute.executor import Executor
-from runtime.schedule.plan import StepKind, StepPlan
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.schedule.plan import StepKind
 from tests.faults.cases import LIMIT, LOAD_LIMIT, Fault, Phase
 
 NOTE = "fault.json"
@@ -116,14 +117,15 @@ def inject(fault: str, phase: Phase, folder: Path) -> None:
 
     seen = dict.fromkeys(StepKind, 0)
 
-    def stepping(self: Executor, plan: StepPlan, *more: Any) -> None:
+    def stepping(self: Executor, spec: LaunchSpec) -> None:
+        plan = spec.plan
         if plan.kind.name.lower() == phase.value:
             seen[plan.kind] += 1
             if seen[plan.kind] == _STEPS_BEFORE[plan.kind]:
                 injection.strike(0.75 * LIMIT)
         if injection.slow:
             time.sleep(_SLOW_STEP)
-        step(self, plan, *more)
+        step(self, spec)
 
     def appending(self: Any, data: bytes) -> None:
         try:

@@ -19,7 +19,7 @@ from runtime.schedule.plan import Chunk
 from runtime.schedule.request import SamplingParams
 from tests.gpu.untyped import sleep
 from tests.runtime.execute.device.chain_program import NEW_ROWS_EVERY, ChainProgram
-from tests.runtime.execute.plans import decode_plan, prefill_plan, slot_write
+from tests.runtime.execute.plans import decode_step, prefill_step, slot_write
 
 pytestmark = pytest.mark.gpu
 
@@ -187,7 +187,7 @@ HISTORY = 40
 def test_staging_keeps_its_order_while_the_device_lags_behind(device: CudaDevice) -> None:
     tables = SlotTables(device, max_requests=8, max_blocks=6, vocab_size=11)
     staging = Staging(device, tables, max_prefill_tokens=64, max_rows=8, entries=2)
-    row_map = staging.row_map(2)
+    row_map = staging.row_map("decode", 2)
     seen = device.zeros(HISTORY, 3, dtype=torch.int64)
 
     def note(step: int) -> None:
@@ -198,7 +198,7 @@ def test_staging_keeps_its_order_while_the_device_lags_behind(device: CudaDevice
     with no_synchronisation():
         for step in range(HISTORY):
             slots = (1 + step % 7, 1 + step % 5)
-            staged = staging.stage(decode_plan(step, slots, block_writes=((1, 0, step + 1),)))
+            staged = staging.stage(decode_step(step, slots, block_writes=((1, 0, step + 1),)))
             assert staged is not None
             staging.apply(staged)
             device.compute.submit(partial(note, step))
@@ -212,9 +212,9 @@ def test_slot_writes_chunks_and_seen_tokens_arrive(device: CudaDevice) -> None:
     penalised = SamplingParams(seed=3, repetition_penalty=1.5, top_k=7, temperature=0.5)
     write = slot_write(2, (4, 4, 6, 7, 7, 7), prompt_length=3, stop_token_ids=(9,), sampling=penalised)
     chunks = (Chunk(2, 2, (6, 7, 7, 7), last=True), Chunk(5, 0, (1,), last=False))
-    plan = prefill_plan(1, chunks, bucket=4)
+    plan = prefill_step(1, chunks, bucket=4)
     with no_synchronisation():
-        staged = staging.stage(decode_plan(0, (2,), slot_writes=(write,)))
+        staged = staging.stage(decode_step(0, (2,), slot_writes=(write,)))
         assert staged is not None
         staging.apply(staged)
         staged = staging.stage(plan)

@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.observe.observer import StepObserver
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig

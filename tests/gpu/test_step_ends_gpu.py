@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute.landing import ResultRing
+from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import SlotTables

@@ -53,7 +53,7 @@ def test_a_wrong_world_is_refused_without_torch() -> None:
 def test_a_graph_that_does_not_fit_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from runtime.execute.step.decode_graphs import CaptureError
+    from runtime.execute.step.row_graphs import CaptureError
 
     def full(*_: object) -> int:
         raise CaptureError("capturing the decode graph of 256 rows failed: out of memory. Lower --max-num-seqs")

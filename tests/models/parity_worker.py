@@ -1,7 +1,7 @@
 """One rank of the parity test: run every saved model through every scenario, write what came out.
 
-Started as ``python -m tests.models.parity_worker FOLDER RANK SIZE``; FOLDER/NAME holds a model each, and prompts.json
-the prompts. Rank 0 writes FOLDER/NAME.SPLIT.SIZE.safetensors with tokens and logits of each scenario, for every split
+Started as ``torchrun ... -m tests.models.parity_worker FOLDER``; FOLDER/NAME holds a model each, and prompts.json the
+prompts. Rank 0 writes FOLDER/NAME.SPLIT.SIZE.safetensors with tokens and logits of each scenario, for every split
 that the model can have. All ranks must have seen the same bits: of tokens, of logits, and of every routing decision.
 """
 
@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
-from parallel.comm.collectives import Collectives, GroupCollectives, SingleRank
+from parallel.comm.collectives import Collectives, GroupCollectives
 from parallel.layers.experts import ExpertSplit
 from tests.models.kernels.paged_driver import PagedDriver
 
@@ -119,12 +119,9 @@ def _require_equal(name: str, result: Tensor, collectives: Collectives) -> None:
         raise RuntimeError(f"{name} differs between ranks")
 
 
-def main(folder: Path, rank: int, size: int) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    if size == 1:
-        run_models(folder, SingleRank())
-        return
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store.{size}", rank=rank, world_size=size)
+    dist.init_process_group("gloo")
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("no process group")
@@ -139,4 +136,4 @@ def main(folder: Path, rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]))

@@ -26,9 +26,13 @@ GOLDEN = json.loads((FOLDER / "golden.json").read_text(encoding="utf-8"))
 PROMPTS = golden.read_prompts(FOLDER)
 
 
+# Other vector widths and thread counts sum in another order: a logit of about 20 moves in its sixth digit, and
+# golden.json keeps four decimals of the difference of two.
+MARGIN_TOLERANCE = 1e-3
+
+
 @pytest.fixture(scope="module")
 def oracle() -> tuple[Any, Any]:
-    torch.set_num_threads(1)
     return golden.load(FOLDER)
 
 
@@ -125,7 +129,13 @@ def test_golden_rows_cover_the_greedy_prompts_and_end_at_many_lengths() -> None:
 def test_transformers_reproduces_golden_rows(oracle: tuple[Any, Any], name: str) -> None:
     prompt = next(prompt for prompt in PROMPTS if prompt["id"] == name)
     row = next(row for row in GOLDEN["rows"] if row["id"] == name)
-    assert golden.golden_row(*oracle, prompt) == row
+    found = golden.golden_row(*oracle, prompt)
+    assert found == row | {"margin": pytest.approx(row["margin"], abs=MARGIN_TOLERANCE)}
+
+
+def test_no_golden_token_is_within_the_tolerance_of_another() -> None:
+    """What a margin may move by on another CPU can change no token."""
+    assert min(row["margin"] for row in GOLDEN["rows"]) > 10 * MARGIN_TOLERANCE
 
 
 def test_training_network_is_the_architecture_it_is_saved_as(oracle: tuple[Any, Any]) -> None:

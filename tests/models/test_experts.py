@@ -13,6 +13,7 @@ from torch import Tensor
 from models.checkpoint import WeightsError
 from models.config import ModelConfig, ModelConfigError
 from models.kernels.reference import ReferenceKernels
+from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.layers.moe import SparseMLP
 from models.layers.routed_experts import RoutedExperts
@@ -50,7 +51,8 @@ SPLITS = {
 def build(config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1, device: str = "cpu") -> Decoder:
     read = ModelConfig.from_dict(config)
     with torch.device(device):
-        return model_class(read.architecture)(read, torch.float32, RankOf(rank, size), ReferenceKernels(), split)
+        context = ModelContext(RankOf(rank, size), ReferenceKernels(), torch.float32, split)
+        return model_class(read.architecture)(read, context)
 
 
 def load(folder: Path | None, config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1) -> Decoder:

@@ -8,10 +8,7 @@ by induction over the tokens is its own greedy completion.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from parallel.comm.collectives import SingleRank
 from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models
+from tests.torchrun import torchrun
 
 TOLERANCE = 1e-4
 LLAMA3 = {
@@ -150,23 +148,6 @@ def _rewrite_as_transformers_4(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def _run_group(folder: Path, size: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.models.parity_worker", str(folder), str(rank), str(size)],
-            cwd=root,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, errors
-
-
 def _check_all(folder: Path, models: dict[str, Any], size: int) -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     for name, model in models.items():
@@ -202,5 +183,6 @@ def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int) -> None:
     folder, models = saved
-    _run_group(folder, size)
+    ran = torchrun(size, "tests.models.parity_worker", str(folder))
+    assert ran.returncode == 0, ran.said[-3000:]
     _check_all(folder, models, size)

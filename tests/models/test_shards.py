@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.cache_layout import PagedKV
 from models.config import ModelConfig
 from models.dummy import DummyTensor
 from models.kernels.reference import ReferenceKernels
@@ -149,7 +150,8 @@ def test_padding_logits_are_minus_infinity() -> None:
         assert bool((logits[:, model.vocab_shard.rows :] == float("-inf")).all())
 
 
-def test_kv_geometry_of_a_rank() -> None:
-    assert [build(ModelConfig.from_dict(WIDE), 0, size).kv_geometry.kv_heads for size in (1, 2, 4, 8)] == [2, 1, 1, 1]
-    geometry = build(ModelConfig.from_dict(WIDE)).kv_geometry
-    assert geometry.bytes_per_token == 2 * 2 * 2 * 10 * 4
+def test_what_a_rank_keeps_of_a_token() -> None:
+    layouts = [build(ModelConfig.from_dict(WIDE), 0, size).cache_layout for size in (1, 2, 4, 8)]
+    assert [layout.layers for layout in layouts] == [(PagedKV(n, 10, torch.float32),) * 2 for n in (2, 1, 1, 1)]
+    assert layouts[0].bytes_per_token == 2 * 2 * 2 * 10 * 4
+    assert not layouts[0].has_slot_state

@@ -22,11 +22,16 @@ def test_auto_device_is_resolved_at_construction() -> None:
 
 
 def test_given_values_are_kept_and_derived_ones_follow() -> None:
-    config = EngineConfig(model="m", device="cpu", max_num_seqs=5, chain_depth=3, width=4)
+    config = EngineConfig(model="m", device="cpu", max_num_seqs=5, chain_depth=3)
     assert config.decode_buckets == (1, 2, 4, 5)
-    assert config.reserve_tokens == 16
     assert not config.serial
     assert dataclasses.replace(config, chain_depth=0).serial
+
+
+@pytest.mark.parametrize("width", [2, 256])
+def test_a_width_that_nothing_proposes_for_is_refused(width: int) -> None:
+    with pytest.raises(ConfigError, match=rf"width is {width}, but must be at most 1: type --width 1"):
+        EngineConfig(model="m", device="cpu", width=width)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 32, 100, 256, 1000])

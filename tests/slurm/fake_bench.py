@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-POINT = Path(__file__).parents[1] / "launch" / "fake_point.py"
+POINT = Path(__file__).parents[1] / "launch" / "sweep" / "fake_point.py"
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweep.command import run
+from launch.__main__ import run_sweep
 from launch.sweep.ledger import Ledger
 from launch.sweep.options import SweepCommand
 from launch.sweep.slurm import Slurm
@@ -45,7 +45,7 @@ class SweepJobs:
 
     def submit(self, grid: Path, *more: str) -> None:
         command = parsed(SweepCommand, ["sweep", "submit", str(grid), "--out", str(self.out), *more])
-        assert run(command, self.environment) == 0, self.said
+        assert run_sweep(command, self.environment) == 0, self.said
 
     def status(self) -> SweepStatus:
         return status_of(self.ledger, Slurm(self.environment))

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from flashinfer.jit import cpp_ext, gen_batch_prefill_module
 
+from models.kernels.interface import FlashInferSwitches
+
 _BUILDER = Path(__file__).with_name("flashinfer_build_process.py")
 _NOTHING_TO_DO = "no work to do"  # ninja's message
 _PLAIN = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
@@ -47,14 +49,14 @@ def is_built(spec: Any) -> bool:
     return dry_run.returncode == 0 and _NOTHING_TO_DO in dry_run.stdout
 
 
-def obstacle() -> str | None:
+def obstacle(switches: FlashInferSwitches) -> str | None:
     """Why nothing can be compiled here; None where it can."""
-    if os.environ.get("FLASHINFER_DISABLE_JIT"):  # FlashInfer's own switch, which it reads when it builds
+    if not switches.compiles:
         return "FLASHINFER_DISABLE_JIT is set"
     if shutil.which("ninja") is None:
         return "there is no ninja in PATH: pip install ninja"
     try:
-        compiler = Path(os.environ.get("FLASHINFER_NVCC", Path(cpp_ext.get_cuda_path(), "bin", "nvcc")))
+        compiler = Path(switches.nvcc or Path(cpp_ext.get_cuda_path(), "bin", "nvcc"))
     except RuntimeError as missing:
         return f"{missing}: set CUDA_HOME"
     return None if compiler.exists() else f"there is no {compiler}: set CUDA_HOME, or FLASHINFER_NVCC"

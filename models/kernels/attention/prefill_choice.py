@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.kernels.attention.prefill import RepeatedTiles, TiledPrefill, Tiles
-from models.kernels.interface import PrefillWanted
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
 from models.kernels.traits import DeviceTraits
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,14 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 class Prefill:
     """The prefill attention of one device. Call ``prepare``, then ``agree``, before the first plan."""
 
-    def __init__(self, device: torch.device, wanted: PrefillWanted, traits: DeviceTraits) -> None:
-        self._device, self._wanted, self._traits = device, wanted, traits
+    def __init__(
+        self,
+        device: torch.device,
+        wanted: PrefillWanted,
+        traits: DeviceTraits,
+        switches: FlashInferSwitches = NO_SWITCHES,
+    ) -> None:
+        self._device, self._wanted, self._traits, self._switches = device, wanted, traits, switches
         self._backend = "fa2"  # FlashInfer's backend; fa3 on sm_90
         self._tiled = TiledPrefill(device, traits)
         self._paged: Any = None  # a PagedPrefill, once ranks agreed that it runs
@@ -154,7 +160,7 @@ class Prefill:
             if self._wanted == "auto":
                 spec = flashinfer_build.spec_of(self._backend, dtype, head_dim)
                 if not flashinfer_build.is_built(spec):
-                    self._reason = flashinfer_build.obstacle()
+                    self._reason = flashinfer_build.obstacle(self._switches)
                     self._unbuilt = spec if self._reason is None else None
                     return
             flashinfer_prefill.load_module(self._backend, dtype, head_dim)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from runtime.schedule.request import SamplingParams
+from runtime.schedule.request import MAX_TOP_LOGPROBS, SamplingParams
 
-MAX_TOP_LOGPROBS = 20
 TOP_LOGPROBS = (0, 1, 5, MAX_TOP_LOGPROBS)  # variants there are: one for each number would mean 21 times the captures
 
 
@@ -132,7 +131,31 @@ class SamplingVariant:
             top_logprobs=max(self.top_logprobs, other.top_logprobs),
         )
 
+    def covers(self, other: SamplingVariant) -> bool:
+        """Whether rows that need ``other`` can run in this variant."""
+        return self | other == self
+
     @property
     def vocabulary_parallel(self) -> bool:
         """Whether each rank can reduce its own share of the vocabulary to one candidate a row."""
         return not self.filters and not self.logprobs
+
+
+EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS)
+NARROWER_FEATURES = (  # what is offered where there is no memory for every feature at once
+    SamplingVariant(random=True, filters=True, min_tokens=True, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS),
+    SamplingVariant(random=True, filters=True, min_tokens=True),
+    SamplingVariant(random=True),
+)
+
+# Together these launch every sampling kernel in every form: logits as they are or reshaped in float32, with and without
+# noise and thresholds, and each number of likely tokens. Run once at start-up, so that no request waits for a compiler.
+KERNEL_VARIANTS = (
+    SamplingVariant(random=True),
+    SamplingVariant(random=True, filters=True),
+    SamplingVariant(min_tokens=True),
+    SamplingVariant(random=True, min_tokens=True),
+    SamplingVariant(random=True, filters=True, penalties=True),
+    SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True),
+    *(SamplingVariant(logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
+)

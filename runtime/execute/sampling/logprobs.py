@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from runtime.execute.sampling import exact_math
-from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.packed_argmax import pack, unpack
+from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 
 class TokenLogprobs(NamedTuple):

@@ -90,3 +90,17 @@ def _columns(tokens: Tensor, live: Tensor, vocab_start: int, vocab: int) -> tupl
     """(column of each token, clamped into the share; whether the token is live and in the share)."""
     column = tokens - vocab_start
     return column.clamp(0, vocab - 1), live & (column >= 0) & (column < vocab)
+
+
+def seen_in_window(seen: SeenTokens, proposals_BQ: Tensor) -> SeenTokens:
+    """What each of a window's W = Q + 1 tokens has seen, [B * W, V]: what its row has, and the proposals before it.
+
+    ``seen``: the rows' [B, V]; proposals_BQ int64, ids of the whole vocabulary.
+    """
+    (rows, vocab), queries = seen.counts.shape, proposals_BQ.shape[1]
+    counts_BWV = seen.counts.unsqueeze(1).repeat(1, queries + 1, 1)
+    for index in range(queries):  # a proposal is seen by every token behind it
+        ids_BQ1 = proposals_BQ[:, index, None, None].expand(-1, queries - index, 1)
+        counts_BWV[:, index + 1 :].scatter_add_(2, ids_BQ1, torch.ones_like(ids_BQ1, dtype=counts_BWV.dtype))
+    prompt_BWV = seen.prompt.unsqueeze(1).expand(-1, queries + 1, -1)
+    return SeenTokens(counts_BWV.reshape(-1, vocab), prompt_BWV.reshape(rows * (queries + 1), vocab))

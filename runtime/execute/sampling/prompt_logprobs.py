@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.sampling.inputs import MAX_TOP_LOGPROBS
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
 from runtime.schedule.plan import StepPlan
+from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 PIECE = 256  # tokens whose logits exist at once, no more than a large decode bucket's, which memory was sized with
 

@@ -8,12 +8,13 @@ Everything is graph-safe. On CUDA one Triton launch does each end; the torch cod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from runtime.execute.landing import ResultRing
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
@@ -118,3 +119,89 @@ def write_back_in_torch(
         torch.where(columns.finished == 0, verdict.finish_B, columns.finished),
     )
     ring.append(draw.token_B[:, None], verdict.count_B, verdict.finish_B, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """B rows of a step in which each may gain up to W tokens, W >= 2, copied from their slots.
+
+    rows_B int64: their slots. columns: their records. sampling: the sampler's view of the B * W draws, row-major; those
+    past a row's ``max_length`` count as finished. tokens_BW int64: the last token and W - 1 proposals. position_BW
+    int64: theirs, 0 where not live. live_BW bool: not of a ghost, of padding, or past ``max_length``. kv_slots_BW
+    int64: where their KV goes; in the trash block for ghosts and padding. page_table_BP int32; kv_lengths_B int32, the
+    window included. ``limit_B``: most tokens that a row may gain in this step; None where there is no limit but W.
+    """
+
+    rows_B: Tensor
+    columns: SlotColumns
+    sampling: SamplingInputs
+    page_table_BP: Tensor
+    kv_lengths_B: Tensor
+    tokens_BW: Tensor
+    position_BW: Tensor
+    kv_slots_BW: Tensor
+    live_BW: Tensor
+    limit_B: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return self.tokens_BW.shape[1]
+
+
+def gather_window(
+    tables: SlotTables,
+    rows_B: Tensor,
+    columns: SlotColumns,
+    proposals_BQ: Tensor,
+    block_size: int,
+    limit_B: Tensor | None = None,
+) -> Window:
+    """What a step of W = Q + 1 tokens a row needs of slots ``rows_B``; new tensors. ``columns``: ``tables.gather`` of
+    them. proposals_BQ int64, ids of the vocabulary: the tokens that may follow each row's last one.
+
+    A row begins before its sequence's end and may reach past it. Tokens there draw nothing. Their KV goes into the
+    row's own blocks nevertheless, for attention loads all that ``kv_lengths_B`` covers, and memory that nobody wrote
+    may hold NaN.
+    """
+    tokens_BW = torch.cat((columns.last_token[:, None], proposals_BQ), 1)
+    offsets_W = torch.arange(tokens_BW.shape[1], device=rows_B.device)
+    going_B, length_B = columns.finished == 0, columns.length.to(torch.int64)
+    drawn_BW = length_B[:, None] + offsets_W  # the position that each token's draw is for
+    live_BW = going_B[:, None] & (drawn_BW < columns.max_length[:, None])
+    kept_BW = torch.where(going_B[:, None], drawn_BW - 1, 0)
+    page_table_BP = tables.gather_blocks(rows_B)
+    page_BW = page_table_BP.gather(1, kept_BW // block_size).to(torch.int64)
+    sampling = columns.sampling().select(
+        torch.arange(len(rows_B), device=rows_B.device).repeat_interleave(len(offsets_W))
+    )
+    return Window(
+        rows_B=rows_B,
+        columns=columns,
+        sampling=replace(sampling, position=drawn_BW.reshape(-1), finished=~live_BW.reshape(-1)),
+        page_table_BP=page_table_BP,
+        kv_lengths_B=torch.where(going_B, columns.length, 1) + (tokens_BW.shape[1] - 1),
+        tokens_BW=tokens_BW,
+        position_BW=torch.where(live_BW, drawn_BW - 1, 0),
+        kv_slots_BW=torch.where(going_B[:, None], page_BW, 0) * block_size + kept_BW % block_size,
+        live_BW=live_BW,
+        limit_B=limit_B,
+    )
+
+
+def write_back_window(
+    tables: SlotTables, ring: ResultRing, window: Window, accepted: Acceptance, logprobs: TokenLogprobs | None = None
+) -> None:
+    """Write what the rows of a window gained into their records and report it.
+
+    ``logprobs``: of all B * W draws; the host reads as many as a row gained.
+    """
+    columns, count_B = window.columns, accepted.count_B
+    last_B1 = (count_B.to(torch.int64)[:, None] - 1).clamp(min=0)
+    newest_B = accepted.tokens_BW.gather(1, last_B1)[:, 0]
+    tables.store(
+        window.rows_B,
+        torch.where(count_B > 0, newest_B, columns.last_token),
+        columns.length + count_B,
+        torch.where(columns.finished == 0, accepted.finish_B, columns.finished),
+    )
+    ring.append(accepted.tokens_BW, count_B, accepted.finish_B, logprobs)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from launch.bench.options import BenchCommand
+from launch.cli import parse
 from launch.doctor.options import DoctorCommand
-from launch.engine_options import Command, parse
+from launch.generate.options import Command
 from launch.sweep.options import SweepCommand
 
 AnyCommand = TypeVar("AnyCommand", Command, BenchCommand, DoctorCommand, SweepCommand)

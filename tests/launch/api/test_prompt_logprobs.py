@@ -83,7 +83,7 @@ def test_parts_of_a_prompt_come_together_once_for_all_answers() -> None:
     requests = assembler.open("k", (10, 11, 12, 13), sampling)
     assert [r.sampling.prompt_logprobs for r in requests] == [2, None, None], "the prompt is scored once"
     ids = [r.request_id for r in requests]
-    assert assembler.route(scored([ids[0], ids[1]], part(1, -1.0, -2.0), None)) == ([], [])
+    assert assembler.route(scored([ids[0], ids[1]], part(1, -1.0, -2.0), None)) == ([], [], [])
     ended = tuple(Finished(i, FinishReason.LENGTH, (5,)) for i in ids)
     (output,) = assembler.route(scored([ids[0]], part(3, -3.0), finished=ended)).finished
     assert output.prompt_logprobs == (

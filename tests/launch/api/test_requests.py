@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from launch.api.parser import BadLine, Form, PreparedRequest, RequestParser
 from launch.generate.input_file import Settled, count_lines, read_lines, read_requests
-from runtime.execute.slot_state import DEFAULT_STOP_IDS
 from runtime.frontend.output_processor import drawn_seed
-from runtime.frontend.validation import MAX_STOP_TOKEN_IDS
 from runtime.schedule.request import SamplingParams
 from tests.launch.api import bad_lines
 from tests.launch.generate import batches
@@ -87,10 +85,6 @@ def test_drawn_seeds_depend_on_the_run_s_seed_and_the_id_alone() -> None:
     others = {drawn_seed(base, key) for base in range(20) for key in ("a", "b", 1, "1")}
     assert len(others) == 80
     assert all(0 <= seed < 2**63 for seed in others)
-
-
-def test_stop_ids_fit_a_slot() -> None:
-    assert MAX_STOP_TOKEN_IDS == DEFAULT_STOP_IDS
 
 
 @pytest.mark.parametrize(("line", "words"), bad_lines.HAND_WRITTEN, ids=range(len(bad_lines.HAND_WRITTEN)))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from launch.api.sampling_defaults import sampling_defaults
-from launch.engine_options import Command
+from launch.api.sampling_defaults import sampling_defaults, warmed_for
 from launch.generate.command import run
+from launch.generate.options import Command
 from lockstride import EngineConfig, complete
 from models.config import ModelConfigError
 from models.generation_config import read_sampling_parameters
@@ -133,3 +133,20 @@ def test_a_program_that_does_not_say_gets_the_folder_s_too(tmp_path: Path) -> No
 
 def _tokens(outputs: list[Any]) -> list[tuple[int, ...]]:
     return [completion.token_ids for output in outputs for completion in output.completions]
+
+
+@pytest.mark.parametrize(
+    ("params", "kinds"),
+    [
+        (SamplingParams(temperature=0.0), ("greedy",)),
+        (SamplingParams(), ("greedy", "random")),
+        (SamplingParams(temperature=0.6, top_p=0.95, top_k=20), ("greedy", "random", "filtered")),
+        (SamplingParams(temperature=0.0, top_p=0.5), ("greedy",)),  # filters change nothing of a greedy draw
+        (SamplingParams(temperature=0.0, repetition_penalty=1.1), ("greedy", "penalised")),
+        (SamplingParams(min_p=0.1, presence_penalty=0.5), ("greedy", "random", "filtered", "penalised")),
+    ],
+)
+def test_what_requests_ask_for_by_default_is_warmed_up(params: SamplingParams, kinds: tuple[str, ...]) -> None:
+    assert warmed_for(EngineConfig(model="m", device="cpu"), params).warm == kinds
+    asked = EngineConfig(model="m", device="cpu", warm=("penalised",))
+    assert set(warmed_for(asked, params).warm) == {*kinds, "penalised"}

@@ -17,9 +17,9 @@ from launch.bench import command as bench
 from launch.bench.environment import process_age
 from launch.bench.latency import _why_noise
 from launch.bench.options import BenchCommand
-from launch.bench.results import Point
+from launch.bench.point import Point
 from launch.bench.trace import BenchError
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import TINY, tiny_folder

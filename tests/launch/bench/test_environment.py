@@ -8,7 +8,7 @@ from launch.bench.environment import engine_facts, environment
 from launch.ranks.rendezvous import discover
 from runtime.execute.sampling.inputs import SamplingVariant
 from tests.runtime.engine.rig import request, rig, run
-from tests.runtime.execute.step.test_decode_graphs import BUCKETS, SmallDevice
+from tests.runtime.execute.step.test_row_graphs import BUCKETS, SmallDevice
 
 
 def test_graphs_and_memory_of_the_engine_are_on_record() -> None:

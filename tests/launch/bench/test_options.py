@@ -13,8 +13,8 @@ import torch
 from launch.bench import control as bench_control
 from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.session import SHAPES, model_folder, open_session
-from launch.engine_options import build_parser, parse
-from launch.generate.command import UsageError
+from launch.cli import build_parser, parse
+from launch.errors import UsageError
 from runtime.config import EngineConfig, default_buckets
 from tests.runtime.engine.rig import tiny_folder
 

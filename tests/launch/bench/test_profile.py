@@ -13,8 +13,8 @@ from torch.autograd.profiler_util import FunctionEvent
 from launch.bench import command as bench
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, short_name, tables
 from launch.bench.options import BenchCommand
+from launch.bench.point import Point
 from launch.bench.profile import device_calls, host_calls
-from launch.bench.results import Point
 from launch.ranks.start_engine import open_engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import tiny_folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch.bench.anatomy import TurnClock
@@ -10,16 +12,17 @@ from launch.bench.results import request_rows, vllm_figures
 from launch.bench.session import Lengths, StepTimings
 from launch.bench.throughput import saturation
 from launch.bench.trace import BenchError, DecodeStep, check_complete, run_requests, why_not_full
-from launch.bench.workload import RequestNumbers, random_prompts
-from runtime.execute.landing import StepTiming
-from tests.runtime.engine.rig import VOCABULARY, request, rig
+from launch.bench.workload import greedy, random_prompts
+from runtime.execute.result_reader import StepTiming
+from runtime.frontend.client import EngineClient, PromptRequest
+from tests.runtime.engine.rig import VOCABULARY, rig
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_batch_that_fits_is_a_full_window(depth: int) -> None:
     prompts = random_prompts(4, 10, 9, VOCABULARY, seed=1)
     with rig(depth=depth, rows=4) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     check_complete(trace)
     assert why_not_full(trace, 4, 8) is None
     assert [decode.rows for decode in trace.decode_steps] == [4] * 8
@@ -33,7 +36,7 @@ def test_a_batch_that_fits_is_a_full_window(depth: int) -> None:
 def test_decode_steps_between_chunks_of_prefill_are_not_full() -> None:
     prompts = random_prompts(4, 100, 9, VOCABULARY, seed=1)
     with rig(rows=4, max_prefill_tokens=16) as engine:  # 25 prefill steps, a decode step after every four
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     refused = why_not_full(trace, 4, 8)
     assert refused is not None
     assert "ran 1" in refused
@@ -42,7 +45,7 @@ def test_decode_steps_between_chunks_of_prefill_are_not_full() -> None:
 def test_a_batch_that_is_larger_than_the_rows_has_no_rate() -> None:
     prompts = random_prompts(6, 10, 9, VOCABULARY, seed=1)
     with rig(rows=4) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     refused = why_not_full(trace, 6, 8)
     assert refused is not None
     assert "the batch was not full" in refused
@@ -52,7 +55,7 @@ def test_a_batch_that_is_larger_than_the_rows_has_no_rate() -> None:
 def test_a_batch_that_does_not_fit_into_memory_has_no_rate() -> None:
     prompts = random_prompts(4, 10, 30, VOCABULARY, seed=1)
     with rig(rows=4, blocks=16, max_model_len=64) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
         assert engine.counters["evictions"] + engine.counters["stalls"] > 0
     assert why_not_full(trace, 4, 29) is not None
 
@@ -60,21 +63,25 @@ def test_a_batch_that_does_not_fit_into_memory_has_no_rate() -> None:
 def test_a_window_of_the_wrong_length_is_named() -> None:
     prompts = random_prompts(2, 10, 9, VOCABULARY, seed=1)
     with rig(rows=4) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     assert why_not_full(trace, 2, 7) == "the batch took 8 decode steps, not 7"
 
 
 def test_a_request_that_ends_early_is_no_measurement() -> None:
     with rig(rows=4, max_model_len=32) as engine:
-        trace = run_requests(engine, [request(0, range(3, 20), max_tokens=40, stops=(), ignore_eos=True)])
+        trace = run_requests(EngineClient(engine, text=False), [PromptRequest(range(3, 20), greedy(40))])
     with pytest.raises(BenchError, match="request 0 ended by length after 15 of 40 tokens"):
         check_complete(trace)
 
 
 def test_a_rejected_request_is_no_measurement() -> None:
-    with rig(rows=4, max_model_len=32) as engine:
-        trace = run_requests(engine, [request(0, range(3, 60), max_tokens=4), request(1, range(3, 9), max_tokens=4)])
-    with pytest.raises(BenchError, match="request 0 ended by rejected after 0 of 4 tokens: prompt has 57 tokens"):
+    prompts = random_prompts(3, 10, 9, VOCABULARY, seed=1)
+    with rig(rows=4) as engine:
+        engine.scheduler.resources.config = replace(
+            engine.scheduler.resources.config, max_waiting=1
+        )  # fewer than the client knows of
+        trace = run_requests(EngineClient(engine, text=False), prompts)
+    with pytest.raises(BenchError, match="request 1 ended by rejected after 0 of 9 tokens: 1 requests are waiting"):
         check_complete(trace)
 
 
@@ -83,11 +90,9 @@ def test_never_more_than_max_concurrency_are_under_way(most: int) -> None:
     prompts = random_prompts(7, 6, 5, VOCABULARY, seed=2)
     live: list[int] = []
     with rig(rows=8) as engine:
-        numbers = RequestNumbers()
         trace = run_requests(
-            engine,
-            numbers.requests(prompts),
-            max_concurrency=most,
+            EngineClient(engine, text=False, concurrency=most),
+            prompts,
             after_turn=lambda output: live.append(engine.scheduler.unfinished),
         )
     assert max(live) == most
@@ -97,7 +102,7 @@ def test_never_more_than_max_concurrency_are_under_way(most: int) -> None:
 def test_figures_are_those_of_the_landings() -> None:
     prompts = random_prompts(3, 6, 5, VOCABULARY, seed=2)
     with rig(rows=4) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     figures, rows = vllm_figures(trace, "tiny", 3), request_rows(trace)
     expected = {"completed": 3, "failed": 0, "total_input": 18, "total_output": 15, "max_concurrency": 3}
     assert expected | {"model_id": "tiny"} == {key: figures[key] for key in (*expected, "model_id")}
@@ -119,7 +124,7 @@ def test_figures_are_those_of_the_landings() -> None:
 def test_the_saturated_part_counts_the_tokens_in_it() -> None:
     prompts = random_prompts(12, 6, 9, VOCABULARY, seed=2)
     with rig(rows=2) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     found = saturation(trace, 2)
     assert found.refused is None
     begin = sorted(times.landings[0][0] for times in trace.requests.values())[1]
@@ -132,14 +137,14 @@ def test_the_saturated_part_counts_the_tokens_in_it() -> None:
 def test_too_few_requests_saturate_nothing() -> None:
     prompts = random_prompts(4, 6, 9, VOCABULARY, seed=2)
     with rig(rows=4) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     assert saturation(trace, 4).refused == "4 requests never wait for one of 4 rows: type --num-prompts 16"
 
 
 def test_rows_that_memory_keeps_empty_saturate_nothing() -> None:
     prompts = random_prompts(12, 10, 30, VOCABULARY, seed=2)
     with rig(rows=4, blocks=10, max_model_len=64) as engine:
-        trace = run_requests(engine, RequestNumbers().requests(prompts))
+        trace = run_requests(EngineClient(engine, text=False), prompts)
     refused = saturation(trace, 4).refused
     assert refused is not None
     assert "rows in the median decode step" in refused or "before 4 of them ran together" in refused
@@ -171,7 +176,7 @@ def test_the_turns_of_steady_steps_have_all_phases(depth: int) -> None:
     prompts = random_prompts(3, 10, 21, VOCABULARY, seed=1)
     with rig(depth=depth, rows=4) as engine:
         clock = TurnClock(engine)
-        trace = run_requests(engine, RequestNumbers().requests(prompts), after_turn=clock.end_turn)
+        trace = run_requests(EngineClient(engine, text=False), prompts, after_turn=clock.end_turn)
         copied, copies = sum(turn.copied_bytes for turn in clock.turns), sum(turn.copies for turn in clock.turns)
         assert copied == engine.counters["host_to_device_bytes"]
         assert copies == engine.counters["host_to_device_copies"]

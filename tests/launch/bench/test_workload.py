@@ -8,40 +8,43 @@ from pathlib import Path
 import pytest
 
 from launch.bench.trace import BenchError
-from launch.bench.workload import RequestNumbers, jsonl_prompts, random_prompts, sharegpt_prompts
+from launch.bench.workload import jsonl_prompts, random_prompts, sharegpt_prompts
 from runtime.engine import ServedModel
+from runtime.frontend.client import PromptRequest
+from runtime.frontend.validation import stop_ids_of
 from tests.runtime.frontend.small_tokenizers import byte_level
 
 MODEL = ServedModel(vocab_size=400, max_model_len=64, eos_token_ids=(2, 3))
+
+
+def ids_of(request: PromptRequest) -> tuple[int, ...]:
+    assert not isinstance(request.prompt, str)
+    return tuple(request.prompt)
+
+
+def stop_ids(request: PromptRequest) -> tuple[int, ...]:
+    return stop_ids_of(request.sampling, MODEL.eos_token_ids)
 
 
 def test_random_prompts_follow_the_protocol() -> None:
     prompts = random_prompts(3, 2000, 7, vocab_size=151_936, seed=4)
     assert prompts == random_prompts(3, 2000, 7, vocab_size=151_936, seed=4)
     assert prompts != random_prompts(3, 2000, 7, vocab_size=151_936, seed=5)
-    assert [len(prompt.token_ids) for prompt in prompts] == [2000] * 3
-    ids = [token_id for prompt in prompts for token_id in prompt.token_ids]
+    assert [len(ids_of(prompt)) for prompt in prompts] == [2000] * 3
+    ids = [token_id for prompt in prompts for token_id in ids_of(prompt)]
     assert 100 <= min(ids) < 1000
     assert 149_000 < max(ids) < 150_000
     for prompt in prompts:
         assert prompt.sampling.greedy
         assert prompt.sampling.ignore_eos
-        assert (prompt.sampling.max_tokens, prompt.stop_token_ids) == (7, ())
+        assert (prompt.sampling.max_tokens, stop_ids(prompt)) == (7, ())
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 101, 4096])
 def test_random_ids_stay_below_the_vocabulary(vocab_size: int) -> None:
     (prompt,) = random_prompts(1, 500, 1, vocab_size, seed=0)
-    assert min(vocab_size - 1, 100) <= min(prompt.token_ids)
-    assert max(prompt.token_ids) < vocab_size
-
-
-def test_every_run_has_requests_of_its_own() -> None:
-    numbers, prompts = RequestNumbers(), random_prompts(3, 5, 7, 200, seed=0)
-    first, second = numbers.requests(prompts, max_tokens=1), numbers.requests(prompts)
-    assert [request.request_id for request in first + second] == list(range(6))
-    assert [request.sampling.max_tokens for request in first + second] == [1, 1, 1, 7, 7, 7]
-    assert [r.prompt_token_ids for r in first] == [r.prompt_token_ids for r in second]
+    assert min(vocab_size - 1, 100) <= min(ids_of(prompt))
+    assert max(ids_of(prompt)) < vocab_size
 
 
 # ---- ShareGPT ----
@@ -64,7 +67,7 @@ def test_sharegpt_gives_questions_and_the_lengths_of_their_answers(tmp_path: Pat
     tokenizer = byte_level()
     found = sharegpt_prompts(path, tokenizer, 3, None, 1000, seed=0)
     expected = {tuple(tokenizer.encode(q)): len(tokenizer.encode(a)) for q, a in pairs}
-    assert {prompt.token_ids: prompt.sampling.max_tokens for prompt in found} == expected
+    assert {ids_of(prompt): prompt.sampling.max_tokens for prompt in found} == expected
     assert found == sharegpt_prompts(path, tokenizer, 3, None, 1000, seed=0)
     fixed = sharegpt_prompts(path, tokenizer, 4, 12, 1000, seed=0)
     assert [prompt.sampling.max_tokens for prompt in fixed] == [12] * 4
@@ -100,9 +103,9 @@ def test_jsonl_lines_are_those_of_generate(tmp_path: Path) -> None:
         {"prompt_token_ids": [8], "n": 2},
     )
     ids, text, free = jsonl_prompts(path, byte_level(), None, 3, 11, MODEL, seed=0)
-    assert (ids.token_ids, ids.sampling.max_tokens, ids.stop_token_ids) == ((5, 6), 4, (2, 3, 9))
-    assert (text.token_ids, text.sampling.max_tokens) == (tuple(byte_level().encode(QUESTION)), 11)
-    assert free.stop_token_ids == ()
+    assert (ids_of(ids), ids.sampling.max_tokens, stop_ids(ids)) == ((5, 6), 4, (2, 3, 9))
+    assert (ids_of(text), text.sampling.max_tokens) == (tuple(byte_level().encode(QUESTION)), 11)
+    assert stop_ids(free) == ()
     with pytest.raises(BenchError, match=r"line 4: n > 1 and stop strings are not measured"):
         jsonl_prompts(path, byte_level(), None, 4, 11, MODEL, seed=0)
 

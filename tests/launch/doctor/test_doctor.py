@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from launch.cli import parse
 from launch.doctor import command as doctor
 from launch.doctor import gpus as doctor_gpus
 from launch.doctor import host as doctor_host
@@ -20,7 +21,6 @@ from launch.doctor.agree import AgreeTimes
 from launch.doctor.findings import Finding, Level, Section, worst
 from launch.doctor.options import DoctorCommand
 from launch.doctor.software import own_requirements, parse_requirement, software
-from launch.engine_options import parse
 from tests.launch.api.parsed import parsed
 
 TOPOLOGY = """\

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from launch.ranks.start_engine import open_engine
 from tests.launch.api import bad_lines
 from tests.launch.api.parsed import parsed

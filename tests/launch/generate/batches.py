@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.api.parser import BadLine, PreparedRequest, RequestParser
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from launch.ranks.rendezvous import Rendezvous
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
-from runtime.frontend.output_processor import stop_ids_of
 from runtime.frontend.tokenizer import TextStream, Tokenizer
+from runtime.frontend.validation import stop_ids_of
 from runtime.schedule.request import Request
 from tests.launch.api.parsed import parsed
 from tests.launch.generate.fake_engine import FakeEngine, FakeModel, serial_answer

@@ -75,6 +75,7 @@ class FakeEngine:
         self.followed = False
         self.most_live = 0
         self.added: list[Request] = []
+        self._ids: set[int] = set()
         self._random = random.Random(seed)
         self._lag, self._width = lag, width
         self._on_step, self._reject, self._fail = on_step, reject, fail
@@ -103,7 +104,8 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         assert not self.stopped
-        assert request.request_id == len(self.added), "request ids are dense and new"
+        assert request.request_id not in self._ids, "request ids are new"
+        self._ids.add(request.request_id)
         self.added.append(request)
         reason = self._reject(request)
         if reason:
@@ -114,6 +116,9 @@ class FakeEngine:
 
     def cancel(self, request_id: int, reason: FinishReason) -> None:
         self._cancels.append((self._now + self._lag, request_id, reason))
+
+    def bind_thread(self) -> None:
+        pass
 
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
         ready(timeout)

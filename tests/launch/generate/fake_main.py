@@ -9,8 +9,8 @@ import os
 import sys
 import time
 
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from launch.ranks.rendezvous import Rendezvous
 from runtime.config import EngineConfig
 from tests.launch.api.parsed import parsed

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from launch.ranks.start_engine import open_engine
 from tests.launch.api import bad_lines
 from tests.launch.api.parsed import parsed

@@ -21,6 +21,7 @@ from models.expert_load import ExpertLoad
 from tests.runtime.engine.rig import TINY
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.frontend.small_tokenizers import byte_level_backend
+from tests.torchrun import torchrun
 
 PATIENCE_S = 240.0
 
@@ -80,7 +81,7 @@ def command(folder: Path, source: str, name: str) -> list[str]:
     return ["generate", *(text for key, value in given.items() for text in (f"--{key}", str(value)))]
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def as_a_user_does(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     return subprocess.run(
@@ -125,9 +126,10 @@ def check_answers(folder: Path, name: str, ids: set[str] | None = None) -> None:
 
 @pytest.mark.multiprocess
 def test_two_groups_of_one_rank(folder: Path) -> None:
-    ran = torchrun(2, *command(folder, "in", "two"), "--data-parallel", "2")
+    ran = as_a_user_does(2, *command(folder, "in", "two"), "--data-parallel", "2")
     assert ran.returncode == 0, ran.stderr[-3000:]
     check_answers(folder, "two")
+    assert not (folder / "bundles").exists(), "a good run leaves no empty folder"
     assert any(row.get("finish_reason") == "stop" for row in rows(folder / "two.jsonl").values())
     summary = json.loads((folder / "two.summary.json").read_text())
     assert len(summary["group_requests"]) == 2
@@ -139,8 +141,8 @@ def test_two_groups_of_one_rank(folder: Path) -> None:
 @pytest.mark.multiprocess
 def test_two_groups_of_two_ranks_count_experts_together(folder: Path) -> None:
     flags = ["--data-parallel-size", "2", "--tensor-parallel-size", "2", "--expert-load", str(folder / "four.json")]
-    ran = torchrun(4, *command(folder, "in", "four"), *flags)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = torchrun(4, "launch", *command(folder, "in", "four"), *flags)
+    assert ran.returncode == 0, ran.said[-3000:]
     check_answers(folder, "four")
     together, alone = ExpertLoad.read(folder / "four.json"), ExpertLoad.read(folder / "alone.json")
     assert together.tokens.keys() == alone.tokens.keys()
@@ -154,8 +156,8 @@ def test_two_groups_of_two_ranks_count_experts_together(folder: Path) -> None:
 @pytest.mark.multiprocess
 def test_fewer_requests_than_groups_over_a_map_of_experts(folder: Path) -> None:
     flags = ["--data-parallel-size", "2", "--expert-map", str(folder / "alone.json")]
-    ran = torchrun(2, *command(folder, "one", "few"), *flags)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = torchrun(2, "launch", *command(folder, "one", "few"), *flags)
+    assert ran.returncode == 0, ran.said[-3000:]
     check_answers(folder, "few", {"t0"})
     summary = json.loads((folder / "few.summary.json").read_text())
     assert summary["group_requests"] == [1, 0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.ranks.rendezvous import RendezvousError
 from runtime.config import EngineConfig
 from runtime.schedule.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.bench.options import BenchOptions
-from launch.generate.command import UsageError
+from launch.errors import UsageError
 from launch.report.peers_plot import PeerResult, is_model, panels, plot, read_rows
 
 pytest.importorskip("matplotlib")

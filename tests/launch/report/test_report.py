@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from launch.__main__ import run_sweep
 from launch.report.command import write_report
 from launch.report.compare import compare
 from launch.report.html import html
@@ -44,7 +46,6 @@ from launch.report.rows import (
     series,
     varying_names,
 )
-from launch.sweep.command import run
 from launch.sweep.grid import Grid, grid_of
 from launch.sweep.ledger import Ledger
 from launch.sweep.options import SweepCommand
@@ -236,7 +237,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
         "--html",
         str(tmp_path / "to" / "r.html"),
     ]
-    assert run(parsed(SweepCommand, line), {}) == 0
+    assert run_sweep(parsed(SweepCommand, line), {}) == 0
     names = {path.name for path in (tmp_path / "to").iterdir()}
     assert names == {
         "r.html",
@@ -246,7 +247,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "4 of 4 points done\n" in said
     assert "0 faster, 4 slower, 0 within their spread" in said
-    assert run(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
+    assert run_sweep(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
 
 
 def test_a_report_against_the_one_it_replaces(tmp_path: Path) -> None:
@@ -255,9 +256,7 @@ def test_a_report_against_the_one_it_replaces(tmp_path: Path) -> None:
     said: list[str] = []
     write_report(tmp_path, say=said.append)
     target = tmp_path / "report" / "report.json"
-    rows = [
-        msgspec.structs.replace(row, tpot_ms=9.0, tpot_ms_min=9.0, tpot_ms_max=9.0) for row in read_report(target).rows
-    ]
+    rows = [replace(row, tpot_ms=9.0, tpot_ms_min=9.0, tpot_ms_max=9.0) for row in read_report(target).rows]
     target.write_bytes(msgspec.json.encode(msgspec.structs.replace(read_report(target), rows=rows)))
     write_report(tmp_path, against=target, say=said.append)
     assert any("4 faster, 0 slower, 0 within their spread" in line for line in said)

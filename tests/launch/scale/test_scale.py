@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from launch.__main__ import run_sweep
 from launch.bench.options import BenchCommand
 from launch.scale.command import jobs_text, plan_topologies
 from launch.scale.control import HopCosts, control_tree, rehearse
 from launch.scale.hops import far_costs, near_costs
 from launch.scale.shards import Part, check_coverage, coordinates, plan_part
-from launch.sweep.command import run
 from launch.sweep.options import SweepCommand
 from models.config import ModelConfig
 from parallel.layers.shard import HeadShard, Shard, VocabShard
@@ -116,7 +116,7 @@ def test_a_parameter_that_is_not_filled_is_found(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Shard, "__init__", short)
     errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(2, 2))
-    assert any("parameter layers.0.attention.output.weight: filled up to element" in error for error in errors), errors
+    assert any("parameter layers.0.mixer.output.weight: filled up to element" in error for error in errors), errors
 
 
 def test_a_group_with_one_part_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_the_cost_of_a_record_can_be_measured() -> None:
 
 def test_a_world_is_planned_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     line = "sweep plan --dry-run-world 32 --model models/demo --tp 2 --memory-gib 1 --steps 12"
-    assert run(parsed(SweepCommand, line.split()), {}) == 0
+    assert run_sweep(parsed(SweepCommand, line.split()), {}) == 0
     lines = {text.split()[0]: text for text in capsys.readouterr().out.splitlines()}
     assert lines["world"].endswith("32 ranks on 4 node(s) of 8")
     assert "16 replica(s) x tp 2" in lines["model"]
@@ -236,14 +236,14 @@ def test_a_plan_says_how_its_jobs_are_started(sharing: ParallelDegrees, jobs: st
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     line = "sweep plan --dry-run-world 8 --model qwen3-32b --tp 1 --memory-gib 40"
-    assert run(parsed(SweepCommand, line.split()), {}) == 0
+    assert run_sweep(parsed(SweepCommand, line.split()), {}) == 0
     assert "TOO LARGE for 0.9 of 40 GiB" in capsys.readouterr().out
 
 
 def test_a_failed_check_is_told_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(VocabShard, "start", property(lambda self: max(0, self.rank * self.width - 1)))
     line = "sweep plan --dry-run-world 2 --model models/demo --steps 2"
-    assert run(parsed(SweepCommand, line.split()), {}) == 1
+    assert run_sweep(parsed(SweepCommand, line.split()), {}) == 1
     told = capsys.readouterr()
     assert "FAILED" in told.out
     assert "wrong: tensor model.embed_tokens.weight" in told.err
@@ -264,5 +264,5 @@ def test_a_failed_check_is_told_and_fails(monkeypatch: pytest.MonkeyPatch, capsy
     ],
 )
 def test_a_world_that_cannot_be_is_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parsed(SweepCommand, ["sweep", "plan", *line.split()]), {}) == 2
+    assert run_sweep(parsed(SweepCommand, ["sweep", "plan", *line.split()]), {}) == 2
     assert words in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.bench.options import BenchCommand
-from launch.engine_options import build_parser, parse
+from launch.cli import build_parser, parse
 from launch.sweep.grid import MOST_POINTS, grid_of, read_grid
 from launch.sweep.options import SweepCommand
 from launch.sweep.point import Point, Setting, SweepError

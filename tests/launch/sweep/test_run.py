@@ -119,9 +119,9 @@ def test_several_ranks_start_under_torchrun(tmp_path: Path) -> None:
         ("x\nlockstride bench: error: no such model\n", 2, "no such model (exit code 2)"),
         ("lockstride: 2026-01-01T00:00:00 error: no address\n", 2, "no address (exit code 2)"),
         (
-            "Traceback (most recent call last):\n  File x\nruntime.execute.kv_pool.KvMemoryError: too small\n",
+            "Traceback (most recent call last):\n  File x\nruntime.execute.cache.sizing.CacheMemoryError: too small\n",
             1,
-            "runtime.execute.cache.kv_pool.KvMemoryError: too small (exit code 1)",
+            "runtime.execute.cache.sizing.CacheMemoryError: too small (exit code 1)",
         ),
         (
             "[rank0]:ValueError: broken\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",

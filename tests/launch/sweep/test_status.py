@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweep.command import run
+from launch.__main__ import run_sweep
 from launch.sweep.estimate import batches_of, estimate_seconds, runs_of
 from launch.sweep.grid import grid_of
 from launch.sweep.ledger import Ledger
@@ -88,17 +88,17 @@ def test_it_is_shown_again_until_all_is_settled(tmp_path: Path) -> None:
 def test_as_json_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     command = parsed(SweepCommand, ["sweep", "status", str(out), "--json"])
-    assert run(command, {}) == 2
+    assert run_sweep(command, {}) == 2
     assert "holds no sweep" in capsys.readouterr().err
     run_fake(grid_with([1, 13]), out)
-    assert run(command, {}) == 1
+    assert run_sweep(command, {}) == 1
     content = json.loads(capsys.readouterr().out)
     assert [(point["label"], point["state"]) for point in content["points"]] == [
         ("batch1", "done"),
         ("batch13", "failed"),
     ]
     run_fake(grid_with([1]), out, resume=True)
-    assert run(command, {}) == 0
+    assert run_sweep(command, {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_plan_of_a_grid_that_was_run_says_what_is_done(tmp_path: Path) -> None
 
 
 def test_a_command_without_a_grid_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parsed(SweepCommand, ["sweep", "plan"]), {}) == 2
+    assert run_sweep(parsed(SweepCommand, ["sweep", "plan"]), {}) == 2
     assert "sweep plan GRID, or sweep plan --dry-run-world N --model M" in capsys.readouterr().err
 
 

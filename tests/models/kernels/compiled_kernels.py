@@ -33,7 +33,7 @@ from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
-from runtime.execute.executor import shorter_prefills
+from runtime.execute.step.prefill import shorter_prefills
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
@@ -226,6 +226,7 @@ def start_up(rank: Rank) -> None:
     """The steps that an engine rehearses before its first request (runtime/execute/executor.py)."""
     for bucket in reversed(BUCKETS):
         rank.decode(bucket)
+    rank.compile_sampling()
     for tokens in (MOST_PREFILL, *shorter_prefills(MOST_PREFILL)):
         rank.prefill(tokens)
 
@@ -237,7 +238,7 @@ def late(driver: CompilingDriver, rank: Rank) -> list[dict[str, str]]:
     around_steps = (2**power + more for power in range(1, 13) for more in (-1, 0, 1))  # where choices and tiles change
     for tokens in (*around_steps, 13, 40, 200, 777, MOST_PREFILL - 1):
         rank.prefill(tokens)
-    for features in (SAMPLING[1], SAMPLING[-1]):  # filters alone, and everything that there is
+    for features in SAMPLING:
         for bucket in (1, 2, 8, 40, BUCKETS[-1]):
             rank.decode(bucket, features)
     return [{"kernel": key[0], "where": where} for key, where in driver.asked.items() if key not in known]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StepInputs, empty_kv_layer
+from models.inputs import DecodeAttention, PrefillAttention, StepInputs
 from models.layers.decoder import Decoder
 
 
@@ -34,14 +34,12 @@ class PagedDriver:
     """Generates for a batch at a time; all ranks of a group run the same calls. Page 0 is the trash page."""
 
     def __init__(self, model: Decoder, pages: int, page_size: int = 4, device: str = "cpu") -> None:
-        geometry = model.kv_geometry
         self.model = model
         self.device = device
         self.page_size = page_size
         self.free = list(range(pages - 1, 0, -1))  # handed out in falling order: neighbours are not adjacent
         self.kv_layers = [
-            empty_kv_layer(pages, page_size, geometry.kv_heads, geometry.head_dim, geometry.dtype, device)
-            for _ in range(geometry.layers)
+            torch.zeros(kv.shape(pages, page_size), dtype=kv.dtype, device=device) for kv in model.cache_layout.paged
         ]
 
     def generate(

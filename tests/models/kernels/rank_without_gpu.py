@@ -19,18 +19,21 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, empty_kv_layer
+from models.inputs import DecodeAttention
 from models.kernels import nvidia
 from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
+from models.layers.context import ModelContext
 from models.registry import model_class
 from parallel.comm.all_reduce_dispatch import ROWS, AllReduceDispatch, AllReduceKernel
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
 from runtime.config import DEVICE_DEFAULTS, default_buckets
-from runtime.execute.landing import ResultRing
+from runtime.execute.cache.pool import CachePool
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.role import RoleParts
 from runtime.execute.sampling import logprobs, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -39,7 +42,8 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io as step_ends
 from runtime.execute.step import step_io_kernels as step_kernels
-from runtime.execute.step.step import StepWork
+from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.prefill import PrefillRole
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
@@ -139,11 +143,9 @@ class Rank:
         self.kernels = nvidia.NvidiaKernels(META, prefill="triton")
         with META:
             build = model_class(config.architecture)
-            self.model = build(config, dtype, FirstRank(tp), self.kernels, ExpertSplit(whole=ep))
-        geometry = self.model.kv_geometry
-        self._kv = [empty_kv_layer(64, PAGE, geometry.kv_heads, geometry.head_dim, dtype, "meta") for _ in range(2)]
+            self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
-        device = cast(Any, SimpleNamespace(zeros=partial(torch.zeros, device=META), compute=compute))
+        device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
         slots = SlotTables(
             device,
@@ -151,11 +153,23 @@ class Rank:
             max_blocks=-(-(config.max_length + 1) // PAGE),
             vocab_size=config.vocab_size,
         )
-        self._work = StepWork(self.model, self._kv, slots, ring, PAGE)
+        limits = cast(Any, SimpleNamespace(block_size=PAGE, decode_buckets=BUCKETS))
+        staging = cast(
+            Any, SimpleNamespace(row_map=lambda role, rows: torch.zeros(rows, dtype=torch.int64, device=META))
+        )
+        pool = CachePool(device, block_size=PAGE, blocks=63, slots=1)
+        caches = pool.allocate(self.model.cache_layout)
+        self._kv = pool.paged
+        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, limits)
+        self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"
-        self._work.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+        self._decode.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+
+    def compile_sampling(self) -> None:
+        self._driver.where = f"{self._name}, sampling kernels"
+        self._decode.compile_sampling()
 
     def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
         """``scored`` prompt tokens with their log-probabilities."""
@@ -173,13 +187,13 @@ class Rank:
         top = TOP_LOGPROBS[-1]
         words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
         scores = StepPromptLogprobs(Mock(), scored, top, words, words) if scored else None
-        self._work.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
+        self._prefill.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
 
     def several_queries(self, rows: int, query_len: int) -> None:
         """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""
         self._driver.where = f"{self._name}, attention of {rows} x {query_len} queries"
         *_, dim = self._kv[0].shape
-        heads = cast(Attention, self.model.layers[0].attention).heads
+        heads = cast(Attention, self.model.layers[0].mixer).heads
         table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
         inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960)
         q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from launch.ranks.flashinfer_switches import flashinfer_switches
 from tests.models.kernels.stand_in_flashinfer import Spec, modules
 
 pytestmark = pytest.mark.skipif(shutil.which("ninja") is None, reason="ninja is not installed")
@@ -135,14 +136,12 @@ def test_what_keeps_a_machine_from_building_is_named(
 ) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     build.cpp_ext.get_cuda_path = lambda: str(tmp_path)
-    monkeypatch.delenv("FLASHINFER_NVCC", raising=False)
-    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    assert str(nvcc) in build.obstacle()
+    assert str(nvcc) in build.obstacle(flashinfer_switches({}))
     nvcc.parent.mkdir()
     nvcc.touch()
-    assert build.obstacle() is None
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert "FLASHINFER_DISABLE_JIT" in build.obstacle()
-    monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
+    assert build.obstacle(flashinfer_switches({})) is None
+    assert "FLASHINFER_DISABLE_JIT" in build.obstacle(flashinfer_switches({"FLASHINFER_DISABLE_JIT": "1"}))
+    elsewhere = flashinfer_switches({"FLASHINFER_NVCC": str(tmp_path / "nvcc")})
+    assert f"no {tmp_path / 'nvcc'}" in build.obstacle(elsewhere)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "ninja" in build.obstacle()
+    assert "ninja" in build.obstacle(flashinfer_switches({}))

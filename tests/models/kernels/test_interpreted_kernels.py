@@ -13,9 +13,8 @@ import pytest
 @pytest.mark.parametrize(
     "module",
     [
-        *("models.kernels.interpreted_experts", "models.kernels.interpreted_kernels"),
-        *("models.kernels.interpreted_prefill", "models.kernels.interpreted_push"),
-        *("parallel.comm.interpreted_all_reduce", "parallel.comm.interpreted_exchange"),
+        *(f"models.kernels.interpreted_{part}" for part in ("experts", "kernels", "prefill", "push")),
+        *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange")),
     ],
 )
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:

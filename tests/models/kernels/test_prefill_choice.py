@@ -46,7 +46,7 @@ class FlashInfer:
         build.__dict__.update(
             spec_of=lambda *asked: asked,
             is_built=lambda spec: self.built,
-            obstacle=lambda: self.stops,
+            obstacle=lambda switches: self.stops,
             build_in_background=self._build_aside,
         )
         return {"flashinfer_prefill": attention, "flashinfer_build": build}

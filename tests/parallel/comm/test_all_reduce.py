@@ -57,7 +57,7 @@ def test_a_message_takes_the_first_way_whose_limit_it_does_not_pass() -> None:
 
 
 @pytest.mark.parametrize("size", sorted(SIZE_LIMITS))
-def test_a_product_has_places_for_what_is_kernel_in_one_step(size: int) -> None:
+def test_a_product_may_push_exactly_what_is_reduced_one_shot(size: int) -> None:
     dispatch = made(size)
     found = set()
     for dtype in (BF16, torch.float32, torch.float16):

@@ -45,9 +45,9 @@ class ExactKernels(ReferenceKernels):
         return _rotate(q, cos_sin_TR)
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
-        assert inputs.query_len == 1
         lengths = inputs.kv_lengths_B.tolist()
-        rows = zip(q_THD.unsqueeze(1), inputs.page_table_BP, lengths, strict=True)
+        q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
+        rows = zip(q_BQHD, inputs.page_table_BP, lengths, strict=True)
         return torch.cat([_attend(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows])
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:

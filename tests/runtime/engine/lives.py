@@ -7,6 +7,7 @@ order: no block, slot or epoch is left over.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ from typing import Any, Unpack
 import torch
 
 from runtime.engine import Engine
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_reader import StepLogprobs
 from runtime.observe.observer import StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
+from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
@@ -32,8 +35,9 @@ Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, t
 
 @dataclass
 class Life:
-    """``plans``: step by step, None for a void one. ``gained``: after each turn, every request's landed tokens so far.
-    ``asked``: how many likely tokens beside each of its own a request wants to know.
+    """``plans``: step by step, None for a void one; ``specs``: how the others were launched. ``gained``: after each
+    turn, every request's landed tokens so far. ``asked``: how many likely tokens beside each of its own a request wants
+    to know.
     """
 
     asked: dict[int, int] = field(default_factory=dict)
@@ -42,6 +46,7 @@ class Life:
     scores: Scores = field(default_factory=Scores)
     counters: dict[str, int | float] = field(default_factory=dict)
     plans: list[StepPlan | None] = field(default_factory=list)
+    specs: list[LaunchSpec] = field(default_factory=list)
     gained: list[dict[int, int]] = field(default_factory=list)
 
     @property
@@ -62,26 +67,32 @@ class Life:
             sums[request_id] = sums.get(request_id, 0) + count
             if request_id in self.asked:
                 assert isinstance(output.logprobs, StepLogprobs)
-                entry = _entry(output.logprobs, row, self.asked[request_id])
-                self.logprobs.setdefault(request_id, []).append(entry)
+                for column in range(count):
+                    entry = _entry(output.logprobs, row, column, self.asked[request_id])
+                    self.logprobs.setdefault(request_id, []).append(entry)
         self.gained.append(sums)
 
 
 class _Plans(StepObserver):
-    """Keeps every plan."""
+    """Keeps every plan, and how it was launched."""
 
-    def __init__(self, plans: list[StepPlan | None]) -> None:
+    def __init__(self, life: Life) -> None:
         super().__init__()
-        self._plans = plans
+        self._life = life
 
     def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:
-        self._plans.append(plan)
+        self._life.plans.append(plan)
         super().launch(plan, break_reason)
 
+    def resolved(self, spec: LaunchSpec) -> None:
+        self._life.specs.append(spec)
+        super().resolved(spec)
 
-def _entry(columns: StepLogprobs, row: int, top: int) -> Entry:
-    likely = tuple(columns.top_ids_BWN[row, 0, :top].tolist()), tuple(columns.top_BWN[row, 0, :top].tolist())
-    return float(columns.chosen_BW[row, 0]), int(columns.rank_BW[row, 0]), *likely
+
+def _entry(columns: StepLogprobs, row: int, column: int, top: int) -> Entry:
+    at = row, column
+    likely = tuple(columns.top_ids_BWN[at][:top].tolist()), tuple(columns.top_BWN[at][:top].tolist())
+    return float(columns.chosen_BW[at]), int(columns.rank_BW[at]), *likely
 
 
 def live(
@@ -107,18 +118,22 @@ def live(
         if act is not None:
             act(engine, turn)
 
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": _Plans(life.plans)}
+    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": _Plans(life)}
     with (over or rig)(depth=depth, **(exact | limits)) as engine:
         life.finished = run(engine, requests, turn_begins, life.watch)
         assert not arriving, "everything was over before the last request arrived"
         engine.stop()
         life.counters = dict(engine.counters)
+        if over is None:
+            reasons = Counter(f"finished{{{ended.reason.label}}}" for ended in life.finished.values())
+            counted = {name: n for name, n in life.counters.items() if name.startswith("finished{") and n}
+            assert counted == reasons
         check_all_is_back(engine)
     return life
 
 
 @cache
-def _alone(requests: tuple[Request, ...], limits: tuple[tuple[str, Any], ...]) -> Life:
+def _alone(requests: tuple[Request, ...], limits: tuple[tuple[str, Any], ...], model: str) -> Life:
     return live(list(requests), depth=0, **dict(limits))
 
 
@@ -126,7 +141,7 @@ def oracle(requests: list[Request], **limits: Any) -> Life:
     """What the serial engine makes of them, with room for everybody. Bits depend on nothing else, so no limit of the
     life it is compared with needs repeating, but ``max_model_len`` where it ends a request.
     """
-    life = _alone(tuple(requests), tuple(limits.items()))
+    life = _alone(tuple(requests), tuple(limits.items()), str(rigs.TINY["architectures"]))
     assert life.counters["chained_steps"] == 0
     return life
 

@@ -228,7 +228,7 @@ def plainly(requests: list[PreparedRequest]) -> dict[object, RequestOutput]:
     with _engine(limits) as engine:
         for prepared in requests:
             assembler = OutputProcessor(small_tokenizers.byte_level())
-            assembler._next_id = 10 * len(arrivals)
+            assembler.next_id = 10 * len(arrivals)
             _add(engine, assembler, prepared)
             while assembler.live:
                 routed = assembler.route(engine.step())

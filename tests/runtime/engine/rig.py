@@ -6,8 +6,9 @@ A rig is one rank: the same Engine class that torchrun starts, with a control pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -24,12 +25,14 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
-from runtime.execute.executor import Executor, ExecutorLimits
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.role import ExecutorLimits, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
-from runtime.groups.step_sync import DpStepSync, StepAgreement, exchange_ladder
+from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
 from runtime.schedule.plan import Finished, StepOutput
@@ -86,6 +89,8 @@ class RigLimits(TypedDict, total=False):
     observe: StepObserver | None
     ranges: Ranges | None
     frozen: bool
+    widths: tuple[int, ...]
+    further_roles: Sequence[MakeRole]
 
 
 class RigPlace(TypedDict, total=False):
@@ -126,11 +131,14 @@ def rig(
     observe: StepObserver | None = None,
     ranges: Ranges | None = None,
     frozen: bool = False,
+    widths: tuple[int, ...] = (1,),
+    further_roles: Sequence[MakeRole] = (),
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
-    heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests.
+    heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
+    decode steps, in turn; ``further_roles`` serve those that are not 1.
     """
     torch.set_num_threads(1)
     config = EngineConfig(
@@ -166,7 +174,7 @@ def rig(
             block_size=block_size,
             max_model_len=max_model_len,
             depth=depth,
-            width=1,
+            width=max(widths),
             max_prefill_tokens=max_prefill_tokens,
             decode_buckets=config.decode_buckets,
             memory_fraction=0.9,
@@ -176,8 +184,10 @@ def rig(
             exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
             prefill_buckets=prefill_buckets,
         ),
+        further_roles=further_roles,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
+        land_range=partial(around, ranges),
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -187,15 +197,15 @@ def rig(
             block_size=block_size,
             max_model_len=max_model_len,
             depth=depth,
+            widths=widths,
             max_prefill_tokens=max_prefill_tokens,
-            decode_buckets=config.decode_buckets,
             prefill_burst=prefill_burst,
-            prefix_caching=prefix_caching,
+            prefix_caching=prefix_caching and executor.restores_prefixes,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
     control = control or SingleRankControl(horizon)
-    shared = None if groups is None else DpStepSync(groups, config.decode_buckets, max_prefill_tokens, assignment)
+    shared = None if groups is None else DpStepSync(groups, assignment)
     dealer = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
     engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer, thaw=thaw)

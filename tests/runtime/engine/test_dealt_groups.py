@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from runtime.engine import Engine
+from runtime.frontend.validation import CheckedRequest
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine import lives, rig
@@ -87,12 +88,12 @@ def test_nobody_launches_while_nobody_has_work(depth: int) -> None:
         for pair in (requests[:1], requests[1:3], requests[3:]):
             found |= run(engine, pair)
             assert not engine.has_work
-            at_rest = len(engine.executor.landing._in_flight), engine.counters["steps"]
+            at_rest = len(engine.executor.results._in_flight), engine.counters["steps"]
             for _ in range(5):
                 output = engine.step()
                 assert not output.request_ids
                 assert not output.finished
-            assert (len(engine.executor.landing._in_flight), engine.counters["steps"]) == at_rest
+            assert (len(engine.executor.results._in_flight), engine.counters["steps"]) == at_rest
     assert {i: (e.token_ids, e.reason) for i, e in found.items()} == whole.answers
 
 
@@ -111,12 +112,19 @@ def test_every_way_to_end(depth: int) -> None:
         sampling=replace(requests[3].sampling, min_tokens=9),
     )
     requests[4] = request(4, prompt(40, 4), max_tokens=90, stops=(), logprobs=1)
-    requests.append(request(6, prompt(60, 6), max_tokens=8, stops=()))
-    life = live(requests, depth=depth, over=dealt_rig, max_model_len=50)
+
+    def slips_through(engine: Engine, turn: int) -> None:
+        """Longer than schedulers take; Engine.add would refuse it, were it not marked as checked."""
+        if turn == 0:
+            late = request(6, prompt(60, 6), max_tokens=8, stops=())
+            engine.add(CheckedRequest(6, late.prompt_token_ids, late.sampling, model=engine.model_config))
+
+    life = live(requests, slips_through, depth=depth, over=dealt_rig, max_model_len=50)
+    refused = life.finished.pop(6)
+    assert (refused.reason, refused.token_ids) == (FinishReason.REJECTED, ()), "by whichever group has it"
     same(life, oracle(requests, max_model_len=50))
     assert {reason for _, reason in life.answers.values()} >= {FinishReason.STOP, FinishReason.LENGTH}
     assert len(life.finished[4].token_ids) == 10
-    assert not life.finished[6].token_ids, "refused on arrival, by a group that is not the leader's or is"
 
 
 def test_cancel_pause_and_resume_reach_the_group_that_has_the_request(depth: int) -> None:

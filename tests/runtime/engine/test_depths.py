@@ -9,12 +9,13 @@ import pytest
 
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
+pytestmark = pytest.mark.usefixtures("every_model")
 DEPTHS = (1, 2, 4)
 
 
@@ -35,7 +36,7 @@ def mixture(seed: int, count: int = 14) -> list[Request]:
         if draw.random() < 0.3:
             sampling |= {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1}
         if draw.random() < 0.3:
-            sampling |= {"min_tokens": 3, "logprobs": 3}
+            sampling |= {"min_tokens": min(3, sampling["max_tokens"]), "logprobs": 3}
         stops = tuple(draw.sample(range(VOCABULARY), draw.choice((0, 8, 14))))
         requests.append(request(request_id, prompt, stops=stops, **sampling))
     return requests

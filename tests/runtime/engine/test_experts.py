@@ -19,7 +19,7 @@ from tests.runtime.engine.rig import TINY, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_lifecycle import *  # noqa: F403 - the whole suite, over the model below
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
-from tests.runtime.engine.test_ranks import SEED, torchrun
+from tests.runtime.engine.test_ranks import SEED, start
 
 EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -124,8 +124,8 @@ def test_any_number_of_ranks_draws_the_same_tokens(whole: bool, tmp_path: Path) 
     with rig.rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
     options = {"expert_parallel": True} if whole else {}
-    ran = torchrun(2, folder_of(tmp_path / "model", EXPERTS), tmp_path / "found.json", **options)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = start(2, folder_of(tmp_path / "model", EXPERTS), tmp_path / "found.json", **options)
+    assert ran.returncode == 0, ran.said[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
     assert found["counters"]["chain_breaks{start}"] == 1

@@ -89,7 +89,7 @@ def test_closed_engines_leave_nothing_behind(tmp_path: Path) -> None:
             assert gc.get_freeze_count() > 10_000, "torch alone has more objects"
             run(engine, [request(i, (3, 4, 5))])
             executor = engine.executor
-            held = (*executor.pool.layers, *executor._model.parameters(), *executor._model.modules())
+            held = (*executor.pool.paged, *executor._model.parameters(), *executor._model.modules())
             refs = [weakref.ref(one) for one in held]
             assert len(refs) > 20
             del executor, held

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.engine_options import Command
 from launch.generate.command import run
+from launch.generate.options import Command
 from launch.ranks.start_engine import open_engine
 from models.config import ModelConfig
 from tests.launch.api.parsed import parsed

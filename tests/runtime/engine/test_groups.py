@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import pytest
 import torch
 
 from parallel.layers.experts import ExpertSplit
+from runtime.execute.launch_spec import GREEDY, Ladders, LaunchResolver, LaunchSpec, exchange_ladder
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.groups.step_sync import DpStepSync, exchange_ladder
+from runtime.groups.step_sync import DpStepSync
 from runtime.schedule.plan import Chunk, Finished, StepKind, StepPlan
 from runtime.schedule.request import Request
 from tests.runtime.engine.exact_kernels import ExactKernels
@@ -152,49 +154,69 @@ class Others:
 IDLE = (0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def groups(*others: tuple[int, ...], buckets: tuple[int, ...] = BUCKETS) -> DpStepSync:
-    return DpStepSync(Others(IDLE, *others), buckets, 64)
+def joined(
+    plan: StepPlan | None,
+    *others: tuple[int, ...],
+    variant: SamplingVariant = GREEDY,
+    buckets: tuple[int, ...] = BUCKETS,
+) -> LaunchSpec | None:
+    """How a group with ``plan`` launches step 7 beside groups with such numbers."""
+    ladders = Ladders(buckets, exchange=exchange_ladder(buckets, 64))
+    resolver = LaunchResolver(ladders, 9, (Serves("decode"), Serves("prefill")))
+    agreed = DpStepSync(Others(IDLE, *others)).join(7, replace(resolver.needs(plan), variant=variant))
+    if agreed is None:
+        return None
+    return resolver.resolve(plan or StepPlan(7, StepKind.DECODE, (), (), 1), agreed)
+
+
+@dataclass(frozen=True)
+class Serves:
+    """A role that is asked nothing but what it serves."""
+
+    name: str
+
+    def serves(self, plan: StepPlan) -> bool:
+        return plan.kind.name.lower() == self.name
 
 
 def decode(rows: int) -> StepPlan:
-    return StepPlan(7, StepKind.DECODE, rows, tuple(range(1, rows + 1)), (0,) * rows, 1)
+    return StepPlan(7, StepKind.DECODE, tuple(range(1, rows + 1)), (0,) * rows, 1)
 
 
 def test_nobody_launches_where_nobody_has_work() -> None:
-    assert groups().join(7, None, SamplingVariant(), 1) is None
+    assert joined(None) is None
 
 
 def test_every_group_replays_the_widest_bucket_and_variant() -> None:
     curious = (4, 0, 1, 0, 1, 0, 1, 5)
-    joined = groups(curious).join(7, decode(2), SamplingVariant(filters=True), 1)
-    assert joined is not None
-    assert (joined.plan.bucket, joined.plan.slots, joined.plan.exchange_rows) == (4, (1, 2), 4)
-    assert joined.features == SamplingVariant(True, True, True, False, True, 5)
-    idle = groups(curious).join(7, None, SamplingVariant(), 1)
+    spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
+    assert spec is not None
+    assert (spec.bucket, spec.plan.slots, spec.exchange_rows) == (4, (1, 2), 4)
+    assert spec.variant == SamplingVariant(True, True, True, False, True, 5)
+    idle = joined(None, curious)
     assert idle is not None
-    assert (idle.plan.kind, idle.plan.bucket, idle.plan.slots) == (StepKind.DECODE, 4, ())
-    assert idle.plan.exchange_rows == 4
+    assert (idle.plan.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
+    assert idle.exchange_rows == 4
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 4), (4, 4), (5, 16), (17, 64), (64, 64)])
 def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
     """Of 4, 16 and 64: the ladder of 64 tokens."""
-    prefill = (0, tokens, 0, 0, 0, 0, 0, 0)
-    joined = groups(prefill).join(7, decode(2), SamplingVariant(), 1)
-    assert joined is not None
-    assert (joined.plan.bucket, joined.plan.exchange_rows, joined.decode_bucket) == (2, rows, 2)
+    spec = joined(decode(2), (0, tokens, 0, 0, 0, 0, 0, 0))
+    assert spec is not None
+    assert (spec.bucket, spec.exchange_rows, spec.shared_bucket) == (2, rows, 2)
     chunk = Chunk(3, 0, (1,) * tokens, True)
-    mine = StepPlan(7, StepKind.PREFILL, 1, (3,), (0,), 1, chunks=(chunk,))
-    alone_in_it = groups().join(7, mine, SamplingVariant(), 1)
+    mine = StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,))
+    alone_in_it = joined(mine)
     assert alone_in_it is not None
-    assert (alone_in_it.plan.bucket, alone_in_it.plan.exchange_rows, alone_in_it.decode_bucket) == (1, rows, 1)
-    beside_a_wide_decode = groups((8, 0, 0, 0, 0, 0, 0, 0)).join(7, mine, SamplingVariant(), 1)
+    assert (alone_in_it.bucket, alone_in_it.exchange_rows, alone_in_it.shared_bucket) == (1, rows, 1)
+    beside_a_wide_decode = joined(mine, (8, 0, 0, 0, 0, 0, 0, 0))
     assert beside_a_wide_decode is not None
-    assert beside_a_wide_decode.plan.exchange_rows == max(rows, 16)
+    assert beside_a_wide_decode.exchange_rows == max(rows, 16)
 
 
 def test_an_exchange_is_never_narrower_than_an_idle_group_s_graph() -> None:
     """Two tokens of prefill, nobody decodes, and the smallest graph has eight rows."""
-    idle = groups((0, 2, *IDLE[2:]), buckets=(8,)).join(7, None, SamplingVariant(), 1)
+    idle = joined(None, (0, 2, *IDLE[2:]), buckets=(8,))
     assert idle is not None
-    assert (idle.plan.bucket, idle.plan.exchange_rows, idle.decode_bucket) == (8, 16, 8)
+    assert (idle.bucket, idle.exchange_rows, idle.shared_bucket) == (8, 16, 8)

@@ -7,14 +7,17 @@ what a replay reads anew, and in which order. Attention fills the padding's rows
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from models.registry import ARCHITECTURES
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.step.prefill_graphs import prefill_buckets
+from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -29,20 +32,23 @@ EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
 
 def replays(engine: Engine) -> dict[int, int]:
     """Counts, from here on, the replays of each bucket."""
-    counts = dict.fromkeys(engine.executor.prefill_graphs._graphs, 0)
-    launch = engine.executor.prefill_graphs.launch
+    counts = dict.fromkeys(engine.executor.prefill.graphs._graphs, 0)
+    launch = engine.executor.prefill.graphs.launch
 
     def counted(bucket: int, *rest: Any) -> None:
         counts[bucket] += 1
         launch(bucket, *rest)
 
-    engine.executor.prefill_graphs.launch = counted  # type: ignore[method-assign,assignment]
+    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign,assignment]
     return counts
 
 
-@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
 @pytest.mark.parametrize("depth", [0, *DEPTHS])
-def test_replayed_steps_give_the_tokens_of_launched_ones(depth: int, shape: dict[str, Any]) -> None:
+def test_replayed_steps_give_the_tokens_of_launched_ones(
+    depth: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
     requests = mixture(depth)
     with rig(depth=0, shape=shape, **EXACT) as engine:
         launched = outcome(run(engine, requests))
@@ -62,8 +68,9 @@ def test_steps_beyond_the_last_bucket_are_launched() -> None:
     with rig(prefill_buckets=BUCKETS[:2], **EXACT) as engine:
         counts = replays(engine)
         assert outcome(run(engine, requests)) == launched
-        steps = engine.counters["prefill_steps"]
+        steps, eager = engine.counters["prefill_steps"], engine.counters["fallbacks{eager_prefill}"]
     assert 0 < sum(counts.values()) < steps
+    assert sum(counts.values()) + eager == steps
 
 
 def test_steps_that_score_prompts_are_launched() -> None:
@@ -73,6 +80,8 @@ def test_steps_that_score_prompts_are_launched() -> None:
         counts, scores = replays(engine), Scores()
         run(engine, requests, watch=scores)
         assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]
+        eager = engine.counters["prefill_steps"] - sum(counts.values())
+        assert engine.counters["fallbacks{eager_prefill}"] == eager
     for one in requests:
         if one.sampling.prompt_logprobs is not None:
             check(one, scores.by_request.get(one.request_id, {}))  # of a single token there is nothing to say
@@ -97,12 +106,11 @@ def test_every_rank_of_a_group_replays() -> None:
 def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
     """``agree_min`` says what the least able rank can do."""
     with rig(prefill_buckets=BUCKETS) as engine:
-        graphs = engine.executor.prefill_graphs
-        assert graphs.captured == len(BUCKETS)
-        other = type(graphs)(
-            graphs._device, graphs._work, graphs._tables, graphs._staging, BUCKETS, agree_min=lambda mine: 0
-        )
-        other.warm_up(128, lambda: None)
+        role = engine.executor.prefill
+        assert role.graphs.captured == len(BUCKETS)
+        parts = replace(role._parts, limits=replace(role._parts.limits, agree_min=lambda mine: 0))
+        other = PrefillGraphs(parts, role)
+        other.warm_up()
         assert other.captured == 0
         run(engine, [request(0, range(5))])
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Unpack
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.inputs import PrefillAttention, StepInputs, empty_kv_layer
+from models.inputs import PrefillAttention, StepInputs
 from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
@@ -25,6 +22,7 @@ from runtime.schedule.chain import State
 from runtime.schedule.request import Request
 from tests.runtime.engine.prompt_ranks import TOP, Score, Scores, prompts
 from tests.runtime.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
+from tests.torchrun import torchrun
 
 CLOSE = 1e-4
 SMALL = 24  # prompts come in chunks, and chunks of several prompts share a step
@@ -43,15 +41,12 @@ def reference(prompt: tuple[int, ...]) -> Tensor:
         collectives=SingleRank(),
         kernels=ReferenceKernels(),
     )
-    length, geometry = len(prompt), model.kv_geometry
-    layers = [
-        empty_kv_layer(2, length, geometry.kv_heads, geometry.head_dim, torch.float32, "cpu")
-        for _ in range(geometry.layers)
-    ]
+    length = len(prompt)
+    caches = [torch.zeros(kv.shape(2, length)) for kv in model.cache_layout.paged]
     positions = torch.arange(length)
     attention = PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,))
     with torch.inference_mode():
-        hidden = model.forward(StepInputs(torch.tensor(prompt), positions, length + positions, attention), layers)
+        hidden = model.forward(StepInputs(torch.tensor(prompt), positions, length + positions, attention), caches)
         return torch.log_softmax(model.logits(hidden).to(torch.float64), 1)
 
 
@@ -123,10 +118,10 @@ def test_a_request_that_is_recomputed_reports_nothing_twice(depth: int, evicted_
     scores = Scores()
 
     def act(engine: Engine, turn: int) -> None:
-        sequence = engine.scheduler._sequences.get(1)
+        sequence = engine.scheduler.resources.sequences.get(1)
         ready = sequence is not None and sequence.state is evicted_in and engine.scheduler.counters.evictions == 0
         if ready and sequence is not None and sequence.prefilled >= 24:
-            engine.scheduler._evict(sequence)
+            engine.scheduler.resources.evict(sequence)
 
     with rig(depth=depth, max_prefill_tokens=SMALL) as engine:
         run(engine, requests, act, watch=scores)
@@ -167,11 +162,8 @@ def test_whoever_does_not_ask_pays_nothing() -> None:
 def of_two_ranks(parent: Path) -> dict[int, dict[int, Score]]:
     """What two tensor-parallel ranks report."""
     folder, output = tiny_folder(parent / "model"), parent / "scores.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.runtime.engine.prompt_ranks", str(folder), str(output)]
-    environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = torchrun(2, "tests.runtime.engine.prompt_ranks", str(folder), str(output))
+    assert ran.returncode == 0, ran.said[-3000:]
     found = json.loads(output.read_text())
     return {int(i): {int(p): tuple(score) for p, score in scores.items()} for i, scores in found.items()}
 

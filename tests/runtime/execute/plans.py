@@ -1,45 +1,49 @@
-"""Step plans for tests of the device side, with everything a test does not care about filled in.
+"""Steps for tests of the device side, with everything a test does not care about filled in.
 
-Knows: StepPlan. Does not know: the scheduler; these plans need not make sense as a sequence.
+Knows: StepPlan and LaunchSpec. Does not know: the scheduler; these plans need not make sense as a sequence.
 """
 
 from __future__ import annotations
 
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import SamplingParams
 
 
-def decode_plan(
+def decode_step(
     step: int,
     slots: tuple[int, ...],
     *,
     bucket: int | None = None,
     width: int = 1,
+    logprobs: int | None = None,
     slot_writes: tuple[SlotWrite, ...] = (),
     block_writes: tuple[tuple[int, int, int], ...] = (),
-) -> StepPlan:
-    return StepPlan(
+) -> LaunchSpec:
+    plan = StepPlan(
         step=step,
         kind=StepKind.DECODE,
-        bucket=len(slots) if bucket is None else bucket,
         slots=slots,
         epochs=(1,) * len(slots),
         width=width,
         slot_writes=slot_writes,
         block_writes=block_writes,
     )
+    variant = SamplingVariant(logprobs=logprobs is not None, top_logprobs=logprobs or 0)
+    return LaunchSpec(plan, "decode", bucket or len(slots), variant)
 
 
-def prefill_plan(step: int, chunks: tuple[Chunk, ...], *, bucket: int | None = None) -> StepPlan:
-    return StepPlan(
+def prefill_step(step: int, chunks: tuple[Chunk, ...], *, bucket: int | None = None) -> LaunchSpec:
+    plan = StepPlan(
         step=step,
         kind=StepKind.PREFILL,
-        bucket=len(chunks) if bucket is None else bucket,
         slots=tuple(chunk.slot for chunk in chunks),
         epochs=(1,) * len(chunks),
         width=1,
         chunks=chunks,
     )
+    return LaunchSpec(plan, "prefill", bucket or len(chunks))
 
 
 def slot_write(

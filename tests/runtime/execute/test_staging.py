@@ -14,11 +14,12 @@ from torch import Tensor
 
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import DeviceError
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
-from runtime.schedule.plan import Chunk, StepPlan
+from runtime.schedule.plan import Chunk
 from runtime.schedule.request import SamplingParams
-from tests.runtime.execute.plans import decode_plan, prefill_plan, slot_write
+from tests.runtime.execute.plans import decode_step, prefill_step, slot_write
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def make_staging(device: TwinDevice, *, max_prefill_tokens: int = 64, entries: i
     return tables, Staging(device, tables, max_prefill_tokens=max_prefill_tokens, max_rows=8, entries=entries)
 
 
-def run(device: TwinDevice, staging: Staging, plan: StepPlan) -> None:
-    staged = staging.stage(plan)
+def run(device: TwinDevice, staging: Staging, spec: LaunchSpec) -> None:
+    staged = staging.stage(spec)
     assert staged is not None
     staging.apply(staged)
     device.synchronize()
@@ -45,7 +46,7 @@ def run(device: TwinDevice, staging: Staging, plan: StepPlan) -> None:
 def test_slot_and_block_writes_arrive(device: TwinDevice) -> None:
     tables, staging = make_staging(device)
     writes = (slot_write(5, (4, 6), epoch=2, stop_token_ids=(1, 2)), slot_write(2, (9, 9, 8)))
-    run(device, staging, decode_plan(1, (5, 2), slot_writes=writes, block_writes=((5, 0, 7), (5, 3, 9), (2, 5, 4))))
+    run(device, staging, decode_step(1, (5, 2), slot_writes=writes, block_writes=((5, 0, 7), (5, 3, 9), (2, 5, 4))))
     assert tables.columns.last_token.tolist() == [0, 0, 8, 0, 0, 6, 0, 0, 0]
     assert tables.columns.length.tolist() == [0, 0, 3, 0, 0, 2, 0, 0, 0]
     assert tables.columns.epoch[5].item() == 2
@@ -58,23 +59,23 @@ def test_slot_and_block_writes_arrive(device: TwinDevice) -> None:
 
 def test_row_maps_are_padded_with_slot_0_and_keep_their_tensor(device: TwinDevice) -> None:
     _, staging = make_staging(device)
-    row_map = staging.row_map(4)
-    run(device, staging, decode_plan(1, (3, 1, 2), bucket=4))
+    row_map = staging.row_map("decode", 4)
+    run(device, staging, decode_step(1, (3, 1, 2), bucket=4))
     assert row_map.tolist() == [3, 1, 2, 0]
-    run(device, staging, decode_plan(2, (6,), bucket=4))
+    run(device, staging, decode_step(2, (6,), bucket=4))
     assert row_map.tolist() == [6, 0, 0, 0]
-    assert staging.row_map(4) is row_map
+    assert staging.row_map("decode", 4) is row_map
 
 
 def test_a_steady_step_stages_nothing(device: TwinDevice) -> None:
     _, staging = make_staging(device)
     slots, others = (3, 1), (4,)
-    run(device, staging, decode_plan(1, slots))
-    run(device, staging, decode_plan(2, others, bucket=1))
+    run(device, staging, decode_step(1, slots))
+    run(device, staging, decode_step(2, others, bucket=1))
     sent = staging.counters.host_to_device_bytes
     assert sent > 0
     for step in range(3, 50):  # back and forth between buckets whose rows did not change
-        assert staging.stage(decode_plan(step, slots if step % 2 else others)) is None
+        assert staging.stage(decode_step(step, slots if step % 2 else others)) is None
     assert staging.counters.host_to_device_bytes == sent
     assert staging.counters.copies == 2
 
@@ -82,13 +83,13 @@ def test_a_steady_step_stages_nothing(device: TwinDevice) -> None:
 def test_one_copy_whatever_changes(device: TwinDevice) -> None:
     _, staging = make_staging(device)
     writes = tuple(slot_write(slot) for slot in (1, 2, 3))
-    run(device, staging, decode_plan(1, (1, 2, 3), slot_writes=writes, block_writes=((1, 0, 1), (2, 0, 2))))
+    run(device, staging, decode_step(1, (1, 2, 3), slot_writes=writes, block_writes=((1, 0, 1), (2, 0, 2))))
     assert staging.counters.copies == 1
 
 
 def test_chunks_are_packed_with_positions_slots_and_emitting_rows(device: TwinDevice) -> None:
     _, staging = make_staging(device)
-    plan = prefill_plan(1, (Chunk(3, 4, (10, 11, 12), last=True), Chunk(7, 0, (20, 21), last=False)), bucket=4)
+    plan = prefill_step(1, (Chunk(3, 4, (10, 11, 12), last=True), Chunk(7, 0, (20, 21), last=False)), bucket=4)
     run(device, staging, plan)
     chunks = staging.chunks(plan)
     assert chunks.token_ids_T.tolist() == [10, 11, 12, 20, 21]
@@ -97,17 +98,17 @@ def test_chunks_are_packed_with_positions_slots_and_emitting_rows(device: TwinDe
     assert chunks.slots_R.tolist() == [3, 7, 0, 0]
     assert chunks.emitting_R.tolist() == [3, 0, 0, 0]
     assert chunks.logit_rows_R.tolist() == [2, 4, 0, 0]
-    run(device, staging, prefill_plan(2, (Chunk(1, 0, (5,), last=True),), bucket=4))
+    run(device, staging, prefill_step(2, (Chunk(1, 0, (5,), last=True),), bucket=4))
     assert staging.chunks(plan).slots_R.tolist() == [1, 0, 0, 0]  # nothing of the earlier rows is left
 
 
 def test_a_prefill_leaves_row_maps_alone(device: TwinDevice) -> None:
     _, staging = make_staging(device)
     slots = (3, 1)
-    run(device, staging, decode_plan(1, slots))
-    run(device, staging, prefill_plan(2, (Chunk(5, 0, (1,), last=True), Chunk(6, 0, (1,), last=True))))
-    assert staging.row_map(2).tolist() == [3, 1]
-    assert staging.stage(decode_plan(3, slots)) is None
+    run(device, staging, decode_step(1, slots))
+    run(device, staging, prefill_step(2, (Chunk(5, 0, (1,), last=True), Chunk(6, 0, (1,), last=True))))
+    assert staging.row_map("decode", 2).tolist() == [3, 1]
+    assert staging.stage(decode_step(3, slots)) is None
 
 
 def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice) -> None:
@@ -120,7 +121,7 @@ def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice)
         slot_write(2, (4, 4, 6, 7, 7, 7), prompt_length=3, sampling=penalised),  # recomputed: three generated tokens
         slot_write(3, (1, 2)),
     )
-    run(device, staging, decode_plan(1, (2, 3), slot_writes=writes))
+    run(device, staging, decode_step(1, (2, 3), slot_writes=writes))
     assert seen.counts[2].tolist() == [0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
     assert seen.prompt[2].nonzero().flatten().tolist() == [4, 6]
     assert (seen.counts[3] == 5).all()  # not penalised: its rows are nobody's business
@@ -130,39 +131,39 @@ def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice)
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("spec", "message"),
     [
-        (decode_plan(9, (1,), slot_writes=(slot_write(0),)), r"step 9: a slot write names slots 0\.\.0, .* 1\.\.8"),
-        (decode_plan(9, (1,), slot_writes=(slot_write(9),)), r"step 9: a slot write names slots 9\.\.9"),
-        (decode_plan(9, (1,), slot_writes=(slot_write(2), slot_write(2))), "step 9: two slot writes for the same"),
-        (decode_plan(9, (1,), block_writes=((0, 0, 3),)), r"step 9: a block write names slots 0\.\.0"),
-        (decode_plan(9, (1,), block_writes=((1, 6, 3),)), "step 9: .*block 6 of a request.*has 6; see --max-model-len"),
-        (decode_plan(9, (1,), block_writes=((1, 2, 3), (1, 2, 4))), "step 9: two block writes for the same place"),
-        (prefill_plan(9, (Chunk(1, 0, (1,) * 65, last=True),)), "step 9: 65 prefill tokens, there is room for 64"),
-        (prefill_plan(9, (Chunk(1, 0, (1,), last=True),), bucket=9), "step 9: 9 prefill rows, there is room for 8"),
+        (decode_step(9, (1,), slot_writes=(slot_write(0),)), r"step 9: a slot write names slots 0\.\.0, .* 1\.\.8"),
+        (decode_step(9, (1,), slot_writes=(slot_write(9),)), r"step 9: a slot write names slots 9\.\.9"),
+        (decode_step(9, (1,), slot_writes=(slot_write(2), slot_write(2))), "step 9: two slot writes for the same"),
+        (decode_step(9, (1,), block_writes=((0, 0, 3),)), r"step 9: a block write names slots 0\.\.0"),
+        (decode_step(9, (1,), block_writes=((1, 6, 3),)), "step 9: .*block 6 of a request.*has 6; see --max-model-len"),
+        (decode_step(9, (1,), block_writes=((1, 2, 3), (1, 2, 4))), "step 9: two block writes for the same place"),
+        (prefill_step(9, (Chunk(1, 0, (1,) * 65, last=True),)), "step 9: 65 prefill tokens, there is room for 64"),
+        (prefill_step(9, (Chunk(1, 0, (1,), last=True),), bucket=9), "step 9: 9 prefill rows, there is room for 8"),
     ],
 )
-def test_a_bad_plan_is_refused_and_changes_nothing(device: TwinDevice, plan: StepPlan, message: str) -> None:
+def test_a_bad_plan_is_refused_and_changes_nothing(device: TwinDevice, spec: LaunchSpec, message: str) -> None:
     _, staging = make_staging(device)
     with pytest.raises(ValueError, match=message):
-        staging.stage(plan)
+        staging.stage(spec)
     assert staging.counters.copies == 0
-    run(device, staging, decode_plan(10, (1, 2)))
-    assert staging.row_map(2).tolist() == [1, 2]
+    run(device, staging, decode_step(10, (1, 2)))
+    assert staging.row_map("decode", 2).tolist() == [1, 2]
 
 
 def test_staging_twice_without_applying_is_refused(device: TwinDevice) -> None:
     _, staging = make_staging(device)
-    assert staging.stage(decode_plan(1, (1,))) is not None
+    assert staging.stage(decode_step(1, (1,))) is not None
     with pytest.raises(RuntimeError, match="step 2 is staged, but step 1 was not applied"):
-        staging.stage(decode_plan(2, (2,)))
+        staging.stage(decode_step(2, (2,)))
 
 
 def test_an_entry_that_is_too_small_grows_and_is_counted(device: TwinDevice) -> None:
     tables, staging = make_staging(device)
     long = tuple(token % 11 for token in range(4000))
     penalised = SamplingParams(seed=1, presence_penalty=0.5)
-    run(device, staging, decode_plan(1, (1,), slot_writes=(slot_write(1, long, sampling=penalised),)))
+    run(device, staging, decode_step(1, (1,), slot_writes=(slot_write(1, long, sampling=penalised),)))
     assert staging.counters.growths == 1
     assert tables.need_seen().prompt[1].all()
 
@@ -179,7 +180,7 @@ def snapshot_history(
 
     The stream ``hold`` does not move until every step is submitted.
     """
-    row_map = staging.row_map(2)
+    row_map = staging.row_map("decode", 2)
     seen: Tensor = torch.zeros(HISTORY, 3, dtype=torch.int64)
 
     def note(step: int) -> None:
@@ -190,7 +191,7 @@ def snapshot_history(
         device.stream(hold).pause()
     for step in range(HISTORY):
         slots = (1 + step % 7, 1 + step % 5)
-        staged = staging.stage(decode_plan(step, slots, block_writes=((1, 0, step + 1),)))
+        staged = staging.stage(decode_step(step, slots, block_writes=((1, 0, step + 1),)))
         assert staged is not None
         staging.apply(staged)
         device.compute.submit(partial(note, step))
@@ -221,16 +222,16 @@ def test_every_step_sees_its_own_changes_under_jitter(seed: int) -> None:
 def test_the_host_waits_for_an_entry_whose_copy_has_not_left(device: TwinDevice) -> None:
     _, staging = make_staging(device, entries=1)
     device.stream("stage").pause()
-    first = staging.stage(decode_plan(1, (1, 2)))
+    first = staging.stage(decode_step(1, (1, 2)))
     assert first is not None
     staging.apply(first)
-    later = threading.Thread(target=lambda: run(device, staging, decode_plan(2, (3, 4))))
+    later = threading.Thread(target=lambda: run(device, staging, decode_step(2, (3, 4))))
     later.start()
     while staging.counters.waits == 0:
         time.sleep(0.001)
     device.stream("stage").resume()
     later.join()
-    assert staging.row_map(2).tolist() == [3, 4]
+    assert staging.row_map("decode", 2).tolist() == [3, 4]
 
 
 def test_without_the_host_guard_a_copy_in_flight_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +255,7 @@ def test_without_the_copied_event_an_apply_reads_too_early(monkeypatch: pytest.M
         _, staging = make_staging(device)
         monkeypatch.setattr(device.compute, "wait", lambda event: None)
         device.stream("stage").pause()
-        staged = staging.stage(decode_plan(1, (1,), block_writes=((1, 0, 5),)))
+        staged = staging.stage(decode_step(1, (1,), block_writes=((1, 0, 5),)))
         assert staged is not None
         staging.apply(staged)
         with pytest.raises(DeviceError, match="index -1 is out of bounds"):  # what empty memory is filled with

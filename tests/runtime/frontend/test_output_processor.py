@@ -8,7 +8,7 @@ from typing import Unpack
 import numpy as np
 import pytest
 
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.validation import RequestError
@@ -45,7 +45,7 @@ def one_row(request_id: int, *tokens: int, finished: Finished | None = None) -> 
 
 def feed(assembler: OutputProcessor, request_id: int, tokens: list[int], reason: FinishReason) -> RequestOutput:
     for token in tokens[:-1]:
-        assert assembler.route(one_row(request_id, token)) == ([], [])
+        assert assembler.route(one_row(request_id, token)) == ([], [], [])
     routed = assembler.route(one_row(request_id, tokens[-1], finished=Finished(request_id, reason, tuple(tokens))))
     assert routed.stop == []
     (output,) = routed.finished
@@ -206,7 +206,7 @@ def test_log_probabilities_are_cut_to_what_was_asked_and_to_the_tokens_kept() ->
 
 def test_rows_that_belong_to_nobody_are_passed_over() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    assert assembler.route(StepOutput(0, [-1, 77], [1, 2], [1, 1], 1, (_length(78, "a"),))) == ([], [])
+    assert assembler.route(StepOutput(0, [-1, 77], [1, 2], [1, 1], 1, (_length(78, "a"),))) == ([], [], [])
 
 
 def test_what_cannot_be_opened_is_refused_by_name() -> None:

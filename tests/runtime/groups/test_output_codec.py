@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from runtime.execute.landing import StepLogprobs
+from runtime.execute.result_reader import StepLogprobs
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.output_codec import OutputRefused, decode_output, encode_output

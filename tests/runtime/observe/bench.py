@@ -9,7 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from runtime.execute.landing import StepTiming
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import StepObserver
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepKind, StepPlan
@@ -19,7 +20,8 @@ STEPS = 20_000
 
 def nanoseconds_a_step(observe: StepObserver) -> float:
     """The quickest of some runs."""
-    plan = StepPlan(0, StepKind.DECODE, 256, tuple(range(256)), (0,) * 256, 1)
+    plan = StepPlan(0, StepKind.DECODE, tuple(range(256)), (0,) * 256, 1)
+    spec = LaunchSpec(plan, "decode", 256)
     took = []
     for _ in range(10):
         started = time.perf_counter_ns()
@@ -27,6 +29,7 @@ def nanoseconds_a_step(observe: StepObserver) -> float:
             observe.agree(step)
             observe.plan()
             observe.launch(plan, None)
+            observe.resolved(spec)
             observe.launched()
             observe.wait(step)
             observe.land(step)

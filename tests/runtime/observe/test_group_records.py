@@ -100,9 +100,7 @@ def test_the_timeline_and_a_bundle_have_it(depth: int, exchanges: list[MetExchan
     assert [line["exchange_rows"] for line in lines] == [step.exchange_rows for step in records][-STEP_RECORDS:]
 
 
-def test_with_one_group_nothing_is_said_of_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is done for it: the mark is not even called."""
-    monkeypatch.delattr(StepObserver, "joined")
+def test_with_one_group_nothing_is_said_of_exchanges(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     observe = StepObserver(timeline=Timeline(path, 0, 1))
     with rig(observe=observe) as engine:

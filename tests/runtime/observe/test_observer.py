@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.landing import StepTiming
+from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.step_record import VOID, StepRecord
@@ -141,20 +141,24 @@ def test_being_observed_changes_no_token_and_no_plan(tmp_path: Path) -> None:
 
 
 class Stack:
-    """Ranges as a profiler would see them: (depth, name), of one thread."""
+    """Ranges as a profiler would see them: (depth, name), of the thread that made this; names alone of others."""
 
     def __init__(self) -> None:
         self.opened: list[tuple[int, str]] = []
         self.open: list[str] = []
-        self.threads: set[int] = set()
+        self.elsewhere: list[str] = []
+        self._thread = threading.get_ident()
 
     def push(self, name: str) -> None:
-        self.threads.add(threading.get_ident())
+        if threading.get_ident() != self._thread:
+            self.elsewhere.append(name)
+            return
         self.opened.append((len(self.open), name))
         self.open.append(name)
 
     def pop(self) -> None:
-        self.open.pop()
+        if threading.get_ident() == self._thread:
+            self.open.pop()
 
 
 def test_ranges_follow_the_phases() -> None:
@@ -162,15 +166,15 @@ def test_ranges_follow_the_phases() -> None:
     with rig(depth=1, observe=StepObserver(ranges=ranges), ranges=ranges) as engine:
         engine.add(request(0, (1, 2, 3), max_tokens=4, stops=()))
         engine.step()
-        turn = [(0, "agree"), (0, "plan"), (0, "launch"), (1, "stage")]
-        assert ranges.opened == turn
+        phases = [(0, "agree"), (0, "plan"), (0, "resolve")]
+        assert ranges.opened == [*phases, (0, "launch prefill"), (1, "stage")]
         assert ranges.open == []
         ranges.opened.clear()
         engine.step()
-        assert ranges.opened == [*turn, (0, "wait"), (0, "land")]
+        assert ranges.opened == [*phases, (0, "launch decode"), (1, "stage"), (0, "wait"), (0, "land")]
         run(engine, [])
     assert ranges.open == []
-    assert len(ranges.threads) == 1
+    assert ranges.elsewhere == ["results of prefill", *["results of decode"] * 3], "by the worker that reads results"
 
 
 def test_ranges_that_nobody_asked_for_are_nothing() -> None:

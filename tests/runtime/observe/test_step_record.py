@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.step_record import StepLog, StepRecord
 from runtime.schedule.plan import StepKind, StepPlan
@@ -51,7 +52,9 @@ def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
         if step < steps:
             observe.agree(step)
             observe.plan()
-            observe.launch(StepPlan(step, StepKind.DECODE, 4, (1, 2, 3), (0, 0, 0), 1), None)
+            plan = StepPlan(step, StepKind.DECODE, (1, 2, 3), (0, 0, 0), 1)
+            observe.launch(plan, None)
+            observe.resolved(LaunchSpec(plan, "decode", 4))
             observe.launched()
         if step >= depth:
             observe.wait(step - depth)
@@ -79,6 +82,6 @@ def test_a_step_in_flight_is_among_the_recent() -> None:
     take_turns(observe, 3, 0)
     observe.agree(3)
     observe.plan()
-    observe.launch(StepPlan(3, StepKind.PREFILL, 1, (1,), (0,), 1), "start")
+    observe.launch(StepPlan(3, StepKind.PREFILL, (1,), (0,), 1), "start")
     last = observe.recent()[-1]
     assert (last.step, last.role, last.break_reason, last.land_at_ns) == (3, "prefill", "start", 0)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 import random
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +24,7 @@ from runtime.observe.timeline import Timeline, part_path
 from runtime.observe.trace import Part, device_times_ns, write_trace
 from tests.runtime.engine.rig import request, rig, run, tiny_folder
 from tests.runtime.engine.test_depths import mixture
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[3]
 ARGS = {"step", "role", "bucket", "rows", "ghosts", "chained", "break"}
@@ -282,14 +280,12 @@ def test_no_device_times_no_slices() -> None:
 def test_generate_on_two_ranks_writes_one_timeline(tmp_path: Path) -> None:
     lines = [{"id": i, "prompt": f"def f{i}(x):", "max_tokens": 12, "temperature": 0} for i in range(3)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
-    command += ["generate", "--model", "models/demo", "--device", "cpu", "--max-num-seqs", "4"]
+    command = ["generate", "--model", "models/demo", "--device", "cpu", "--max-num-seqs", "4"]
     command += ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--nvtx"]
     command += ["--timeline", str(tmp_path / "trace" / "t.json")]
-    environ = dict(os.environ, OMP_NUM_THREADS="1")
-    ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "of 2 ranks are in" in ran.stderr
+    ran = torchrun(2, "launch", *command)
+    assert ran.returncode == 0, ran.said[-3000:]
+    assert "of 2 ranks are in" in ran.said
     assert [found.name for found in (tmp_path / "trace").iterdir()] == ["t.json"], "the parts are gone"
     threads = checked(json.loads((tmp_path / "trace" / "t.json").read_text()))
     assert threads.keys() == {(rank, thread) for rank in range(2) for thread in ("host", "device")}

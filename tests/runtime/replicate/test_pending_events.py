@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runtime.config import EngineConfig
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.replicate.pending_events import LEAST_PROMPT_TOKENS, LEAST_REQUESTS, PendingEvents, open_pending_events
 from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
 from tests.runtime.engine.rig import request, rig
@@ -80,9 +81,9 @@ def test_prefill_steps_are_as_full_as_if_all_had_been_announced_at_once() -> Non
             engine.add(request(i, [i % 200] * length, max_tokens=1))
         launch = engine.executor.launch
 
-        def watched(plan, features=None) -> None:  # type: ignore[no-untyped-def]
-            prefilled.append(sum(len(chunk.token_ids) for chunk in plan.chunks))
-            launch(plan, features)
+        def watched(spec: LaunchSpec) -> None:
+            prefilled.append(spec.plan.prefill_tokens)
+            launch(spec)
 
         engine.executor.launch = watched  # type: ignore[method-assign]
         ended = 0

@@ -33,7 +33,6 @@ def steady_step(rows: int, waiting: int, steps: int = 2000, depth: int = 2) -> l
         max_model_len=8192,
         depth=depth,
         max_prefill_tokens=1 << 20,
-        decode_buckets=(rows,),
     )
     scheduler = Scheduler(config)
     for request_id in range(rows + waiting):

@@ -16,9 +16,7 @@ from runtime.schedule.scheduler import Scheduler, SchedulerConfig
 from runtime.schedule.sequence import SequenceState
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 
-ROOMY = SchedulerConfig(
-    rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, decode_buckets=(1, 2, 4), max_prefill_tokens=64
-)
+ROOMY = SchedulerConfig(rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, max_prefill_tokens=64)
 ENOUGH_TURNS = 500
 
 
@@ -45,9 +43,8 @@ class Limits(TypedDict, total=False):
     blocks: int
     block_size: int
     max_model_len: int
-    decode_buckets: tuple[int, ...]
     depth: int
-    width: int
+    widths: tuple[int, ...]
     max_prefill_tokens: int
     prefill_burst: int
     prefix_caching: bool
@@ -55,12 +52,13 @@ class Limits(TypedDict, total=False):
 
 
 class Driver:
-    """``limits`` replace fields of ROOMY. Everything planned and landed is kept, books are checked after every verb."""
+    """``limits`` replace fields of ROOMY. Keeps everything planned and landed, checks the accounts after every verb."""
 
     def __init__(self, **limits: Unpack[Limits]) -> None:
         self.config = replace(ROOMY, **limits)
         self.scheduler = Scheduler(self.config)
-        self.device = FakeDevice(self.config.blocks, self.config.block_size, self.config.slots)
+        max_blocks = -(-(self.config.max_model_len + self.config.max_width) // self.config.block_size)
+        self.device = FakeDevice(self.config.blocks, self.config.block_size, self.config.slots, max_blocks)
         self.plans: list[StepPlan | None] = []
         self.outputs: list[StepOutput] = []
         self.finished: dict[int, Finished] = {}
@@ -119,10 +117,11 @@ class Driver:
 
         A row that has come to its ``max_length`` is finished on the device and writes nothing more.
         """
-        width = self.config.width
-        for sequence in self.scheduler._in[State.DECODE].values() if plan and not plan.chunks else ():
-            came_to = min(sequence.planned_tokens - width, sequence.max_length - 1)
-            assert came_to - 1 + width <= len(sequence.blocks) * self.config.block_size
+        if plan is None or plan.chunks:
+            return
+        for sequence in self.scheduler.resources.by_state[State.DECODE].values():
+            came_to = min(sequence.planned_tokens - plan.width, sequence.max_length - 1)
+            assert came_to - 1 + plan.width <= len(sequence.blocks) * self.config.block_size
 
     def turns(self, count: int) -> list[StepPlan | None]:
         return [self.turn() for _ in range(count)]
@@ -175,10 +174,10 @@ class Driver:
         return complete_alone(request_id, prompt, request.stop_token_ids, longest)[0]
 
     def sequence(self, request_id: int) -> SequenceState:
-        return self.scheduler._sequences[request_id]
+        return self.scheduler.resources.sequences[request_id]
 
     def state(self, request_id: int) -> State:
-        sequence = self.scheduler._sequences.get(request_id)
+        sequence = self.scheduler.resources.sequences.get(request_id)
         return State.ENDED if sequence is None else sequence.state
 
     def reason(self, request_id: int) -> FinishReason:

@@ -32,9 +32,10 @@ def next_token(request_id: int, tokens: tuple[int, ...]) -> int:
     return mix(request_id, hash(tokens)) % VOCABULARY
 
 
-def accepted(request_id: int, tokens: tuple[int, ...], width: int) -> int:
-    """How many tokens a row gains in a step of ``width``: any number from 1 to width."""
-    return 1 + mix(3, request_id, hash(tokens)) % width
+def accepted(request_id: int, tokens: tuple[int, ...], width: int, *, barren: bool) -> int:
+    """How many tokens a row gains in a step of ``width``: any number from 1 to width; or 0, if it may be ``barren``."""
+    drawn = mix(3, request_id, hash(tokens))
+    return 0 if barren and drawn % 7 == 0 else 1 + (drawn >> 8) % width
 
 
 def complete_alone(
@@ -65,17 +66,24 @@ class SlotRow:
     max_length: int
     stops: tuple[int, ...]
     broken: bool = False
+    tried: bool = False  # its last step gave it no token
 
 
 class FakeDevice:
     """Runs a plan at launch (the stream is in order) and hands its result out at land().
 
-    ``breaks_at``: by request, the number of tokens after which its logits are not finite. ``broken_blocks``: by step,
-    the blocks whose contents nobody may trust any more, because a row broke over them in that step.
+    ``max_blocks``: entries of a row of the block table. ``barren``: a decode row may gain nothing in a step, though
+    never twice in a row. ``breaks_at``: by request, the number of tokens after which its logits are not finite.
+    ``broken_blocks``: by step, the blocks whose contents nobody may trust any more, because a row broke over them in
+    that step.
     """
 
-    def __init__(self, blocks: int, block_size: int, slots: int) -> None:
+    def __init__(
+        self, blocks: int, block_size: int, slots: int, max_blocks: int = MANY, *, barren: bool = False
+    ) -> None:
         self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.barren = barren
         self.cells = [[GARBAGE] * block_size for _ in range(blocks + 1)]
         self.tables: list[dict[int, int]] = [{} for _ in range(slots + 1)]
         self.rows: list[SlotRow | None] = [None] * (slots + 1)
@@ -95,6 +103,7 @@ class FakeDevice:
         cells = [(slot, index) for slot, index, _ in plan.block_writes]
         assert len(set(cells)) == len(cells), "a plan names each cell of the block table once"
         for slot, index, block in plan.block_writes:
+            assert index < self.max_blocks, f"block table entry {index} of {self.max_blocks}"
             self.tables[slot][index] = block
         run = self._prefill if plan.kind is StepKind.PREFILL else self._decode
         self.results.append(run(plan))
@@ -127,6 +136,7 @@ class FakeDevice:
         counts: list[int] = []
         finish: list[int] = []
         writes: list[tuple[int, int, int]] = []
+        assert plan.width == 1, "a prompt's last chunk yields one token"
         for chunk, epoch in zip(plan.chunks, plan.epochs, strict=True):
             row = self.rows[chunk.slot]
             assert row is not None
@@ -156,10 +166,12 @@ class FakeDevice:
                 assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
                 self._write(slot, row.length, row.last, writes, epoch)
                 history = self._history(slot, row.length + 1)
-                new = self._advance(row, history, accepted(row.request_id, history, plan.width))
+                barren = self.barren and not row.tried
+                new = self._advance(row, history, accepted(row.request_id, history, plan.width, barren=barren))
                 for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
                     self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)
-                row.length += max(len(new), 1)
+                row.length += len(new) or int(row.broken)
+                row.tried = not new
                 self.accepted.setdefault(row.request_id, []).append(len(new))
             tokens += new + [0] * (plan.width - len(new))
             counts.append(len(new))

@@ -1,4 +1,4 @@
-"""The scheduler fuzzer: random traces against the depth-0 engine and against every request completed alone.
+"""The scheduler fuzzer: random traces against depth 0, against width 1, and against every request completed alone.
 
 python -m tests.runtime.schedule.fuzz --seeds 1000000      the long form, on every core
 python -m tests.runtime.schedule.fuzz --seed 4711          replay one seed and print its trace
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,9 @@ from runtime.schedule.slots import AccountingError
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 
 MOST_STEPS = 4000  # a trace that runs longer hangs
+WIDTHS = ((1,), (1,), (2,), (8,), (1, 4), (1, 8, 3), (32, 1))
+
+Build = Callable[[SchedulerConfig], Scheduler]
 
 
 class WrongTokens(AssertionError):
@@ -41,12 +45,13 @@ class Hang(AssertionError):
 @dataclass(frozen=True)
 class Trace:
     """A seed's whole story: the limits, and the events by the step they take effect in. ``breaks_at``: requests whose
-    logits break, with the number of tokens after which they do.
+    logits break, with the number of tokens after which they do. ``barren``: steps may give a live row no token.
     """
 
     config: SchedulerConfig
     events: dict[int, tuple[Event, ...]]
     breaks_at: dict[int, int] = field(default_factory=dict)
+    barren: bool = False
 
     @property
     def cancelled(self) -> set[int]:
@@ -58,17 +63,17 @@ def make_trace(seed: int) -> Trace:
     draw = random.Random(seed)
     rows = draw.choice((1, 2, 3, 4, 6))
     block_size = draw.choice((2, 3, 4))
-    width = draw.choice((1, 1, 2, 3, 4))
+    widths = draw.choice(WIDTHS)
+    for_drafts = max(widths) // block_size * draw.choice((1, 1, 2, 4))  # else wide rows are refused, or never meet
     config = SchedulerConfig(
         rows=rows,
         slots=rows + draw.choice((0, 1, rows)),
-        blocks=draw.choice((8, 10, 14, 20, 40)),
+        blocks=draw.choice((8, 10, 14, 20, 40)) + for_drafts,
         block_size=block_size,
         max_model_len=draw.choice((16, 24, 48)),
         depth=draw.randrange(5),
-        width=width,
+        widths=widths,
         max_prefill_tokens=draw.choice((1, 3, 8, 64)),
-        decode_buckets=(max(1, rows // 2), rows),
         prefill_burst=draw.choice((1, 2, 4)),
         prefix_caching=draw.random() < 0.7,
         max_waiting=draw.choice((3, 1000)),
@@ -96,9 +101,10 @@ def make_trace(seed: int) -> Trace:
             events.setdefault(pause + draw.randrange(1, 15), []).append(Resume(request_id))
     breaks_at = {}  # drawn last: what was drawn before them is what the same seed always gave
     for admit in [e for listed in events.values() for e in listed if isinstance(e, Admit)]:
-        if draw.random() < 0.15:
+        if draw.random() < 0.25:
             breaks_at[admit.request.request_id] = len(admit.request.prompt_token_ids) + draw.randrange(9)
-    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at)
+    barren = draw.random() < 0.3
+    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren)
 
 
 @dataclass
@@ -112,15 +118,14 @@ class Run:
     evictions: int
 
 
-def run(
-    trace: Trace, scheduler_class: type[Scheduler] = Scheduler, *, check: bool = True, least_steps: int = 60
-) -> Run:
+def run(trace: Trace, build: Build = Scheduler, *, check: bool = True, least_steps: int = 60) -> Run:
     """Drive one trace to its end, and at least ``least_steps`` steps; with ``check``, every block and slot is
     accounted for after every event. Raises AccountingError, WrongTokens, Hang, or whatever else the scheduler breaks.
     """
     config = trace.config
-    scheduler = scheduler_class(config)
-    device = FakeDevice(config.blocks, config.block_size, config.slots)
+    scheduler = build(config)
+    max_blocks = -(-(config.max_model_len + config.max_width) // config.block_size)  # as the executor sizes its table
+    device = FakeDevice(config.blocks, config.block_size, config.slots, max_blocks, barren=trace.barren)
     device.breaks_at = trace.breaks_at
     in_flight: deque[int] = deque()
     finished: dict[int, Finished] = {}
@@ -177,33 +182,47 @@ def run(
         land()
     if check:
         scheduler.check()
+        counted = Counter({reason: n for reason, n in scheduler.counters.finished.items() if n})
+        if counted != Counter(ended.reason.label for ended in finished.values()):
+            raise AccountingError(f"finishes are counted as {counted}")
         if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.slots:
             raise AccountingError("everything has ended, but not every block and slot is free")
     return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, scheduler.counters.evictions)
 
 
-def check_seed(seed: int, scheduler_class: type[Scheduler] = Scheduler, *, check: bool = True) -> int:
+def check_seed(seed: int, build: Build = Scheduler, *, check: bool = True) -> int:
     """Raise where the trace of ``seed`` breaks a promise; returns the number of steps it ran."""
-    trace = make_trace(seed)
-    deep = run(trace, scheduler_class, check=check)
-    serial = run(replace(trace, config=replace(trace.config, depth=0)), scheduler_class, check=False)
+    return check_trace(make_trace(seed), build, check=check)
+
+
+def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> int:
+    """The same of any trace. The oracles are depth 0 and, for other widths, width 1 at this depth."""
+    config = trace.config
+    deep = run(trace, build, check=check)
+    oracles = {"depth 0": run(replace(trace, config=replace(config, depth=0)), build, check=False)}
+    if config.max_width > 1:
+        plain = replace(trace, config=replace(config, widths=(1,)))
+        oracles["width 1"] = run(plain, build, check=False, least_steps=0)
     requests = {
         e.request.request_id: e.request for events in trace.events.values() for e in events if isinstance(e, Admit)
     }
     for request_id, request in requests.items():
-        mine, oracle = deep.finished.get(request_id), serial.finished.get(request_id)
-        if mine is None or oracle is None:
-            raise Hang(f"request {request_id} never ended: {mine}, depth 0: {oracle}")
-        _compare(trace, request, mine, oracle)
-        undisturbed = not deep.evictions and not serial.evictions and request_id not in trace.cancelled
-        if undisturbed and mine.reason != FinishReason.REJECTED != oracle.reason:
-            gains, expected = (r.accepted.get(request_id, []) for r in (deep, serial))
+        ends = {name: run.finished.get(request_id) for name, run in {"this": deep, **oracles}.items()}
+        _compare(trace, request, ends)
+        undisturbed = not deep.evictions and not oracles["depth 0"].evictions and request_id not in trace.cancelled
+        if undisturbed and len(set(config.widths)) == 1 and _ran(ends["this"]) and _ran(ends["depth 0"]):
+            gains, expected = (r.accepted.get(request_id, []) for r in (deep, oracles["depth 0"]))
             if gains != expected:
                 raise AssertionError(f"request {request_id} gained {gains} tokens a step, at depth 0 {expected}")
-    return deep.steps + serial.steps
+    return deep.steps + sum(oracle.steps for oracle in oracles.values())
 
 
-def _compare(trace: Trace, request: Request, mine: Finished, oracle: Finished) -> None:
+def _ran(ended: Finished | None) -> bool:
+    return ended is not None and ended.reason != FinishReason.REJECTED
+
+
+def _compare(trace: Trace, request: Request, ends: dict[str, Finished | None]) -> None:
+    """``ends``: how it ended in each run. Where it was neither refused nor cancelled it ended as it does alone."""
     max_length = min(len(request.prompt_token_ids) + request.sampling.max_tokens, trace.config.max_model_len)
     alone, reason = complete_alone(
         request.request_id,
@@ -212,15 +231,17 @@ def _compare(trace: Trace, request: Request, mine: Finished, oracle: Finished) -
         max_length,
         trace.breaks_at.get(request.request_id),
     )
-    for name, ended in (("this depth", mine), ("depth 0", oracle)):
+    for name, ended in ends.items():
+        if ended is None:
+            raise Hang(f"request {request.request_id} never ended: {ends}")
         if ended.reason == FinishReason.REJECTED:
             if ended.token_ids:
                 raise WrongTokens(f"request {request.request_id} was rejected and has tokens: {ended}")
         elif ended.reason == FinishReason.CANCELLED:
             if ended.token_ids != alone[: len(ended.token_ids)]:
-                raise WrongTokens(f"request {request.request_id} at {name}: {ended.token_ids}, alone {alone}")
+                raise WrongTokens(f"request {request.request_id} in {name}: {ended.token_ids}, alone {alone}")
         elif (ended.token_ids, ended.reason) != (alone, reason):
-            raise WrongTokens(f"request {request.request_id} at {name}: {ended}, alone {alone} {reason.name}")
+            raise WrongTokens(f"request {request.request_id} in {name}: {ended}, alone {alone} {reason.name}")
 
 
 def check_range(first: int, count: int) -> tuple[int, str]:
@@ -246,7 +267,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.seed is not None:
         trace = make_trace(options.seed)
-        print(trace.config, *sorted(trace.events.items()), f"breaks at: {trace.breaks_at}", sep="\n")
+        print(
+            trace.config,
+            *sorted(trace.events.items()),
+            f"breaks at: {trace.breaks_at}, barren: {trace.barren}",
+            sep="\n",
+        )
         print(check_seed(options.seed), "steps, no difference")
         return
     chunk, started, steps = 500, time.monotonic(), 0

@@ -1,4 +1,4 @@
-"""The block pool: taking, sharing, settling, fences; and any mixture of these against a model made of plain sets."""
+"""The block pool: taking, sharing, publishing, fences; and any mixture of these against a model made of plain sets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.schedule.slots import AccountingError
 A, B, C = (1, 2), (3, 4), (5, 6)
 
 
-def settled_pair() -> tuple[BlockPool, list[int]]:
-    """A pool of four, two of its blocks owned, settled with contents A, then B."""
+def published_pair() -> tuple[BlockPool, list[int]]:
+    """A pool of four, two of its blocks owned, published with contents A, then B."""
     pool = BlockPool(4, 2)
     blocks = pool.take(2)
-    pool.settle(blocks[1], pool.settle(blocks[0], ROOT, A), B)
+    pool.publish(blocks[1], pool.publish(blocks[0], ROOT, A), B)
     return pool, blocks
 
 
@@ -43,7 +43,7 @@ def test_a_fenced_block_is_soon_free_then_free() -> None:
 
 
 def test_what_is_shared_is_free_only_when_the_last_one_lets_go() -> None:
-    pool, blocks = settled_pair()
+    pool, blocks = published_pair()
     found = pool.lookup((*A, *B, 9), most=2)
     assert found == blocks
     pool.share(found)
@@ -56,7 +56,7 @@ def test_what_is_shared_is_free_only_when_the_last_one_lets_go() -> None:
 
 
 def test_a_fenced_block_can_be_shared_before_it_is_free() -> None:
-    pool, blocks = settled_pair()
+    pool, blocks = published_pair()
     pool.retire_after(1, blocks)
     pool.share(pool.lookup((*A, *B), most=2))
     assert pool.soon_free == 0
@@ -66,7 +66,7 @@ def test_a_fenced_block_can_be_shared_before_it_is_free() -> None:
 
 
 def test_cached_blocks_count_as_free_and_come_back_by_their_contents() -> None:
-    pool, blocks = settled_pair()
+    pool, blocks = published_pair()
     pool.give_back(blocks)
     assert pool.free_count == 4
     assert pool.idle_among(blocks) == 2
@@ -77,7 +77,7 @@ def test_cached_blocks_count_as_free_and_come_back_by_their_contents() -> None:
 
 
 def test_a_lookup_stops_at_the_first_difference_and_at_its_limit() -> None:
-    pool, blocks = settled_pair()
+    pool, blocks = published_pair()
     assert pool.lookup((*A, *C), most=2) == blocks[:1]
     assert pool.lookup((*B, *A), most=2) == []
     assert pool.lookup((*A, *B), most=1) == blocks[:1]
@@ -87,8 +87,8 @@ def test_a_lookup_stops_at_the_first_difference_and_at_its_limit() -> None:
 def test_equal_contents_after_different_beginnings_are_different() -> None:
     pool = BlockPool(4, 2)
     first, second, third, fourth = pool.take(4)
-    pool.settle(second, pool.settle(first, ROOT, A), C)
-    pool.settle(fourth, pool.settle(third, ROOT, B), C)
+    pool.publish(second, pool.publish(first, ROOT, A), C)
+    pool.publish(fourth, pool.publish(third, ROOT, B), C)
     assert pool.lookup((*A, *C), most=2) == [first, second]
     assert pool.lookup((*B, *C), most=2) == [third, fourth]
 
@@ -96,16 +96,16 @@ def test_equal_contents_after_different_beginnings_are_different() -> None:
 def test_of_two_blocks_with_equal_contents_the_first_stays_the_one_to_find() -> None:
     pool = BlockPool(4, 2)
     first, twin, tail = pool.take(3)
-    after = pool.settle(first, ROOT, A)
-    assert pool.settle(twin, ROOT, A) == after
-    pool.settle(tail, after, B)
+    after = pool.publish(first, ROOT, A)
+    assert pool.publish(twin, ROOT, A) == after
+    pool.publish(tail, after, B)
     assert pool.lookup((*A, *B), most=2) == [first, tail]
     pool.give_back([twin])
     assert pool.free_count - pool.idle_among([first, tail]) == 2, "the twin is free, not cached"
 
 
 def test_fresh_blocks_are_used_before_cached_ones_and_then_the_oldest_is_forgotten() -> None:
-    pool, blocks = settled_pair()
+    pool, blocks = published_pair()
     pool.give_back(blocks)
     pool.take(2)
     assert pool.lookup((*A, *B), most=2) == blocks
@@ -116,17 +116,17 @@ def test_fresh_blocks_are_used_before_cached_ones_and_then_the_oldest_is_forgott
 
 
 def test_a_forgotten_beginning_never_leads_to_another_ones_tail() -> None:
-    """A block that is settled again after it was forgotten begins a new prefix, with an id nobody had."""
-    pool, (head, tail) = settled_pair()
+    """A block that is published again after it was forgotten begins a new prefix, with an id nobody had."""
+    pool, (head, tail) = published_pair()
     pool.give_back([head])  # its tail is still owned
     taken = pool.take(3)
     assert head in taken
-    pool.settle(head, ROOT, A)
+    pool.publish(head, ROOT, A)
     assert pool.lookup((*A, *B), most=2) == [head]
     pool.check([*taken, tail])
 
 
-def test_books_that_do_not_add_up_are_an_error_that_names_the_block() -> None:
+def test_references_that_do_not_add_up_are_an_error_that_names_the_block() -> None:
     pool = BlockPool(4, 2)
     taken = pool.take(2)
     with pytest.raises(AccountingError, match=r"\(block, owners \+ fences, references\) differ: \[\(2, 0, 1\)\]"):
@@ -134,15 +134,15 @@ def test_books_that_do_not_add_up_are_an_error_that_names_the_block() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners come, share, settle, leave at once or behind a fence; steps land. The model is what each owner holds.
+    """Owners come, share, publish, leave at once or behind a fence; steps land. The model is what each owner holds.
 
-    Contents are drawn from few, so that prefixes collide often. ``promised`` holds what every settled block must
+    Contents are drawn from few, so that prefixes collide often. ``promised`` holds what every published block must
     contain for as long as it can be found.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.owners: list[tuple[list[int], list[tuple[int, ...]], int]] = []  # blocks, contents settled, prefix id
+        self.owners: list[tuple[list[int], list[tuple[int, ...]], int]] = []  # blocks, contents published, prefix id
         self.fenced: list[tuple[int, list[int]]] = []
         self.step = 0
         self.promised: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -169,13 +169,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), contents=st.sampled_from([A, B]))
-    def settle(self, data: st.DataObject, contents: tuple[int, ...]) -> None:
+    def publish(self, data: st.DataObject, contents: tuple[int, ...]) -> None:
         which = data.draw(st.integers(0, len(self.owners) - 1))
         blocks, known, prefix = self.owners[which]
         if len(known) == len(blocks):
             return
         block = blocks[len(known)]
-        prefix = self.pool.settle(block, prefix, contents)
+        prefix = self.pool.publish(block, prefix, contents)
         known = [*known, contents]
         if self.pool._key[block] is not None:
             self.promised[block] = tuple(known)
@@ -229,6 +229,6 @@ def test_a_prefix_id_is_never_used_twice() -> None:
     ids: list[int] = []
     for _ in range(5):
         (block,) = pool.take(1)
-        ids.append(pool.settle(block, ROOT, (len(ids), 0)))
+        ids.append(pool.publish(block, ROOT, (len(ids), 0)))
         pool.give_back([block])
     assert all(earlier < later for earlier, later in pairwise(ids))

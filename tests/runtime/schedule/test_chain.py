@@ -73,7 +73,7 @@ def test_everybody_can_be_ended_at_any_moment() -> None:
 
 
 def flight(step: int, *, void: bool = False) -> Flight:
-    plan = None if void else StepPlan(step, StepKind.DECODE, 1, (1,), (0,), 1)
+    plan = None if void else StepPlan(step, StepKind.DECODE, (1,), (0,), 1)
     return Flight(step, plan, (), 0)
 
 

@@ -1,20 +1,35 @@
-"""20,000 random traces against the depth-0 engine and against every request alone; and proof that the fuzzer bites."""
+"""20,000 random traces against depth 0, width 1 and every request alone; and proof that the fuzzer bites."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from runtime.schedule.chain import Trigger
-from runtime.schedule.plan import Chunk, StepOutput, StepPlan, StepResult
+from runtime.schedule.plan import StepOutput, StepPlan, StepResult
+from runtime.schedule.planner import Planned, Planner
+from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError
-from tests.runtime.schedule.fuzz import Hang, StillFound, WrongTokens, check_range, check_seed, make_trace, run
+from tests.runtime.schedule.fuzz import (
+    WIDTHS,
+    Build,
+    Hang,
+    StillFound,
+    WrongTokens,
+    check_range,
+    check_seed,
+    check_trace,
+    make_trace,
+    run,
+)
 
 SEEDS = 20_000
 PARTS = 8
@@ -33,28 +48,61 @@ def test_a_seed_replays_exactly() -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("widths", sorted(set(WIDTHS)), ids=str)
+def test_tokens_are_the_same_whatever_the_widths(widths: tuple[int, ...], depth: int) -> None:
+    """Every pattern of widths at every depth, steps without a token included, against depth 0 and against width 1."""
+    most = max(widths)
+    for seed in range(40):
+        trace = make_trace(seed)
+        blocks = trace.config.blocks + most // trace.config.block_size
+        config = replace(trace.config, widths=widths, depth=depth, blocks=blocks)
+        check_trace(replace(trace, config=config, barren=seed % 2 == 0))
+
+
+NAMES = (
+    "ghost_rows",
+    "evictions",
+    "stalls",
+    "prefix_hit_tokens",
+    "fenced_blocks",
+    "chained_steps",
+    "deferred_admissions",
+    "cancels",
+    "pauses",
+    "resumes",
+)
+
+
 def test_every_part_of_the_space_is_visited() -> None:
-    """The traces do reach evictions, stalls, ghosts, prefix hits, fences and every depth and width."""
-    seen: dict[str, int] = {}
+    """The traces do reach evictions, stalls, ghosts, prefix hits, fences, rows that fall short, every depth and
+    every pattern of widths.
+    """
+    seen: Counter[object] = Counter()
+
+    class CountingResources(Resources):
+        def fall_short(self, sequence: SequenceState) -> None:
+            seen["fell short"] += 1
+            super().fall_short(sequence)
 
     class Counting(Scheduler):
         def land(self, step: int, result: StepResult | None) -> StepOutput:
-            for name in ("ghost_rows", "evictions", "stalls", "prefix_hit_tokens", "fenced_blocks", "chained_steps"):
-                seen[name] = seen.get(name, 0) + int(getattr(self.counters, name) > 0)
-            seen[f"depth {self.config.depth}"] = seen[f"width {self.config.width}"] = 1
+            seen.update(name for name in NAMES if getattr(self.counters, name) > 0)
+            seen[f"depth {self.config.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
     for seed in range(300):
-        run(make_trace(seed), Counting)
-    for name in ("ghost_rows", "evictions", "stalls", "prefix_hit_tokens", "fenced_blocks", "chained_steps"):
+        run(make_trace(seed), partial(Counting, resources=CountingResources))
+    for name in NAMES:
         assert seen[name] > 100, (name, seen)
-    assert {f"depth {d}" for d in range(5)} | {f"width {w}" for w in range(1, 5)} <= set(seen)
+    assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
+    assert seen["fell short"] > 10
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
 
 
-class NoFence(Scheduler):
+class NoFence(Resources):
     """Slot and blocks return to the pools at once, whatever is in flight."""
 
     def _release(self, sequence: SequenceState) -> None:
@@ -63,12 +111,12 @@ class NoFence(Scheduler):
         sequence.blocks = []
 
 
-class NoFenceForVictims(Scheduler):
+class NoFenceForVictims(Resources):
     """The same for evicted requests only."""
 
-    def _evict(self, sequence: SequenceState) -> None:
+    def evict(self, sequence: SequenceState) -> None:
         sequence.last_step = -1
-        super()._evict(sequence)
+        super().evict(sequence)
 
 
 class NoGhostCheck(Scheduler):
@@ -78,34 +126,67 @@ class NoGhostCheck(Scheduler):
         return False
 
 
-class FreesOnPlannedCounts(Scheduler):
+class FreesOnPlannedCounts(Planner):
     """A request whose last token is planned gives its slot and blocks back before that token has landed."""
 
-    def _plan_decode(self) -> StepPlan | None:
-        plan = super()._plan_decode()
-        for sequence in self._sequences.values():
+    def _decode(self) -> Planned | None:
+        planned = super()._decode()
+        for sequence in self.resources.sequences.values():
             if sequence.slot and sequence.blocks and sequence.planned_tokens >= sequence.max_length:
-                self.pool.give_back(sequence.blocks)
+                self.resources.pool.give_back(sequence.blocks)
                 sequence.blocks = []
-        return plan
+        return planned
 
 
-class SettlesUnlanded(Scheduler):
+class PublishesUnlanded(Scheduler):
     """A prompt's blocks are findable as soon as its first chunk has landed."""
 
-    def _settle_blocks(self, sequence: SequenceState, chunk: Chunk | None) -> None:
-        super()._settle_blocks(sequence, None)
+    def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
+        super()._publish(sequence, replace(plan, chunks=()), row)
 
 
-class ReservesOneStep(Scheduler):
+class ReservesOneStep(Resources):
     """Blocks for one step only, where D + 1 steps may be in flight."""
 
-    def _set_wake(self, sequence: SequenceState) -> None:
-        super()._set_wake(sequence)
-        sequence.wake_at += (self.config.depth + 1) * self.config.width
+    def set_wake(self, sequence: SequenceState) -> None:
+        super().set_wake(sequence)
+        sequence.wake_at += (self.config.depth + 1) * self.config.max_width
 
 
-class LeaksABlock(Scheduler):
+class ReservesForThisWidth(Planner):
+    """Blocks for the width of the step being planned, where the steps behind it may be wider."""
+
+    def _decode(self) -> Planned | None:
+        self.resources._max_width = self._width()
+        return super()._decode()
+
+
+class CountsStepsByOneWidth(Planner):
+    """Steps in flight are told from tokens in flight, as if all of them were as wide as the narrowest."""
+
+    def _wake(self, sequence: SequenceState) -> None:
+        in_flight = (sequence.planned_tokens - sequence.landed_tokens) // min(self.config.widths)
+        before, sequence.uncertain_tokens = sequence.uncertain_tokens, 0
+        planned, sequence.planned_tokens = sequence.planned_tokens, sequence.landed_tokens + in_flight
+        super()._wake(sequence)
+        sequence.uncertain_tokens, sequence.planned_tokens = before, planned
+
+
+class NeverFallsShort(Resources):
+    """A step that gives a live row no token changes nothing for a row that drains."""
+
+    def fall_short(self, sequence: SequenceState) -> None:
+        pass
+
+
+class BelievesInEveryStep(Scheduler):
+    """A row that got no token still counts on it."""
+
+    def _gained_nothing(self, sequence: SequenceState, width: int) -> None:
+        pass
+
+
+class LeaksABlock(Resources):
     """Each end forgets one block."""
 
     def _release(self, sequence: SequenceState) -> None:
@@ -113,16 +194,16 @@ class LeaksABlock(Scheduler):
         super()._release(sequence)
 
 
-class KeepsItsSlot(Scheduler):
+class KeepsItsSlot(Resources):
     """A slot is given back while its request still counts as its holder."""
 
-    def _move(self, sequence: SequenceState, trigger: Trigger) -> None:
-        super()._move(sequence, trigger)
+    def move(self, sequence: SequenceState, trigger: Trigger) -> None:
+        super().move(sequence, trigger)
         if trigger is Trigger.ALL_PLANNED:
             self.slots.give_back(sequence.slot)
 
 
-class TrustsBrokenBlocks(Scheduler):
+class TrustsBrokenBlocks(Resources):
     """What is found out about the blocks of a request that has lost them already is not heard."""
 
     def _release(self, sequence: SequenceState) -> None:
@@ -130,14 +211,21 @@ class TrustsBrokenBlocks(Scheduler):
         sequence.given_up = []
 
 
-class NobodyGivesWay(Scheduler):
+class NobodyGivesWay(Resources):
     """Out of blocks, rows wait for each other for ever."""
 
-    def _reserve(self, sequence: SequenceState) -> bool:
-        config = self.config
-        most = min(sequence.landed_tokens + (config.depth + 1) * config.width, self._most_kv(sequence))
-        short = self._blocks_for(most) - len(sequence.blocks) - self.pool.free_count
-        return short <= 0 and super()._reserve(sequence)
+    def reserve(self, sequence: SequenceState) -> bool:
+        short = self.blocks_for(self.reservation(sequence)) - len(sequence.blocks) - self.pool.free_count
+        return short <= 0 and super().reserve(sequence)
+
+
+def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
+    """A scheduler with this in place of the part that it breaks."""
+    if issubclass(part, Resources):
+        return partial(Scheduler, resources=part)
+    if issubclass(part, Planner):
+        return partial(Scheduler, planner=part)
+    return part
 
 
 @pytest.mark.parametrize(
@@ -147,8 +235,12 @@ class NobodyGivesWay(Scheduler):
         (NoFenceForVictims, WrongTokens),
         (NoGhostCheck, WrongTokens),
         (FreesOnPlannedCounts, WrongTokens),
-        (SettlesUnlanded, WrongTokens),
+        (PublishesUnlanded, WrongTokens),
         (ReservesOneStep, WrongTokens),
+        (ReservesForThisWidth, WrongTokens),
+        (CountsStepsByOneWidth, Hang),
+        (NeverFallsShort, Hang),
+        (BelievesInEveryStep, AccountingError),
         (LeaksABlock, AccountingError),
         (KeepsItsSlot, AccountingError),
         (TrustsBrokenBlocks, StillFound),
@@ -156,14 +248,16 @@ class NobodyGivesWay(Scheduler):
     ],
     ids=lambda member: member.__name__,
 )
-def test_a_broken_scheduler_is_caught_for_what_it_breaks(mutant: type[Scheduler], caught_by: type[Exception]) -> None:
-    """Where wrong tokens are expected the books are not even looked at: the answer itself must tell. (That the same
+def test_a_broken_scheduler_is_caught_for_what_it_breaks(
+    mutant: type[Scheduler] | type[Planner] | type[Resources], caught_by: type[Exception]
+) -> None:
+    """Where wrong tokens are expected the accounting is not even looked at: the answer itself must tell. (That the same
     traces pass without a mutation is the test above.)
     """
     verdicts: Counter[str] = Counter()
     for seed in range(400):
         try:
-            check_seed(seed, mutant, check=caught_by is AccountingError)
+            check_seed(seed, mutated(mutant), check=caught_by is AccountingError)
         except caught_by:
             return
         except Exception as error:  # it may break in other ways first

@@ -300,7 +300,7 @@ def test_a_block_planned_for_a_victim_is_not_written_over_the_next_tenant_of_its
 # ---- prefix hits ----
 
 
-def test_a_settled_prefix_is_shared_and_not_computed_again() -> None:
+def test_a_published_prefix_is_shared_and_not_computed_again() -> None:
     engine = Driver(block_size=4)
     stem = prompt_of(12)
     engine.admit(0, (*stem, 1), max_tokens=4)
@@ -324,7 +324,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     assert (plan.slot_writes[0].length, plan.chunks[0].start, len(plan.chunks[0].token_ids)) == (8, 8, 4)
 
 
-def test_a_block_that_is_not_settled_is_never_shared() -> None:
+def test_a_block_that_is_not_published_is_never_shared() -> None:
     """Its step is in flight: planned, but not landed."""
     engine = Driver(block_size=4, depth=2)
     engine.admit(0, prompt_of(13), max_tokens=8)
@@ -339,22 +339,22 @@ def test_a_block_that_is_not_settled_is_never_shared() -> None:
     engine.finish()
 
 
-def test_a_prefix_of_chunks_settles_chunk_by_chunk() -> None:
+def test_a_prefix_of_chunks_is_published_chunk_by_chunk() -> None:
     engine = Driver(block_size=4, max_prefill_tokens=8, depth=1)
     engine.admit(0, prompt_of(29), max_tokens=8)
     engine.turns(3)
-    assert engine.sequence(0).settled_blocks == 4, "steps 0 and 1 have landed, step 2 has not"
+    assert engine.sequence(0).published_blocks == 4, "steps 0 and 1 have landed, step 2 has not"
     engine.finish()
 
 
-def test_a_block_whose_last_token_was_just_sampled_is_not_settled() -> None:
+def test_a_block_whose_last_token_was_just_sampled_is_not_published() -> None:
     """The newest token's KV is written by the step that reads it, not by the one that made it."""
     engine = Driver(block_size=4, depth=0)
     engine.admit(0, prompt_of(11), max_tokens=8)
     engine.turn()
-    assert (engine.sequence(0).landed_tokens, engine.sequence(0).settled_blocks) == (12, 2)
+    assert (engine.sequence(0).landed_tokens, engine.sequence(0).published_blocks) == (12, 2)
     engine.turn()
-    assert (engine.sequence(0).landed_tokens, engine.sequence(0).settled_blocks) == (13, 3)
+    assert (engine.sequence(0).landed_tokens, engine.sequence(0).published_blocks) == (13, 3)
     engine.finish()
 
 
@@ -406,7 +406,7 @@ def lost(lose: str, *, breaks: bool) -> Driver:
     engine = begin()
     engine.device.breaks_at = {1: landed} if breaks else {}
     engine.turns(turns - 1)
-    assert engine.sequence(1).settled_blocks >= 3, "its prompt can be found"
+    assert engine.sequence(1).published_blocks >= 3, "its prompt can be found"
     if lose == "evicted":
         engine.turn()
         assert engine.state(1) is State.EVICTING

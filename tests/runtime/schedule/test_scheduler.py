@@ -113,7 +113,7 @@ def test_depth_zero_is_the_serial_engine() -> None:
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_rows_of_several_tokens(width: int) -> None:
     """Accepted counts vary from row to row; ends, tokens and reservations are those of one token at a time."""
-    engine = Driver(width=width, block_size=2)
+    engine = Driver(widths=(width,), block_size=2)
     for request_id in range(4):
         prompt, stop = ending_by_stop(request_id, length=5, after=6)
         engine.admit(request_id, prompt, max_tokens=(6, 7, 20, 20)[request_id], stop=stop)
@@ -136,18 +136,6 @@ def test_a_steady_decode_step_repeats_the_very_same_rows_and_writes_nothing() ->
     assert (second.slot_writes, second.block_writes, second.chunks) == ((), (), ())
 
 
-def test_the_bucket_follows_the_rows_up_and_down() -> None:
-    engine = Driver(decode_buckets=(1, 2, 4))
-    engine.admit(0, max_tokens=12)
-    engine.turns(2)
-    for request_id in (1, 2):
-        engine.admit(request_id, max_tokens=3)
-    engine.finish()
-    decodes = [(len(p.slots), p.bucket) for p in engine.plans if p is not None and p.kind is StepKind.DECODE]
-    assert decodes == [(1, 1), (3, 4), (3, 4), *[(1, 1)] * 8]
-    assert engine.scheduler.counters.chain_breaks == UNBROKEN
-
-
 def test_a_block_boundary_of_every_row_at_once_does_not_stop_the_chain() -> None:
     engine = Driver(block_size=4)
     for request_id in range(4):
@@ -160,7 +148,7 @@ def test_a_block_boundary_of_every_row_at_once_does_not_stop_the_chain() -> None
 @pytest.mark.parametrize(("depth", "width"), [(0, 1), (2, 1), (4, 1), (3, 2), (2, 4)])
 def test_blocks_are_reserved_for_every_step_in_flight(depth: int, width: int) -> None:
     """Law 4: a request gets blocks for landed + (D + 1) * W tokens; the driver checks at every step that they do."""
-    engine = Driver(depth=depth, width=width, block_size=2)
+    engine = Driver(depth=depth, widths=(width,), block_size=2)
     engine.admit(0, prompt=5, max_tokens=40)
     engine.turn()
     assert len(engine.sequence(0).blocks) == -(-(5 + (depth + 1) * width) // 2)

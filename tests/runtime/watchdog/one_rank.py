@@ -30,7 +30,9 @@ def main(rank: int, world: int, sockets: Path, bundles: Path, fault: str, fault_
     limits = Limits(deadline=20.0)
     plane = open_control(Topology(rank, world, rank, world), identity, sockets, limits)
     digest, records = RollingDigest(), list[dict[str, int]]()
-    options = WatchdogOptions(bundles, whole_process=True, limit=1.0, interval=0.1, silence=0.6, grace=0.5)
+    options = WatchdogOptions(
+        bundles, bundles.parent, whole_process=True, limit=1.0, interval=0.1, silence=0.6, grace=0.5
+    )
     evidence = Evidence(lambda: records, digest.recent)
     watchdog = Watchdog(plane, options, evidence, lambda: digest.value)
     watchdog.start()

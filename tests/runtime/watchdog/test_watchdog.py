@@ -19,6 +19,7 @@ from parallel.comm.call_log import CollectiveError
 from parallel.control.errors import Cause, Disagreement, Verdict
 from parallel.control.interface import ControlPlane, SingleRankControl
 from runtime.schedule.digest import RollingDigest
+from runtime.watchdog.crash_log import CrashLog
 from runtime.watchdog.crash_report import STEP_RECORDS, Evidence, write_bundle
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.parent_death import OrphanedError, die_with_parent
@@ -103,10 +104,36 @@ def test_every_fault_ends_the_job_by_name(
 
 @pytest.mark.multiprocess
 def test_an_agreed_end_leaves_nothing_behind(tmp_path: Path) -> None:
-    codes, said = run_job(tmp_path / "bundles", "none")
+    codes, said = run_job(tmp_path / "bundles" / "job", "none")
     assert codes == [0, 0, 0], said
     assert said == ["", "", ""]
-    assert not (tmp_path / "bundles").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_all_jobs_goes_with_the_last_of_them(tmp_path: Path) -> None:
+    parent = tmp_path / "bundles"
+    jobs = [Watchdog(SingleRankControl(), WatchdogOptions(parent / f"job.{i}", parent)) for i in range(2)]
+    for job in jobs:
+        job.start()
+    jobs[0].stop()
+    assert [folder.name for folder in parent.iterdir()] == ["job.1"]
+    jobs[1].stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_log_finds_its_folder_though_others_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that ends removes empty folders; another may be about to put its own there."""
+    made, removals = Path.mkdir, iter(range(4))
+
+    def mkdir(folder: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        made(folder, mode, parents, exist_ok)
+        if next(removals, None) is not None:
+            folder.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    log = CrashLog(tmp_path / "bundles" / "job", whole_process=False)
+    assert log.path.exists()
+    log.close()
 
 
 @pytest.mark.multiprocess

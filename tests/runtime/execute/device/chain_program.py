@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.landing import ResultReader, ResultRing, StepTiming
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_reader import ResultReader, StepTiming
+from runtime.execute.result_ring import ResultRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
-from runtime.schedule.plan import SlotWrite, StepPlan
-from tests.runtime.execute.plans import decode_plan, slot_write
+from runtime.schedule.plan import SlotWrite
+from tests.runtime.execute.plans import decode_step, slot_write
 
 ROWS = 8
 SLOTS = 16
@@ -38,7 +40,7 @@ class ChainProgram:
         self.staging = Staging(self.device, self.tables, max_prefill_tokens=64, max_rows=ROWS)
         self.ring = ResultRing(self.device, entries=self.depth + 2, rows=ROWS, width=1)
         self.landing = ResultReader(self.device, self.ring, on_timing=self.times.append)
-        row_map = self.staging.row_map(ROWS)
+        row_map = self.staging.row_map("decode", ROWS)
 
         def warm_up() -> None:
             self._work(row_map.new_zeros(ROWS))
@@ -55,7 +57,7 @@ class ChainProgram:
         self.tables.store(slots_B, token_B, columns.length + live_B, columns.finished)
         self.ring.append(token_B[:, None], live_B, columns.finished)
 
-    def _plan(self, step: int) -> StepPlan:
+    def _plan(self, step: int) -> LaunchSpec:
         writes: tuple[SlotWrite, ...] = ()
         if step % NEW_ROWS_EVERY == 0:
             turn = step // NEW_ROWS_EVERY
@@ -66,7 +68,7 @@ class ChainProgram:
         for slot in self._slots:
             self._last_tokens[slot] += 1
         self.awaited.append([self._last_tokens[slot] for slot in self._slots])
-        return decode_plan(step, self._slots, bucket=ROWS, slot_writes=writes)
+        return decode_step(step, self._slots, bucket=ROWS, slot_writes=writes)
 
     def run(self, steps: int) -> None:
         """Launch ``steps`` steps, ``depth`` of them ahead of the one that is taken, and take them all."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import pack
 from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.prompt_logprobs import PIECE, PromptLogprobRing, PromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
-from runtime.schedule.plan import Chunk, Scored, StepPlan
-from tests.runtime.execute.plans import decode_plan, prefill_plan
+from runtime.schedule.plan import Chunk, Scored
+from tests.runtime.execute.plans import decode_step, prefill_step
 
 VOCABULARY, WIDTH, ROOM = 37, 5, 3 * PIECE
 
@@ -25,10 +26,10 @@ def device() -> Iterator[TwinDevice]:
         yield opened
 
 
-def long_plan(length: int = 2 * PIECE + 9) -> StepPlan:
+def long_step(length: int = 2 * PIECE + 9) -> LaunchSpec:
     """A chunk that goes on elsewhere, one that is not scored, and one whose first tokens were scored before."""
     tokens = tuple(i % VOCABULARY for i in range(length + 1))
-    return prefill_plan(
+    return prefill_step(
         1,
         (
             Chunk(1, 0, tokens[:-1], last=False, scored=Scored(1, tokens[1:], 2)),
@@ -38,35 +39,34 @@ def long_plan(length: int = 2 * PIECE + 9) -> StepPlan:
     )
 
 
-def hidden_of(plan: StepPlan) -> Tensor:
-    count = sum(len(chunk.token_ids) for chunk in plan.chunks)
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0))
+def hidden_of(step: LaunchSpec) -> Tensor:
+    return torch.randn(step.plan.prefill_tokens, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def scored_2S(device: TwinDevice, plan: StepPlan) -> Tensor:
-    packed = pack(plan, SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCABULARY), None)
+def scored_2S(device: TwinDevice, step: LaunchSpec) -> Tensor:
+    packed = pack(step, SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCABULARY), None, max_rows=8)
     assert packed.scored_2S is not None
     return torch.from_numpy(packed.scored_2S)
 
 
 def test_a_long_prompt_is_scored_piece_by_piece_and_rows_come_apart_again(device: TwinDevice) -> None:
-    plan, head = long_plan(), torch.randn(WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    hidden_TN, sizes = hidden_of(plan), []
+    step, head = long_step(), torch.randn(WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    hidden_TN, sizes = hidden_of(step), []
 
     def logits_of(hidden_RN: Tensor) -> Tensor:
         sizes.append(len(hidden_RN))
         return hidden_RN @ head
 
-    scores = PromptLogprobRing(device, entries=2, max_tokens=ROOM).claim(plan, 1)
+    scores = PromptLogprobRing(device, entries=2, max_tokens=ROOM).claim(step.plan, 1)
     assert scores is not None
-    scores.fill(hidden_TN, scored_2S(device, plan), logits_of)
+    scores.fill(hidden_TN, scored_2S(device, step), logits_of)
     scores.send()
     first, silent, third = scores.read()
     assert sizes == [PIECE, PIECE, 10]
     assert silent is None
-    length = len(plan.chunks[0].token_ids)
+    length = len(step.plan.chunks[0].token_ids)
     for row, found in ((0, first), (2, third)):
-        wanted = plan.chunks[row].scored
+        wanted = step.plan.chunks[row].scored
         assert isinstance(found, PromptLogprobs)
         assert wanted is not None
         before = slice(0, length) if row == 0 else slice(length + 3 + 2, length + 3 + 3)
@@ -81,11 +81,11 @@ def test_a_long_prompt_is_scored_piece_by_piece_and_rows_come_apart_again(device
 def test_memory_is_taken_at_the_first_claim_and_never_again(device: TwinDevice) -> None:
     channel = PromptLogprobRing(device, entries=3, max_tokens=ROOM)
     before = device.allocations()
-    silent = prefill_plan(1, (Chunk(1, 0, (1, 2), last=True),))
-    assert channel.claim(silent, 0) is None
-    assert channel.claim(decode_plan(1, (1, 2)), 0) is None
+    silent = prefill_step(1, (Chunk(1, 0, (1, 2), last=True),))
+    assert channel.claim(silent.plan, 0) is None
+    assert channel.claim(decode_step(1, (1, 2)).plan, 0) is None
     assert (channel.nbytes, device.allocations()) == (0, before)
-    claims = [channel.claim(long_plan(), index % 3) for index in range(6)]
+    claims = [channel.claim(long_step().plan, index % 3) for index in range(6)]
     assert device.allocations() == before + 1
     assert channel.nbytes == 4 * 3 * score_words(ROOM, 20)
     assert [claim.words for claim in claims if claim is not None] == [score_words(2 * PIECE + 10, 3)] * 6
@@ -93,17 +93,17 @@ def test_memory_is_taken_at_the_first_claim_and_never_again(device: TwinDevice) 
 
 def test_a_full_step_fits_with_everything_asked_for(device: TwinDevice) -> None:
     tokens = (1,) * ROOM
-    plan = prefill_plan(1, (Chunk(1, 0, tokens, last=False, scored=Scored(1, tokens, 20)),))
-    scores = PromptLogprobRing(device, entries=1, max_tokens=ROOM).claim(plan, 0)
+    step = prefill_step(1, (Chunk(1, 0, tokens, last=False, scored=Scored(1, tokens, 20)),))
+    scores = PromptLogprobRing(device, entries=1, max_tokens=ROOM).claim(step.plan, 0)
     assert scores is not None
     assert scores.words == score_words(ROOM, 20)
 
 
 def test_what_was_read_survives_the_entry(device: TwinDevice) -> None:
     """The pinned memory belongs to a later step as soon as this one is taken."""
-    plan = long_plan(3)
+    step = long_step(3)
     channel = PromptLogprobRing(device, entries=1, max_tokens=ROOM)
-    scores = channel.claim(plan, 0)
+    scores = channel.claim(step.plan, 0)
     assert scores is not None
     scores.device_X.fill_(7)
     scores.send()

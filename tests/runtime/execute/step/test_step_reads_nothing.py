@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,18 +17,22 @@ from torch.utils._pytree import tree_leaves
 
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
-from models.registry import model_class
+from models.layers.context import ModelContext
+from models.registry import ARCHITECTURES
 from parallel.comm.collectives import SingleRank
-from runtime.execute.cache.kv_pool import KvPool, KvShape
+from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
-from runtime.execute.landing import ResultRing
 from runtime.execute.packing import Changes
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, apply_changes
-from runtime.execute.step.step import StepWork
+from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.prefill import PrefillRole
 from tests.dispatch_mode import DispatchMode
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.rig import TINY
 
 META = torch.device("meta")
@@ -89,26 +94,29 @@ class Parts:
 
     def __init__(self, shape: Mapping[str, object]) -> None:
         config, device = ModelConfig.from_dict(dict(shape)), cast(Device, MetaDevice())
+        context = ModelContext(SingleRank(), ReferenceKernels(), torch.bfloat16)
         with META:
-            model = model_class(config.architecture)(config, torch.bfloat16, SingleRank(), ReferenceKernels(), None)
-        kv = model.kv_geometry
-        pool = KvPool(device, KvShape(kv.layers, BLOCK, kv.kv_heads, kv.head_dim, kv.dtype), 64)
+            model = (ARCHITECTURES | {ARCHITECTURE: ToyHybrid})[config.architecture](config, context)
+        self.pool = CachePool(device, block_size=BLOCK, blocks=64, slots=16)
+        caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
-        self.work = StepWork(model, pool.layers, self.tables, self.ring, BLOCK)
+        limits = cast(Any, SimpleNamespace(block_size=BLOCK, decode_buckets=()))
+        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), limits)
+        self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
-@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [TINY, SPARSE, TINY | HYBRID], ids=["dense", "sparse", "hybrid"])
 def test_a_decode_step(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     with step():
-        parts.work.decode(integers(8), features)
+        parts.decode.decode(integers(8), features)
         parts.ring.undo()
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
-@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("shape", [TINY, SPARSE, TINY | HYBRID], ids=["dense", "sparse", "hybrid"])
 def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     tokens, rows = integers(24), integers(2)
@@ -116,7 +124,7 @@ def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], fea
     words = torch.zeros(score_words(5, 3), dtype=torch.int32, device=META)
     with step():
         scores = StepPromptLogprobs(cast(Any, None), 5, 3, words, words)
-        parts.work.prefill(chunks, (12, 12), (12, 28), features, scores)
+        parts.prefill.prefill(chunks, (12, 12), (12, 28), features, scores)
 
 
 def test_what_a_plan_changes() -> None:
@@ -135,8 +143,10 @@ def test_what_a_plan_changes() -> None:
         chunk_rows_3R=integers(3, 2),
         scored_2S=integers(2, 4),
     )
+    pool = Parts(TINY | HYBRID).pool
     with step():
         apply_changes(changes, tables, integers(8), integers(3, 64), integers(3, 8), integers(2, 64))
+        pool.reset(integers(3))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""The figures of one measured point, and what it was measured with: what benches write and reports read.
+
+Knows: names and units. Does not know: how a figure was measured, the files that hold it (results.py, report/rows.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One batch, medians over ``runs`` runs; rates are None where there is none.
+
+    ``tok_s``: generated tokens a second; ``tok_s_per_gpu``: divided by ranks; ``tok_s_per_user``: by ``batch``.
+    ``chained_ratio``: steps launched while another was in flight. ``device_idle``: share of the decode window in which
+    the device ran no step. ``ttft_s``: until the whole batch has its first token. ``startup_s``: from the start of this
+    process to its first token.
+    """
+
+    hw: str
+    kind: str
+    model: str
+    precision: str
+    tp: int
+    ep: int
+    dp: int = 1
+    batch: int
+    input_len: int | None
+    output_len: int | None
+    chain_depth: int
+    runs: int
+    tpot_ms: float | None = None
+    tpot_ms_min: float | None = None
+    tpot_ms_max: float | None = None
+    ttft_s: float | None = None
+    tok_s: float | None = None
+    tok_s_per_gpu: float | None = None
+    tok_s_per_user: float | None = None
+    roofline_fraction: float | None = None
+    chained_ratio: float | None = None
+    device_idle: float | None = None
+    startup_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point(Measured):
+    """A flat row of a points.jsonl. ``refused`` says why it has no rate; the rates are None then.
+
+    ``bandwidth_fraction``: bytes that a step must read, over its time and the device's bandwidth.
+    """
+
+    framework: str = "lockstride"
+    refused: str | None
+    roofline_floor_ms: float | None
+    bandwidth_fraction: float | None

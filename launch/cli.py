@@ -1,0 +1,44 @@
+"""The command line: which commands there are, and what each makes of its arguments.
+
+Knows: the list of commands. Does not know: their options (each command's options.py), what a command does. Options that
+are not known are refused, and none may be abbreviated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from launch.bench.options import BenchCommand, add_bench_parser, bench_command
+from launch.doctor.options import DoctorCommand, add_doctor_parser, doctor_command
+from launch.engine_options import engine_options
+from launch.generate.options import Command, add_generate_parser, generate_command
+from launch.sweep.options import SweepCommand, add_sweep_parser, sweep_command
+
+
+def parse(arguments: Sequence[str]) -> Command | BenchCommand | DoctorCommand | SweepCommand:
+    """Raises SystemExit(2), after an explanation on stderr, for a command line that is wrong."""
+    given = vars(build_parser().parse_args(arguments))
+    name = given.pop("command")
+    if name == "doctor":
+        return doctor_command(given)
+    if name == "sweep":
+        return sweep_command(given)
+    engine = engine_options(given)
+    return bench_command(given, engine) if name == "bench" else generate_command(given, engine)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstride",
+        description="Multi-GPU LLM inference where every rank runs the same engine.",
+        epilog="Start one rank a GPU: torchrun --nproc-per-node N -m launch COMMAND ..., srun python -m launch COMMAND "
+        "..., or for one rank python -m launch COMMAND ...",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_generate_parser(commands)
+    add_bench_parser(commands)
+    add_doctor_parser(commands)
+    add_sweep_parser(commands)
+    return parser

@@ -1,0 +1,77 @@
+"""Texts of a command line, of the environment and of a grid as numbers: one reading for all of them.
+
+Knows: what a number may look like: ASCII digits, although Python's int() takes those of every script, signs, spaces and
+underscores. Does not know: which option or variable a number is for; argparse puts its name before the complaint.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import Any
+
+
+def is_whole_number(text: str) -> bool:
+    """Whether ``text`` is digits alone, 0 to 9: no sign, no space, no other script's."""
+    return text.isascii() and text.isdecimal()
+
+
+def whole_number(text: str) -> int:
+    """From 0. Raises ArgumentTypeError."""
+    if not is_whole_number(text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def at_least_one(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    value = whole_number(text)
+    if value < 1:
+        raise ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """``1,2,4``. Raises ArgumentTypeError."""
+    if not all(map(is_whole_number, text.split(","))):
+        raise ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,4,8")
+    return tuple(map(int, text.split(",")))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """``1,2,4``: each from 1, none twice. Raises ArgumentTypeError."""
+    found = tuple(map(at_least_one, text.split(",")))
+    if len(set(found)) != len(found):
+        raise ArgumentTypeError(f"{text} names a number twice")
+    return found
+
+
+def integer(text: str) -> int:
+    """Of any sign; its range is checked where it is used. Raises ArgumentTypeError."""
+    if not is_whole_number(text.removeprefix("-")):
+        raise ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """As ``0.5`` or ``1e-3``. Raises ArgumentTypeError."""
+    try:
+        if text.isascii() and "_" not in text:
+            return float(text)
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"{text!r} is not a number")
+
+
+def bounded(read: Callable[[str], Any], low: float, high: float = sys.float_info.max) -> Callable[[str], Any]:
+    """``read``, then from ``low`` to ``high``; what is no number at all is refused as well."""
+
+    def checked(text: str) -> Any:
+        value = read(text)
+        if not low <= value <= high:
+            limit = f"at least {low:g}" if high == sys.float_info.max else f"{low:g} to {high:g}"
+            raise ArgumentTypeError(f"{text} is not {limit}")
+        return value
+
+    return checked

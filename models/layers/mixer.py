@@ -1,0 +1,44 @@
+"""Mixer: the half of a decoder layer that carries information from token to token of a sequence.
+
+Knows: what every mixer is given and returns. Does not know: how one mixes (attention.py), or what it keeps of a
+sequence (models/cache_layout.py).
+Shape letters as in models/inputs.py.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from torch import Tensor, nn
+
+from models.cache_layout import CacheView, LayerCache
+from models.inputs import StepInputs
+from parallel.comm.collectives import PendingAllReduce
+
+View = TypeVar("View", bound=CacheView)
+
+
+class Mixer(nn.Module, Generic[View]):
+    """x' = mix(norm(x + residual)), over the tokens of each row and what ``cache`` keeps of those before them.
+
+    ``View`` is the kind of view that its declaration stands for: a Tensor for PagedKV, StateBanks for SlotState.
+    """
+
+    @property
+    def cache(self) -> LayerCache:
+        """What this rank keeps of a sequence for this layer."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x_TN: Tensor | PendingAllReduce,
+        residual_TN: Tensor | None,
+        inputs: StepInputs,
+        cache: View,
+        wanted_R: Tensor | None = None,
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+        """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
+
+        Both results are [R, N] where only some tokens are ``wanted``; ``cache`` takes in all of them.
+        """
+        raise NotImplementedError

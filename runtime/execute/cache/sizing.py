@@ -1,0 +1,174 @@
+"""How many blocks of KV fit on the device, said as a sum a person can check: one line a term, one a kind of cache.
+
+Knows: bytes. Does not know: who owns a block (runtime/schedule/blocks.py), or how caches are allocated (pool.py).
+State of slots is as large as --max-num-seqs makes it; blocks take what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from models.cache_layout import CacheLayout, PagedKV, SlotState
+from runtime.execute.device.protocol import MemoryInfo
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+class CacheMemoryError(ValueError):
+    """The caches cannot hold one request of the longest length. The text names both numbers and what to type."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """This rank's share of the caches of all models that serve ``slots`` sequences."""
+
+    layout: CacheLayout
+    block_size: int
+    slots: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of one block in all layers; 0 where no layer is paged."""
+        return self.block_size * self.layout.bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """State of all slots in all layers, that of the null slot included."""
+        return (1 + self.slots) * self.layout.bytes_per_slot
+
+    def state_lines(self) -> list[str]:
+        """One line a kind of slot state."""
+        kinds = [(kind, layers) for kind, layers in self.layout.kinds if isinstance(kind, SlotState)]
+        rows = 1 + self.slots
+        return [
+            f"  - state of slots               {_size(layers * rows * kind.bytes_per_slot)}  "
+            f"{layers} layers x {rows} slots x ({kind}), the null slot included"
+            for kind, layers in kinds
+        ]
+
+    def block_lines(self) -> list[str]:
+        """One line a kind of paged layer."""
+        kinds = [(kind, layers) for kind, layers in self.layout.kinds if isinstance(kind, PagedKV)]
+        return [
+            f"  one block                      {_size(layers * self.block_size * kind.bytes_per_token)}  "
+            f"{layers} layers x 2 x {self.block_size} tokens x {kind}"
+            for kind, layers in kinds
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizing:
+    """The result, with every term of the sum. ``num_blocks`` excludes the trash block. Prints as a table.
+
+    ``given`` says that --num-blocks decided and memory was only compared. ``tokens_needed``: what one request of the
+    longest length holds, (D + 1) * W tokens reserved ahead included.
+    """
+
+    memory: MemoryInfo
+    memory_fraction: float
+    activation_peak: int
+    shape: CacheShape
+    max_model_len: int
+    tokens_needed: int
+    num_blocks: int
+    given: bool
+
+    @property
+    def budget(self) -> int:
+        """Bytes the fraction allows, minus what is in use and what steps and slots need; may be negative."""
+        share = int(self.memory.total * self.memory_fraction)
+        used = self.memory.total - self.memory.free
+        return share - used - self.activation_peak - self.shape.state_bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.num_blocks * self.shape.block_size
+
+    def with_blocks(self, num_blocks: int) -> CacheSizing:
+        """The same with the number of blocks all ranks agreed on. CacheMemoryError if that is too few."""
+        return _checked(self, num_blocks)
+
+    def lines(self) -> list[str]:
+        """The arithmetic, one term a line."""
+        used = self.memory.total - self.memory.free
+        share = int(self.memory.total * self.memory_fraction)
+        total = (self.num_blocks + 1) * self.shape.block_bytes
+        how = "--num-blocks" if self.given else "memory / block, minus the trash block"
+        return [
+            f"  device memory                  {_size(self.memory.total)}",
+            f"  x --memory-fraction {self.memory_fraction:<10.4g} {_size(share)}",
+            f"  - in use now                   {_size(used)}  weights and whatever else is on the device",
+            f"  - activations of one step      {_size(self.activation_peak)}  measured",
+            *self.shape.state_lines(),
+            f"  = left for KV                  {_size(self.budget)}",
+            *self.shape.block_lines(),
+            f"  blocks                         {self.num_blocks:>14,}  {how}",
+            f"  KV cache                       {_size(total)}  the trash block included",
+            f"  tokens                         {self.tokens:>14,}  = {self.tokens / self.max_model_len:.1f} requests "
+            f"of --max-model-len {self.max_model_len}",
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(["caches", *self.lines()])
+
+
+def size_cache(
+    memory: MemoryInfo,
+    activation_peak: int,
+    shape: CacheShape,
+    *,
+    max_model_len: int,
+    reserve_tokens: int,
+    memory_fraction: float = 0.9,
+    num_blocks: int | None = None,
+) -> CacheSizing:
+    """How many blocks to allocate. ``reserve_tokens`` is (D + 1) * W; ``num_blocks`` overrides the sum.
+
+    Call it when the weights are loaded and ``Device.peak_of`` has measured a step; take the minimum over ranks with
+    ``with_blocks``. CacheMemoryError when one request of ``max_model_len`` would not fit.
+    """
+    tokens_needed = max_model_len + reserve_tokens
+    sizing = CacheSizing(
+        memory, memory_fraction, activation_peak, shape, max_model_len, tokens_needed, 0, num_blocks is not None
+    )
+    return _checked(sizing, _fitting(sizing) if num_blocks is None else num_blocks)
+
+
+def _fitting(sizing: CacheSizing) -> int:
+    """Blocks that the budget holds, minus the trash block; where blocks take no memory, as many as slots can use."""
+    shape = sizing.shape
+    if not shape.block_bytes:
+        return shape.slots * _blocks_needed(sizing) if sizing.budget >= 0 else 0
+    return max(0, sizing.budget // shape.block_bytes - 1)
+
+
+def _blocks_needed(sizing: CacheSizing) -> int:
+    """By one request of the longest length."""
+    return -(-sizing.tokens_needed // sizing.shape.block_size)
+
+
+def _checked(sizing: CacheSizing, num_blocks: int) -> CacheSizing:
+    shape, needed = sizing.shape, _blocks_needed(sizing)
+    result = replace(sizing, num_blocks=num_blocks)
+    if num_blocks < needed:
+        held = num_blocks * shape.block_size - (sizing.tokens_needed - sizing.max_model_len)
+        shorter = f"--max-model-len {held}" if held > 1 else "a smaller model or a larger device"
+        if shape.state_bytes:
+            shorter += ", a lower --max-num-seqs"
+        remedy = f"--num-blocks {needed}" if sizing.given else "a larger --memory-fraction"
+        raise CacheMemoryError(
+            f"one request of --max-model-len {sizing.max_model_len} needs {needed} KV blocks, there are {num_blocks}: "
+            f"type {shorter}, or {remedy}\n{result}"
+        )
+    physical, free = (num_blocks + 1) * shape.block_bytes, sizing.memory.free - shape.state_bytes
+    if physical > free:
+        raise CacheMemoryError(
+            f"--num-blocks {num_blocks} needs {physical:,} bytes of KV, {free:,} are free: type "
+            f"--num-blocks {max(0, free // max(1, shape.block_bytes) - 1)} or less\n{result}"
+        )
+    return result
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:>10.2f} GiB" if abs(count) >= _GIB else f"{count / _MIB:>10.2f} MiB"

@@ -1,0 +1,31 @@
+"""Fallbacks: a slower way that was taken because the usual one was not there, counted by name and told now and then.
+
+Knows: counts, and when each name was told last. Does not know: what the ways are; who takes one names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS = 60.0  # between two log lines of one name
+
+
+class Fallbacks:
+    """``counts``: by name, how often each was taken. One thread takes them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: dict[str, int] = {}
+        self._clock = clock
+        self._told_at: dict[str, float] = {}
+
+    def take(self, name: str, reason: str) -> None:
+        """Count one. ``reason`` tells a person why, and what to type where something can be done about it."""
+        count = self.counts[name] = self.counts.get(name, 0) + 1
+        now = self._clock()
+        if name not in self._told_at or now - self._told_at[name] >= QUIET_SECONDS:
+            self._told_at[name] = now
+            log.info("fallback %s, %d so far: %s", name, count, reason)

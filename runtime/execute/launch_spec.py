@@ -1,0 +1,157 @@
+"""How a step is launched, decided once: the plan, and what data-parallel groups agreed on, become a LaunchSpec.
+
+Knows: the ladders of buckets, which sampling variant serves which rows, which role runs which plan.
+Does not know: why a plan is what it is (runtime/schedule), who carries an agreement (runtime/groups), or how a role
+runs (role.py). Nothing here touches the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.schedule.plan import StepKind, StepPlan
+
+GREEDY = SamplingVariant()
+EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: the token budget divided by these
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchNeeds:
+    """What one group's plan needs of a step. Groups that share experts launch the maximum of every field.
+
+    ``decode_bucket``: rows of the decode graph, 0 where the group does not decode. ``prefill_tokens``: 0 where it does
+    not prefill.
+    """
+
+    decode_bucket: int = 0
+    prefill_tokens: int = 0
+    variant: SamplingVariant = GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """One step as this rank launches it; frozen, and made only by ``LaunchResolver.resolve``.
+
+    ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
+    padding. ``padded_tokens``: tokens that a captured prefill is filled up to; 0 where the prefill is launched kernel
+    by kernel, and for decode. ``exchange_rows``: rows that every data-parallel group brings to each exchange of the
+    step; 0 where there is one group. ``shared_bucket``: rows of the decode graph that any group replays in this step;
+    0 where there is one group.
+    """
+
+    plan: StepPlan
+    role: str
+    bucket: int
+    variant: SamplingVariant = GREEDY
+    padded_tokens: int = 0
+    exchange_rows: int = 0
+    shared_bucket: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.plan.step
+
+    @property
+    def width(self) -> int:
+        """Tokens that a row may gain (W)."""
+        return self.plan.width
+
+    @property
+    def logprobs(self) -> int | None:
+        """Likely tokens reported beside each drawn one; None where no log-probabilities are computed."""
+        return self.variant.top_logprobs if self.variant.logprobs else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ladders:
+    """Sizes for which steps are prepared, each ascending.
+
+    ``decode``: rows of decode graphs. ``prefill``: tokens of captured prefills; empty where none is captured.
+    ``exchange``: rows of the groups' exchanges while one of them prefills; empty where there is one group.
+    """
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...] = ()
+    exchange: tuple[int, ...] = ()
+
+
+class Serving(Protocol):
+    """Of a role: its name, and the plans it is for."""
+
+    @property
+    def name(self) -> str: ...
+    def serves(self, plan: StepPlan) -> bool: ...
+
+
+class LaunchResolver:
+    """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan."""
+
+    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving]) -> None:
+        self._ladders = ladders
+        self._roles = roles
+        self._slot_variants = [GREEDY] * slots
+        self._row_variant = GREEDY
+        self._variant_of: tuple[int, ...] | None = None
+
+    def needs(self, plan: StepPlan | None) -> LaunchNeeds:
+        """What ``plan`` needs; None needs nothing. To be asked once a plan, in the order of steps: it learns from its
+        slot writes."""
+        if plan is None:
+            return LaunchNeeds()
+        variant = self._variant(plan)
+        if plan.kind is StepKind.DECODE:
+            return LaunchNeeds(decode_bucket=_rung(self._ladders.decode, len(plan.slots)), variant=variant)
+        return LaunchNeeds(prefill_tokens=plan.prefill_tokens, variant=variant)
+
+    def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
+        """The launch of ``plan``, whose ``needs`` were ``agreed`` with the other groups, where there are some.
+
+        A group without work passes a plan without rows. ValueError where no role serves the plan.
+        """
+        needs = agreed or self.needs(plan)
+        role = next((role.name for role in self._roles if role.serves(plan)), None)
+        if role is None:
+            known = ", ".join(role.name for role in self._roles)
+            raise ValueError(
+                f"step {plan.step}: no role serves {plan.kind.name} of width {plan.width}; there are {known}"
+            )
+        ladders, exchange_rows, shared_bucket = self._ladders, 0, 0
+        if agreed is not None:
+            # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
+            # none, so no exchange is narrower than that.
+            shared_bucket = exchange_rows = agreed.decode_bucket or ladders.decode[0]
+            if agreed.prefill_tokens:
+                exchange_rows = _rung(ladders.exchange, max(agreed.prefill_tokens, shared_bucket))
+        if plan.kind is StepKind.DECODE:
+            bucket = shared_bucket or needs.decode_bucket
+            return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket)
+        tokens = plan.prefill_tokens
+        captured = ladders.prefill and tokens <= ladders.prefill[-1] and not plan.scored_tokens
+        padded = _rung(ladders.prefill, tokens) if captured else 0
+        return LaunchSpec(plan, role, len(plan.slots), needs.variant, padded, exchange_rows, shared_bucket)
+
+    def _variant(self, plan: StepPlan) -> SamplingVariant:
+        """The sampling variant that serves every row; worked out again only when the rows changed."""
+        for write in plan.slot_writes:
+            self._slot_variants[write.slot] = SamplingVariant.covering([write.sampling])
+        if plan.slots is not self._variant_of:
+            self._variant_of = plan.slots
+            self._row_variant = GREEDY
+            for slot in plan.slots:
+                self._row_variant |= self._slot_variants[slot]
+        return self._row_variant
+
+
+def exchange_ladder(buckets: tuple[int, ...], max_prefill_tokens: int) -> tuple[int, ...]:
+    """Rows of the exchange in steps with a prefill, ascending; the last holds any prefill and any decode step."""
+    most = max(max_prefill_tokens, buckets[-1])
+    return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
+
+
+def _rung(ladder: tuple[int, ...], count: int) -> int:
+    """The lowest rung that holds ``count``."""
+    return ladder[bisect_left(ladder, count)]

@@ -1,0 +1,276 @@
+"""Results on their way to the host: a copy of each ring entry into pinned memory, and one worker thread that waits.
+
+Knows: which ring entry holds which step, when an entry may be used again, and how a step is read from its words.
+Does not know: how results are computed or packed (result_ring.py), or what they mean to a request (the scheduler).
+
+A step's path:  reserve (host) -> record start -> work, ending in ResultRing.append -> record ready -> submit
+                -> copy stream: device entry -> pinned entry -> worker: StepResult -> take (host)
+
+An entry is written by the device from ``reserve`` on and read until ``take``. At most ``entries - 1`` steps are between
+the two; one more is refused by name. Each appended result carries the number of its append, and the worker compares it
+with the number it expects, so an entry that was overwritten is an error, never a wrong token.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from runtime.execute.device.protocol import Device, Event
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_ring import ResultRing, result_words
+from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
+from runtime.schedule.plan import StepResult
+
+
+class ResultError(RuntimeError):
+    """A step's result could not be landed; the message names the step, the cause is chained."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Host arrays, one row a plan row: chosen_BW float32, rank_BW int32, top_ids_BWN int32, top_BWN float32.
+
+    Meanings are those of logprobs.TokenLogprobs; entries past a row's count mean nothing.
+    """
+
+    chosen_BW: npt.NDArray[np.float32]
+    rank_BW: npt.NDArray[np.int32]
+    top_ids_BWN: npt.NDArray[np.int32]
+    top_BWN: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """When the device ran a step: milliseconds after ``ResultReader.origin_s``, by the device's clock."""
+
+    step: int
+    started_ms: float
+    ended_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A step's claim on a ring entry. Record ``start`` and ``ready`` on the compute stream around the step's work."""
+
+    spec: LaunchSpec
+    sequence: int
+    index: int
+    start: Event
+    ready: Event
+    copied: Event
+    scores: StepPromptLogprobs | None = None
+
+
+@dataclass(slots=True)
+class ResultCounters:
+    """landed: steps; device_to_host_bytes: payload copied."""
+
+    landed: int = 0
+    device_to_host_bytes: int = 0
+
+
+class ResultReader:
+    """The host side. One thread calls reserve, submit and take; a worker thread waits for the copies.
+
+    ``on_timing`` is called by the worker, with each step's device times, before the step can be taken; without it no
+    times are kept. ``origin_s`` is the zero of those times on time.perf_counter's clock. Without ``prompt_scores`` no
+    plan may score prompt tokens. ``land_range(name)``: a context around each step that the worker waits for and reads.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ring: ResultRing,
+        *,
+        on_timing: Callable[[StepTiming], None] | None = None,
+        prompt_scores: PromptLogprobRing | None = None,
+        land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.counters = ResultCounters()
+        self._device = device
+        self._ring = ring
+        self._on_timing = on_timing
+        self._prompt_scores = prompt_scores
+        self._land_range = land_range
+        self._host_EX = device.pinned(*ring.buffer_EX.shape, dtype=torch.int32)
+        self._slices: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._array_EX: npt.NDArray[np.int32] = self._host_EX.numpy()
+        timed = on_timing is not None
+        self._events = [
+            (device.event(timing=timed), device.event(timing=timed), device.event()) for _ in range(ring.entries)
+        ]
+        self._previous_end = device.event(timing=timed)
+        self._previous_end_ms = 0.0
+        device.compute.record(self._previous_end)
+        device.compute.synchronize()
+        self.origin_s = time.perf_counter()
+        self._taken = 0
+        self._reserved = 0  # sequence number of the next step; equals the device's append counter
+        self._in_flight: deque[int] = deque()  # submitted and not taken
+        self._submitted: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._landed: dict[int, StepResult] = {}
+        self._changed = threading.Condition()
+        self._failure: ResultError | None = None
+        self._failure_raised = False
+        self._worker = threading.Thread(target=self._work, name="landing", daemon=True)
+        self._worker.start()
+
+    def reserve(self, spec: LaunchSpec) -> Ticket:
+        """Claim the ring entry the step will append to; before its work is launched.
+
+        RuntimeError when no entry is free: a step was launched before the oldest one in flight was taken.
+        """
+        self._check_free(spec.step)
+        sequence = self._reserved
+        self._reserved += 1
+        index = sequence % self._ring.entries
+        scores = self._prompt_scores.claim(spec.plan, index) if self._prompt_scores is not None else None
+        return Ticket(spec, sequence, index, *self._events[index], scores)
+
+    def _check_free(self, step: int) -> None:
+        outstanding = self._reserved - self._taken
+        if outstanding >= self._ring.entries - 1:
+            raise RuntimeError(
+                f"step {step}: {outstanding} steps are launched and not taken, a result ring of "
+                f"{self._ring.entries} entries allows {self._ring.entries - 1}; take a step first"
+            )
+
+    def submit(self, ticket: Ticket) -> None:
+        """Send the step's results home once ``ticket.ready`` has happened. Returns at once."""
+        spec = ticket.spec
+        words = result_words(spec.bucket, spec.width, spec.logprobs)
+        source, target = self._views(ticket.index, words)
+        self._device.copy.wait(ticket.ready)
+        self._device.copy.submit(lambda: target.copy_(source, non_blocking=True))
+        if ticket.scores is not None:
+            self._device.copy.submit(ticket.scores.send)
+            self.counters.device_to_host_bytes += 4 * ticket.scores.words
+        self._device.copy.record(ticket.copied)
+        self.counters.device_to_host_bytes += 4 * words
+        self._in_flight.append(spec.step)
+        self._submitted.put(ticket)
+
+    def _views(self, index: int, words: int) -> tuple[Tensor, Tensor]:
+        """The first ``words`` of an entry on both sides; kept, since slicing costs more than the copy's launch."""
+        views = self._slices.get((index, words))
+        if views is None:
+            views = self._slices[index, words] = (self._ring.buffer_EX[index, :words], self._host_EX[index, :words])
+        return views
+
+    def take(self, step: int, deadline_s: float | None = None) -> StepResult:
+        """The result of ``step``; blocks until it has landed. Steps are taken in the order they were submitted.
+
+        ResultError when it failed, naming the step that did; TimeoutError after ``deadline_s``.
+        """
+        if not self._in_flight or self._in_flight[0] != step:
+            expected = f"step {self._in_flight[0]} is next" if self._in_flight else "no step is in flight"
+            raise RuntimeError(f"cannot take step {step}: {expected}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: step in self._landed or self._failure is not None, deadline_s):
+                raise TimeoutError(f"step {step}: no result after {deadline_s:g} s on {self._device.torch_device}")
+            if step not in self._landed:
+                self._raise_failure()
+            result = self._landed.pop(step)
+        self._in_flight.popleft()
+        self._taken += 1
+        return result
+
+    def close(self, deadline_s: float = 30.0) -> None:
+        """Land what was submitted and end the worker. Raises a failure nobody took. Idempotent."""
+        self._submitted.put(None)
+        self._worker.join(deadline_s)
+        if self._worker.is_alive():
+            raise ResultError(f"steps {list(self._in_flight)} did not land within {deadline_s:g} s of close")
+        if not self._failure_raised:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._failure_raised = True
+            raise ResultError(str(self._failure)) from self._failure.__cause__
+
+    # ---- the worker ----
+
+    def _work(self) -> None:
+        self._device.bind_thread()
+        while (ticket := self._submitted.get()) is not None:
+            try:
+                if self._failure is None:
+                    with self._land_range(f"results of {ticket.spec.role}"):
+                        self._land(ticket)
+            except BaseException as error:
+                failure = ResultError(f"step {ticket.spec.step}: {error}")
+                failure.__cause__ = error
+                with self._changed:
+                    self._failure = failure
+                    self._changed.notify_all()
+
+    def _land(self, ticket: Ticket) -> None:
+        ticket.copied.synchronize()
+        self._time(ticket)  # first: whoever is told may take the moment for the step's end on the host's clock
+        result = self._read(ticket)
+        self.counters.landed += 1
+        with self._changed:
+            self._landed[ticket.spec.step] = result
+            self._changed.notify_all()
+
+    def _read(self, ticket: Ticket) -> StepResult:
+        """Copies out of the pinned entry: it may be overwritten once the step is taken."""
+        spec, words = ticket.spec, self._array_EX[ticket.index]
+        self._check_stamp(ticket, int(words[0]))
+        bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
+        counts_at = 1 + bucket * width
+        finish_at = counts_at + bucket
+        return StepResult(
+            step=spec.step,
+            tokens=words[1 : 1 + rows * width].tolist(),
+            counts=words[counts_at : counts_at + rows].tolist(),
+            finish=words[finish_at : finish_at + rows].tolist(),
+            logprobs=self._read_logprobs(ticket, words[finish_at + bucket :]),
+            prompt_logprobs=None if ticket.scores is None else ticket.scores.read(),
+        )
+
+    def _check_stamp(self, ticket: Ticket, stamp: int) -> None:
+        expected = ticket.sequence % self._ring.stamps
+        if stamp != expected:
+            raise ResultError(
+                f"result ring entry {ticket.index} holds append {stamp}, step {ticket.spec.step} is append {expected}: "
+                "the entry was overwritten before it was read, or a launched step appended nothing"
+            )
+
+    def _read_logprobs(self, ticket: Ticket, words: npt.NDArray[np.int32]) -> StepLogprobs | None:
+        spec, top = ticket.spec, ticket.spec.logprobs
+        if top is None:
+            return None
+        bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
+        tokens = bucket * width
+        chosen, rank, top_ids, values, _ = np.split(words, np.cumsum([tokens, tokens, tokens * top, tokens * top]))
+        return StepLogprobs(
+            chosen_BW=chosen.view(np.float32).reshape(bucket, width)[:rows].copy(),
+            rank_BW=rank.reshape(bucket, width)[:rows].copy(),
+            top_ids_BWN=top_ids.reshape(bucket, width, top)[:rows].copy(),
+            top_BWN=values.view(np.float32).reshape(bucket, width, top)[:rows].copy(),
+        )
+
+    def _time(self, ticket: Ticket) -> None:
+        """Add this step's gap and duration to the previous end: float32 event times lose microseconds over hours.
+
+        The previous step's ``ready`` is still its own: its entry is not reserved again while this step is in flight.
+        """
+        if self._on_timing is None:
+            return
+        started_ms = self._previous_end_ms + self._previous_end.elapsed_ms(ticket.start)
+        ended_ms = started_ms + ticket.start.elapsed_ms(ticket.ready)
+        self._previous_end, self._previous_end_ms = ticket.ready, ended_ms
+        self._on_timing(StepTiming(ticket.spec.step, started_ms, ended_ms))

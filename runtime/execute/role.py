@@ -1,0 +1,112 @@
+"""A role: one kind of step, with its model, its view of the caches, its row maps and its graphs.
+
+Knows: what every role is asked for, and what it is made from. Does not know: any particular role (step/decode.py,
+step/prefill.py), or when one runs (launch_spec.py decides that).
+
+Roles share the slot tables, the result ring and the device's streams, and nothing that one of them could change under
+another: no graph, row map or buffer belongs to two roles. So alternating between roles captures and allocates nothing,
+and a new role touches no other one's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from models.cache_layout import CacheView
+from models.layers.decoder import Decoder
+from runtime.execute.cache.pool import CachePool
+from runtime.execute.device.protocol import Device
+from runtime.execute.fallbacks import Fallbacks
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.slot_state import SlotTables
+from runtime.execute.staging import Staging
+from runtime.schedule.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What memory and graphs are sized for. ``agree_min`` returns the least of a number over all ranks.
+
+    ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
+    measurement. ``kernel_cache``: folder in which those choices are kept. ``width``: the largest W of any plan.
+    ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
+    is one group. ``prefill_buckets``: token counts, ascending, of prefill steps that are captured; none where empty.
+    """
+
+    rows: int
+    slots: int
+    block_size: int
+    max_model_len: int
+    depth: int
+    width: int
+    max_prefill_tokens: int
+    decode_buckets: tuple[int, ...]
+    memory_fraction: float
+    num_blocks: int | None
+    agree_min: Callable[[int], int]
+    warm_variants: tuple[SamplingVariant, ...] = (SamplingVariant(),)
+    exchanges: tuple[int, ...] = ()
+    prefill_buckets: tuple[int, ...] = ()
+    share: Callable[[Callable[[], str]], str] | None = None
+    kernel_cache: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleParts:
+    """What a role is made from. ``caches``: a view a layer of ``model``, of what it declares.
+
+    A role that runs a model of its own takes that one's caches from ``pool`` when it is made. Every role is made twice:
+    first over a pool without blocks, whose layout tells what blocks and slots will cost.
+    """
+
+    device: Device
+    model: Decoder
+    caches: Sequence[CacheView]
+    pool: CachePool
+    tables: SlotTables
+    ring: ResultRing
+    staging: Staging
+    limits: ExecutorLimits
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+
+    @property
+    def has_slot_state(self) -> bool:
+        """Whether the model's steps must say whose state each row continues."""
+        return self.model.cache_layout.has_slot_state
+
+
+class Role(Protocol):
+    """One kind of step. ``rehearse`` and ``warm_up`` run at start-up, ``launch`` in every step that the role serves."""
+
+    @property
+    def name(self) -> str:
+        """Of the role, in launch specs, timelines and errors."""
+        ...
+
+    def serves(self, plan: StepPlan) -> bool:
+        """Whether steps with such a plan are this role's."""
+        ...
+
+    def rehearse(self) -> None:
+        """Run the role's largest step over padding, uncaptured, so that its memory can be measured."""
+        ...
+
+    def warm_up(self) -> None:
+        """Capture the role's graphs. CaptureError names the graph and the option to change."""
+        ...
+
+    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
+        """Put the step, whose changes are staged and applied, on the compute stream.
+
+        ``scores`` receives the log-probabilities of prompt tokens; None where nobody asked.
+        """
+        ...
+
+
+MakeRole = Callable[[RoleParts], Role]

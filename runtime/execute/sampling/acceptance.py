@@ -1,0 +1,46 @@
+"""Which tokens of a window a row gains: the target's own draws, as far as the proposals foresaw them.
+
+Knows: the rule. Row j of a window saw proposals 1..j, so its draw counts if all of them are what the rows before it
+drew. Because a draw is a function of (seed, position, logits), the tokens are those of one-token steps (lossless
+speculative decoding with a point-mass proposer; Leviathan et al. 2023 with exact matches).
+Does not know: who proposed, slots, the model. Graph-safe: fixed shapes, nothing is read by the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.execute.sampling.sampler import Draw, Verdict
+from runtime.schedule.request import FinishReason
+
+
+class Acceptance(NamedTuple):
+    """``tokens_BW`` int64: the draws; a row gains its first ``count_B`` (int32, 0..W). ``finish_B`` int32: a
+    FinishReason value, of the last token gained or of the error that came instead of one."""
+
+    tokens_BW: Tensor
+    count_B: Tensor
+    finish_B: Tensor
+
+
+def accept(draw: Draw, verdict: Verdict, proposals_BQ: Tensor, limit_B: Tensor | None = None) -> Acceptance:
+    """From the draws and verdicts of B * W rows, row-major, and the Q = W - 1 proposals of each row (int64).
+
+    A stop id, the last allowed length or an unusable row of logits cuts the rest. ``limit_B`` (integers): at most so
+    many tokens are kept; a row that is cut by it does not end.
+    """
+    rows, width = proposals_BQ.shape[0], proposals_BQ.shape[1] + 1
+    tokens_BW, count_BW, finish_BW = (x.view(rows, width) for x in (draw.token_B, *verdict))
+    goes_on_BQ = (tokens_BW[:, :-1] == proposals_BQ) & (finish_BW[:, :-1] == int(FinishReason.NONE))
+    reached_BW = torch.cat((torch.ones_like(finish_BW[:, :1]), goes_on_BQ.to(torch.int32).cumprod(1)), 1)
+    if limit_B is not None:
+        reached_BW = reached_BW * (torch.arange(width, device=tokens_BW.device) < limit_B[:, None])
+    # Of the rows that are reached only the last one can have a reason to finish.
+    return Acceptance(
+        tokens_BW,
+        (count_BW * reached_BW).sum(1, dtype=torch.int32),
+        (finish_BW * reached_BW).sum(1, dtype=torch.int32),
+    )

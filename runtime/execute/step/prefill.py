@@ -1,0 +1,161 @@
+"""The prefill role: chunks of prompts, packed; rows whose chunk is the last draw their first token.
+
+Knows: what a prefill step computes, and that it is replayed from a graph where there is one (prefill_graphs.py) and
+launched kernel by kernel elsewhere. Does not know: how prompts were cut, other roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
+from runtime.execute.launch_spec import GREEDY, LaunchSpec
+from runtime.execute.role import ExecutorLimits, RoleParts
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.slot_state import PADDING_SLOT
+from runtime.execute.staging import Chunks
+from runtime.execute.step.prefill_graphs import PrefillGraphs
+from runtime.execute.step.tail import Tail
+from runtime.schedule.plan import StepKind, StepPlan
+
+
+class PrefillRole:
+    """Serves plans of kind PREFILL."""
+
+    name = "prefill"
+
+    def __init__(self, parts: RoleParts) -> None:
+        self._parts = parts
+        self._tail = Tail(parts.model, parts.tables, parts.ring)
+        self.graphs = PrefillGraphs(parts, self)
+
+    def serves(self, plan: StepPlan) -> bool:
+        return plan.kind is StepKind.PREFILL
+
+    def rehearse(self) -> None:
+        """The largest step that a plan can ask for."""
+        self._rehearse(self._parts.limits.max_prefill_tokens)
+
+    def compile_shorter(self) -> None:
+        """Run smaller steps, too, so that no request waits for a compiler; on a CPU nothing is compiled."""
+        if self._parts.device.torch_device.type != "cpu":
+            for tokens in shorter_prefills(self._parts.limits.max_prefill_tokens):
+                self._rehearse(tokens)
+
+    def warm_up(self) -> None:
+        self.graphs.warm_up()
+
+    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
+        plan, chunks = spec.plan, self._parts.staging.chunks(spec)
+        query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
+        known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+        if spec.padded_tokens:
+            self.graphs.launch(spec.padded_tokens, chunks, query, known, spec.variant)
+        else:
+            self._count_fallback(spec)
+            self._parts.device.compute.submit(
+                lambda: self.prefill(chunks, query, known, spec.variant, scores, spec.exchange_rows)
+            )
+
+    def _count_fallback(self, spec: LaunchSpec) -> None:
+        """A prefill that is launched kernel by kernel although others are replayed."""
+        if not self.graphs.buckets:
+            return
+        if spec.plan.scored_tokens:
+            reason = "log-probabilities of prompt tokens need the last layer of every token"
+        else:
+            reason = f"{spec.plan.prefill_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
+        self._parts.fallbacks.take("eager_prefill", reason)
+
+    # ---- what a step computes ----
+
+    def prefill(
+        self,
+        chunks: Chunks,
+        query_lengths: tuple[int, ...],
+        kv_lengths: tuple[int, ...],
+        variant: SamplingVariant,
+        scores: StepPromptLogprobs | None = None,
+        exchange_rows: int = 0,
+    ) -> None:
+        """Chunks of prompts, packed; rows whose chunk is the last draw their first token, the others produce nothing.
+
+        ``query_lengths`` and ``kv_lengths`` (tokens of KV after the chunk) are the host's: prompts are known there.
+        ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none.
+        """
+        model = self._parts.model
+        attention = PrefillAttention(self._parts.tables.gather_blocks(chunks.slots_R), query_lengths, kv_lengths)
+        scored_2S = None if scores is None else chunks.scored_2S
+        hidden = self.hidden(chunks, attention, exchange_rows, every_token=scored_2S is not None)
+        if scores is not None and scored_2S is not None:
+            scores.fill(hidden, scored_2S, lambda h_RN: model.gather_logits(model.logits(h_RN)))
+            hidden = hidden.index_select(0, chunks.logit_rows_R)
+        self.finish(hidden, chunks, variant)
+
+    def hidden(
+        self, chunks: Chunks, attention: PrefillAttention, exchange_rows: int = 0, *, every_token: bool = False
+    ) -> Tensor:
+        """The part of a prefill step that depends on no row's parameters: final hidden states of each row's last token
+        [R, N], or of every token [T, N]."""
+        positions_T, size = chunks.positions_T, self._parts.limits.block_size
+        pages_T = self._parts.tables.block_table_SP[chunks.slots_T, positions_T // size].to(torch.int64)
+        inputs = StepInputs(
+            token_ids_T=chunks.token_ids_T,
+            positions_T=positions_T,
+            kv_slots_T=pages_T * size + positions_T % size,
+            attention=attention,
+            logit_rows_R=None if every_token else chunks.logit_rows_R,
+            state=chunks.state_rows() if self._parts.has_slot_state else None,
+            exchange_rows=exchange_rows or None,
+        )
+        return self._parts.model.forward(inputs, self._parts.caches)
+
+    def finish(self, hidden_RN: Tensor, chunks: Chunks, variant: SamplingVariant) -> None:
+        """The rest of it: the first tokens of rows whose chunk is the last."""
+        columns = self._parts.tables.gather(chunks.emitting_R)
+        self._tail.finish(hidden_RN, chunks.emitting_R, columns, columns.sampling(), variant)
+
+    def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None:
+        """Attention for captured prefill steps over this role's cache; see Kernels.repeat_prefill."""
+        return self._parts.model.repeat_prefill(page_table_BP, max_tokens, self._parts.caches)
+
+    def _rehearse(self, tokens: int) -> None:
+        """So many tokens on the padding slot: nothing but the trash block is written."""
+        lengths = padding_lengths(tokens, self._parts.limits)
+        chunks = _padding_chunks(lengths, self._parts.device.torch_device)
+        exchanges = self._parts.limits.exchanges
+        self.prefill(chunks, lengths, lengths, GREEDY, exchange_rows=exchanges[-1] if exchanges else 0)
+        self._parts.ring.undo()
+
+
+def padding_lengths(tokens: int, limits: ExecutorLimits) -> tuple[int, ...]:
+    """Rows that so many tokens fill, none over the longest sequence; those past the last row are left out."""
+    lengths: list[int] = []
+    while tokens and len(lengths) < limits.rows:
+        lengths.append(min(tokens, limits.max_model_len))
+        tokens -= lengths[-1]
+    return tuple(lengths)
+
+
+def shorter_prefills(most: int) -> Iterator[int]:
+    """Tokens of prefills that are rehearsed besides the one of ``most``.
+
+    Kernels are chosen and compiled by ranges of sizes, each of which is twice as long as it begins, or longer.
+    """
+    tokens = min(most // 2, 2048)
+    while tokens >= 32:
+        yield tokens
+        tokens //= 2
+
+
+def _padding_chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
+    """Chunks of the padding slot on the device, as staging would lay them out, without staging."""
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    rows = torch.full((len(lengths),), PADDING_SLOT, dtype=torch.int64, device=device)
+    padding = torch.full_like(positions, PADDING_SLOT)
+    return Chunks(padding, positions, padding, rows, rows, ends.to(device))

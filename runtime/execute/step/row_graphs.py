@@ -1,0 +1,119 @@
+"""One captured graph a (bucket, sampling variant): a steady decode step is one launch.
+
+Knows: which variants exist, how one is captured without touching a live request, and how many were captured late.
+Does not know: what a step computes (it is given as a function), or when it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from runtime.execute.device.protocol import Device, DeviceError, Graph
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.sampling.inputs import SamplingVariant
+
+log = logging.getLogger(__name__)
+
+
+class CaptureError(DeviceError):
+    """A graph could not be captured; the text names its rows and the options to change."""
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    """``captured``: all graphs; ``after_warmup``: those that a running engine had to wait for. ``warm_up_s``: seconds
+    that the others took, kernels compiled for them included. ``bytes``: memory that all graphs shared after that.
+    """
+
+    captured: int = 0
+    after_warmup: int = 0
+    warm_up_s: float = 0.0
+    bytes: int = 0
+
+
+RowWork = Callable[[Tensor, SamplingVariant, int], None]  # of a row map, a variant, and exchange rows
+
+
+class RowGraphs:
+    """The graphs of one role. ``row_maps``: bucket -> its row map (int64 [bucket]) that every replay reads.
+
+    ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``.
+    """
+
+    def __init__(
+        self, name: str, device: Device, work: RowWork, ring: ResultRing, row_maps: Mapping[int, Tensor]
+    ) -> None:
+        self.name = name
+        self.counters = GraphCounters()
+        self.around_capture: Callable[[], AbstractContextManager[object]] = nullcontext  # a capture may take seconds
+        self._device = device
+        self._work = work
+        self._ring = ring
+        self._row_maps = row_maps
+        self._graphs: dict[tuple[int, SamplingVariant, int], Graph] = {}
+        self._warm = False
+        self.late: dict[str, int] = {}  # captures after warm-up, by sampling variant
+
+    def warm_up(self, variants: tuple[SamplingVariant, ...], exchanges: tuple[int, ...] = ()) -> None:
+        """Capture every bucket of ``variants``, the largest first so that the shared memory pool is sized once.
+
+        With ``exchanges``, the rows of steps in which another group prefills, each bucket once for each of them too.
+        One log line says how many there are, how long they took and what memory they share.
+        """
+        began = time.perf_counter()
+        for bucket in sorted(self._row_maps, reverse=True):
+            wider = {bucket, *(rows for rows in exchanges if rows > bucket)} if exchanges else {0}
+            for exchange_rows in sorted(wider, reverse=True):
+                for features in variants:
+                    self.get(bucket, features, exchange_rows)
+        self._warm = True
+        counters = self.counters
+        counters.warm_up_s, counters.bytes = time.perf_counter() - began, self._device.graph_bytes()
+        log.info(
+            "graphs: %d of %s steps of up to %d rows captured in %.1f s, %.1f MiB of memory shared by all",
+            counters.captured,
+            self.name,
+            max(self._row_maps),
+            counters.warm_up_s,
+            counters.bytes / (1 << 20),
+        )
+
+    def get(self, bucket: int, features: SamplingVariant, exchange_rows: int = 0) -> Graph:
+        """The graph of that variant, captured now if it is not there yet. CaptureError names bucket and way out."""
+        key = (bucket, features, exchange_rows)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(*key)
+        return graph
+
+    def _capture(self, bucket: int, features: SamplingVariant, exchange_rows: int) -> Graph:
+        rows_B = self._row_maps[bucket]
+        self.counters.captured += 1
+        if self._warm:
+            self.counters.after_warmup += 1
+            self.late[str(features)] = self.late.get(str(features), 0) + 1
+            if self.late[str(features)] == 1:
+                log.info("first requests with %s: their graphs are captured as they are needed", features)
+
+        def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance
+            self._work(rows_B.new_zeros(bucket), features, exchange_rows)
+            self._ring.undo()
+
+        try:
+            with self.around_capture():
+                return self._device.capture(
+                    lambda: self._work(rows_B, features, exchange_rows),
+                    name=f"{self.name} of {bucket} rows",
+                    warmup=rehearse,
+                )
+        except DeviceError as error:
+            raise CaptureError(
+                f"capturing the {self.name} graph of {bucket} rows failed: {error}. If memory ran out, lower "
+                "--memory-fraction, --max-num-seqs or the largest of --decode-buckets"
+            ) from error

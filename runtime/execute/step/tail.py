@@ -1,0 +1,91 @@
+"""The tail of every step: from final hidden states to drawn tokens, written back by slot and appended to the ring.
+
+Knows: the order logits -> draw -> stop check -> count tokens -> write back -> append, for one token a row and for a
+window of W, and that ranks exchange one candidate a row where that is exact. Does not know: what a step gathers, the
+forward pass, plans, graphs. Everything is graph-safe: fixed shapes, nothing is read by the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.layers.decoder import Decoder
+from runtime.execute.result_ring import ResultRing
+from runtime.execute.sampling.acceptance import Acceptance, accept
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
+from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_window
+from runtime.execute.sampling.sampler import Draw, Verdict, local_best, merge_and_check, sample_and_check
+from runtime.execute.slot_state import SlotColumns, SlotTables
+from runtime.execute.step.step_io import Window, write_back, write_back_window
+
+
+class Tail:
+    """One a role: its model's head and collectives, over the shared slot tables and result ring."""
+
+    def __init__(self, model: Decoder, tables: SlotTables, ring: ResultRing) -> None:
+        self._model = model
+        self._tables = tables
+        self._ring = ring
+
+    def finish(
+        self,
+        hidden_BN: Tensor,
+        rows_B: Tensor,
+        columns: SlotColumns,
+        sampling: SamplingInputs,
+        variant: SamplingVariant,
+    ) -> None:
+        """Draw one token for every row, check for the end, write back by slot, report."""
+        seen = self._tables.need_seen().select(rows_B) if variant.penalties else None
+        draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), sampling, variant, seen)
+        if variant.penalties:
+            count_tokens_(self._tables.need_seen(), rows_B, draw.token_B, verdict.count_B > 0)
+        write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
+
+    def finish_window(self, hidden_TN: Tensor, window: Window, variant: SamplingVariant) -> Acceptance:
+        """Draw at every position of the window, keep what the proposals foresaw and one token more, write back, report.
+
+        hidden_TN: of the window's B * W tokens. A draw depends on its position only, so the tokens kept are those that
+        W steps of one token would have drawn.
+        """
+        seen = None
+        if variant.penalties:
+            seen = seen_in_window(self._tables.need_seen().select(window.rows_B), window.tokens_BW[:, 1:])
+        draw, verdict, logprobs = self._draw(self._model.logits(hidden_TN), window.sampling, variant, seen)
+        accepted = accept(draw, verdict, window.tokens_BW[:, 1:], window.limit_B)
+        if variant.penalties:
+            for index in range(window.width):  # in order: a token may come twice
+                gained_B = accepted.count_B > index
+                count_tokens_(self._tables.need_seen(), window.rows_B, accepted.tokens_BW[:, index], gained_B)
+        write_back_window(self._tables, self._ring, window, accepted, logprobs)
+        return accepted
+
+    def rehearse(self, rows: int, variant: SamplingVariant) -> None:
+        """Draw for so many rows of the padding slot, so that the variant's kernels are compiled; writes nothing."""
+        model, tables = self._model, self._tables
+        records = tables.columns.records
+        hidden_BN = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=records.device)
+        seen = None
+        if variant.penalties:  # tables of the right shape: those of all slots may be large, and nobody needs them yet
+            shape = (rows, tables.vocab_size)
+            counts = torch.zeros(shape, dtype=torch.int16, device=records.device)
+            seen = SeenTokens(counts, torch.zeros(shape, dtype=torch.bool, device=records.device))
+        columns = tables.gather(torch.zeros(rows, dtype=torch.int64, device=records.device))
+        self._draw(model.logits(hidden_BN), columns.sampling(), variant, seen)
+
+    def _draw(
+        self, local_BV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, seen: SeenTokens | None
+    ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
+        collectives = self._model.collectives
+        if variant.vocabulary_parallel and collectives.size > 1:  # exchange one candidate a row, not all logits
+            shard = self._model.vocab_shard
+            if seen is not None:
+                seen = SeenTokens(seen.counts[:, shard.start : shard.end], seen.prompt[:, shard.start : shard.end])
+            best_B = local_best(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size)
+            return *merge_and_check(collectives.all_gather(best_B[:, None]), rows=sampling), None
+        logits_BV = self._model.gather_logits(local_BV)
+        draw, verdict = sample_and_check(logits_BV, sampling, variant, seen)
+        logprobs = token_logprobs(logits_BV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
+        return draw, verdict, logprobs

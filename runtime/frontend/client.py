@@ -1,0 +1,294 @@
+"""EngineClient: requests in, answers out, one turn of the engine after the other. The one request loop there is.
+
+Knows: how many requests the engine should have at once, what a turn's output means for each of them, how they end.
+Does not know: where requests come from, threads (async_engine.py has one), files, command lines, how an engine works.
+
+    client = EngineClient(engine)                                  # on rank 0; the other ranks call engine.follow()
+    key = client.submit(PromptRequest("def gcd(a, b):", SamplingParams(max_tokens=64), stream=True))
+    while client.live:
+        turn = client.turn()                                       # blocks until the oldest step in flight has landed
+        for delta in turn.deltas: print(delta.text, end="")
+        for output in turn.finished: ...
+    client.close()                                                 # every rank takes the same last turn
+
+``prepare`` may be called from any thread. Everything else is for one thread, the one that takes the engine's turns.
+``submit`` and ``cancel`` only note what is wanted: the next ``turn`` tells the engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from runtime.frontend.engine_protocol import EngineProtocol
+from runtime.frontend.output_processor import OutputProcessor, drawn_seed
+from runtime.frontend.outputs import Delta, RequestOutput
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.validation import (
+    CheckedRequest,
+    RequestError,
+    checked_priority,
+    checked_prompt,
+    checked_sampling,
+    checked_text,
+    fitted,
+    stop_ids_of,
+)
+from runtime.schedule.plan import Finished, StepOutput
+from runtime.schedule.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """What a caller asks for: one prompt and how its ``sampling.n`` answers are drawn.
+
+    ``prompt``: a text, or token ids. ``key``: the caller's own name for it, which its deltas and its output carry; no
+    two unfinished requests have the same, and None takes a number. ``priority``: smaller ones run earlier. ``stream``:
+    deltas are wanted, not only the whole answer. ``text``: where ``prompt`` is token ids, the text they were made from.
+    ``arrived_at``: when it came, by the client's clock; None is when it is submitted.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    key: Hashable = None
+    priority: int = 0
+    stream: bool = False
+    text: str | None = None
+    arrived_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A PromptRequest that was tokenised and checked (``EngineClient.prepare``): handing it over costs little."""
+
+    request: PromptRequest
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    priority: int
+
+
+class Turn(NamedTuple):
+    """What one turn of the engine brought. ``at``: when, by the client's clock; ``step``: the columns it came in."""
+
+    at: float
+    step: StepOutput
+    deltas: list[Delta]
+    finished: list[RequestOutput]
+
+
+class EngineIdle(RuntimeError):
+    """The engine has nothing to do, but requests that it was given have not ended: a fault of the engine."""
+
+
+class EngineClient:
+    """See the module's docstring.
+
+    ``tokenizer``: None takes that of the model's folder, where it has one; TokenizerError if that cannot be read.
+    ``text`` False leaves texts empty, needs no tokenizer, and makes a turn cost next to nothing here.
+    ``concurrency``: sequences that the engine may have at once; by default as many as keep it busy (``capacity_of``).
+    """
+
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        tokenizer: Tokenizer | None = None,
+        *,
+        text: bool = True,
+        concurrency: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if tokenizer is None and text:
+            tokenizer = Tokenizer.if_any(engine.config.model)
+        self.engine = engine
+        self.tokenizer = tokenizer if text else None
+        self.concurrency = concurrency
+        self.capacity = capacity_of(engine) if concurrency is None else concurrency
+        self._model = engine.model_config
+        self._clock = clock
+        self._outputs = OutputProcessor(self.tokenizer, clock)
+        self._queue: list[tuple[int, int, CheckedRequest]] = []  # a heap: not with the engine yet
+        self._most_not_begun = engine.config.max_waiting
+        self._parts: dict[Hashable, tuple[int, ...]] = {}  # request ids of each unfinished request
+        self._cancelled: list[Finished] = []  # before the engine heard of them
+        self._closed = False
+
+    # ---- requests ----
+
+    def prepare(self, request: PromptRequest) -> PreparedPrompt:
+        """Tokenise and check. Takes as long as the prompt is long; safe in any thread. Raises RequestError."""
+        if not isinstance(request, PromptRequest):
+            raise RequestError(f"the request is a {type(request).__name__}, but must be a PromptRequest")
+        model, sampling = self._model, checked_sampling(request.sampling, self._model.vocab_size)
+        ids = self._encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        prompt = checked_prompt(ids, model.vocab_size, model.max_model_len)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and there is none")
+        stops = stop_ids_of(sampling, model.eos_token_ids)
+        sampling = fitted(sampling, len(prompt), model.max_model_len)
+        return PreparedPrompt(request, prompt, sampling, stops, checked_priority(request.priority))
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise RequestError("the prompt is a text, but there is no tokenizer (tokenizer.json): give token ids")
+        if not checked_text("the prompt", text):
+            raise RequestError("the prompt is empty: give at least one character")
+        try:
+            return self.tokenizer.encode(text)
+        except Exception as error:  # the library raises plain Exception
+            raise RequestError(f"the prompt cannot be tokenised: {error}") from error
+
+    def submit(self, request: PromptRequest | PreparedPrompt) -> Hashable:
+        """Take a request; returns its key. It waits here, by priority, until the engine has room for it.
+
+        A request without a seed gets one from EngineConfig.seed and its key, so that a run can be repeated. Raises
+        RequestError, also for a key that is in use.
+        """
+        prepared = request if isinstance(request, PreparedPrompt) else self.prepare(request)
+        asked, sampling = prepared.request, prepared.sampling
+        key = self._outputs.next_id if asked.key is None else asked.key
+        if key in self._parts:
+            raise RequestError(f"key {key!r} is in use by a request that has not ended")
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=drawn_seed(self.engine.config.seed, str(key)))
+        parts = self._outputs.open(
+            key,
+            prepared.prompt_token_ids,
+            sampling,
+            prompt=asked.prompt if isinstance(asked.prompt, str) else asked.text,
+            stop_token_ids=prepared.stop_token_ids,
+            priority=prepared.priority,
+            arrived_at=asked.arrived_at,
+            stream=asked.stream,
+            model=self._model,
+        )
+        self._parts[key] = tuple(part.request_id for part in parts)
+        for part in parts:
+            heapq.heappush(self._queue, (part.priority, part.request_id, part))
+        return key
+
+    def cancel(self, key: Hashable) -> None:
+        """End a request soon, as CANCELLED. Its output comes in a later turn; unknown and ended keys are ignored."""
+        self._cancel(self._parts.get(key, ()))
+
+    def cancel_all(self, *, unbegun: bool = False) -> None:
+        """``cancel`` every request; ``unbegun``: only answers without a single token yet."""
+        self._cancel(self._outputs.not_begun() if unbegun else self._outputs.live_ids())
+
+    def _cancel(self, request_ids: Iterable[int]) -> None:
+        wanted = set(request_ids)
+        waiting = {request_id for _, request_id, _ in self._queue if request_id in wanted}
+        if waiting:
+            self._queue = [entry for entry in self._queue if entry[1] not in waiting]
+            heapq.heapify(self._queue)
+            self._cancelled += [Finished(each, FinishReason.CANCELLED, ()) for each in sorted(waiting)]
+        for request_id in sorted(wanted - waiting):
+            self.engine.cancel(request_id, FinishReason.CANCELLED)
+
+    # ---- room ----
+
+    @property
+    def live(self) -> int:
+        """Requests that were submitted and whose output no turn has returned yet."""
+        return len(self._parts)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait here, not in the engine."""
+        return len(self._queue)
+
+    def has_room(self, sequences: int = 1) -> bool:
+        """Whether a request of so many answers would go to the engine at once; always true when nothing is live.
+
+        A caller that reads its requests from somewhere leaves them there until then.
+        """
+        if not self._parts:
+            return True
+        return not self._queue and self._outputs.live + sequences <= self.capacity
+
+    # ---- turns ----
+
+    def turn(self) -> Turn:
+        """Hand over what the engine has room for, and take one turn of it.
+
+        Blocks until the oldest step in flight has landed, which is a step's time while anything runs. Every submitted
+        request is in ``finished`` of exactly one turn. Raises whatever the engine raises: then it is lost.
+        """
+        self._feed()
+        output = self.engine.step()
+        at = self._clock()
+        if self._cancelled:
+            ended, self._cancelled = tuple(self._cancelled), []
+            output = replace(output, finished=ended + tuple(output.finished))
+        routed = self._outputs.route(output, at)
+        for request_id in routed.stop:
+            self.engine.cancel(request_id, FinishReason.STOP)
+        for done in routed.finished:
+            del self._parts[done.key]
+        return Turn(at, output, routed.deltas, routed.finished)
+
+    def _feed(self) -> None:
+        """As many as keep the engine busy: others wait here, where order and end cost less than on every rank."""
+        queue, outputs = self._queue, self._outputs
+        while queue and outputs.live - len(queue) < self.capacity:
+            if outputs.waiting - len(queue) >= self._most_not_begun:
+                return
+            _, request_id, request = heapq.heappop(queue)
+            outputs.handed_over(request_id)
+            self.engine.add(request)
+
+    def run(self, requests: Iterable[PromptRequest | PreparedPrompt] = ()) -> Iterator[Turn]:
+        """Turns until ``requests``, taken one by one as there is room for them, and all submitted ones have ended.
+
+        Raises EngineIdle when the engine has lost one of them, and whatever ``submit`` and ``turn`` raise.
+        """
+        source = iter(requests)
+        exhausted = False
+        while True:
+            while not exhausted and self.has_room():
+                request = next(source, None)
+                if request is None:
+                    exhausted = True
+                else:
+                    self.submit(request)
+            if not self._parts:
+                return
+            yield self.turn()
+            if self._parts and not (self._queue or self._cancelled or self.engine.has_work):
+                raise EngineIdle(f"the engine is idle, but {self.live} requests have not ended")
+
+    def settle(self) -> None:
+        """Take the turns that are left when no request is: those of steps that were in flight when the last ended."""
+        while self.engine.has_work:
+            self.engine.step()
+
+    def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
+        """Instead of a turn while nothing is live: blocks until ``ready(seconds)``, which waits up to that long for new
+        work, is true, and at most ``timeout`` seconds. The other ranks are kept informed that all is well."""
+        self.engine.wait(ready, timeout)
+
+    def close(self) -> None:
+        """Agree on the end: every follower's ``follow`` returns. What has not ended is dropped. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.engine.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """After an error the engine is left as it is: its own end tells the other ranks."""
+        if error is None or isinstance(error, RequestError):
+            self.close()
+
+
+def capacity_of(engine: EngineProtocol) -> int:
+    """Sequences to keep with the engine: those that run, and as many as may take over from them."""
+    config = engine.config
+    return config.data_parallel * (config.max_num_seqs + min(config.max_num_seqs, config.max_waiting))

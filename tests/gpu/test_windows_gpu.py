@@ -1,0 +1,82 @@
+"""Steps of up to W tokens a row on a GPU: the tokens of single steps, in float32; captured, chained, without a sync.
+
+In float32 a product's last bits still depend on the number of rows, so log-probabilities are compared within a
+tolerance; tokens of this random model are far enough apart to be equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.schedule.request import Request
+from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.test_engine_gpu import gpu_rig
+from tests.runtime.engine.lives import Life
+from tests.runtime.engine.replay_proposer import script_of, window_roles
+from tests.runtime.engine.rig import request, run
+
+pytestmark = pytest.mark.gpu
+
+KINDS = (SamplingVariant(), SamplingVariant(True, True, True, False, True, 5))
+LIMITS: dict[str, Any] = {"prefill": "triton", "dtype": torch.float32, "blocks": 400, "variants": KINDS}
+
+
+def mixed() -> list[Request]:
+    """Greedy and random rows, with penalties, filters, stop ids and log-probabilities."""
+    draws: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "logprobs": 3},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logprobs": 5},
+        {"temperature": 1.0, "top_k": 10, "frequency_penalty": 0.4},
+    ]
+    prompts = [[(7 * i + j) % 200 + 3 for j in range(9 + i)] for i in range(8)]
+    return [
+        request(i, prompt, max_tokens=20 + 5 * i, stops=(11, 57) if i % 3 else (), **draws[i % len(draws)])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def live(widths: tuple[int, ...], depth: int, **more: Any) -> Life:
+    life = Life({one.request_id: one.sampling.logprobs for one in mixed() if one.sampling.logprobs is not None})
+    with gpu_rig(depth=depth, widths=widths, **(LIMITS | more)) as engine:
+        life.finished = run(engine, mixed(), watch=life.watch)
+        life.counters = dict(engine.counters)
+    return life
+
+
+@pytest.mark.parametrize("widths", [(2,), (3,), (5,), (8,), (16,), (32,), (1, 4), (8, 1, 3)], ids=str)
+def test_windows_give_the_tokens_of_single_steps(widths: tuple[int, ...]) -> None:
+    alone = live((1,), 0)
+    script = script_of(mixed(), {i: tokens for i, (tokens, _) in alone.answers.items()})
+    for depth in (0, 2):
+        for limited in (False, True):
+            life = live(widths, depth, further_roles=window_roles(widths, script, limited=limited))
+            assert life.answers == alone.answers
+            for i, entries in alone.logprobs.items():
+                for (chosen, _, ids, _), (wanted, _, wanted_ids, _) in zip(life.logprobs[i], entries, strict=True):
+                    assert chosen == pytest.approx(wanted, abs=1e-3)
+                    assert ids == wanted_ids
+            assert life.counters["graph_captures_after_warmup"] == 0
+            assert life.counters["device_allocs_after_warmup"] == 0
+
+
+def test_a_window_step_is_launched_without_a_sync() -> None:
+    requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
+    script = {one.sampling.seed or 0: (*one.prompt_token_ids, *([5] * 60)) for one in requests}
+    with gpu_rig(depth=2, widths=(4,), further_roles=window_roles((4,), script), **LIMITS) as engine:
+        for one in requests:
+            engine.add(one)
+        for _ in range(6):
+            engine.step()
+        copied = engine.counters["host_to_device_bytes"]
+        with no_synchronisation():
+            for _ in range(5):
+                engine.step()
+        assert engine.counters["host_to_device_bytes"] == copied, "nothing changed, nothing is staged"
+        while engine.has_work:
+            engine.step()

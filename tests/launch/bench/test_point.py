@@ -1,0 +1,33 @@
+"""The flat row of a point keeps its names: published results and reports of earlier versions stay readable."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.bench.point import Measured, Point
+from launch.report.rows import Row
+
+PUBLISHED = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.points.jsonl"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name.partition(".points")[0])
+def test_a_published_row_has_a_point_s_fields_and_no_others(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        assert json.loads(line).keys() == {field.name for field in fields(Point)}
+        assert msgspec.json.encode(msgspec.json.decode(line, type=Point))
+
+
+def test_a_report_s_row_is_what_was_measured_and_whose_point_it_is() -> None:
+    assert {field.name for field in fields(Row)} - {field.name for field in fields(Measured)} == {
+        *("key", "settings", "tpot_percentiles"),
+    }
+    assert {field.name for field in fields(Measured)} <= {field.name for field in fields(Point)}
+
+
+def test_there_are_published_rows() -> None:
+    assert PUBLISHED

@@ -1,0 +1,137 @@
+"""The public face, as a program uses it: the demo model, texts and ids, several answers, stop strings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstride import EngineConfig, SamplingParams, complete
+from runtime.frontend.validation import RequestError
+from runtime.schedule.request import FinishReason
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = EngineConfig(model="models/demo", device="cpu", max_num_seqs=4, max_model_len=256)
+
+
+def test_texts_ids_and_several_answers() -> None:
+    torch.set_num_threads(1)
+    greedy = SamplingParams(max_tokens=40, temperature=0.0)
+    two = SamplingParams(max_tokens=12, temperature=0.9, n=2, seed=5)
+    stopped = SamplingParams(max_tokens=40, temperature=0.0, stop=("return",))
+    prompt = "def gcd(a, b):"
+    text, ids, several, cut = complete(
+        CONFIG, [prompt, (311, 437, 4046), prompt, prompt], [greedy, greedy, two, stopped]
+    )
+    assert text.completions[0].finish_reason is FinishReason.STOP
+    assert text.prompt == prompt
+    assert ids.prompt is None
+    assert ids.prompt_token_ids == (311, 437, 4046)
+    assert [c.seed for c in several.completions] == [5, 6]
+    assert several.completions[0].token_ids != several.completions[1].token_ids
+    assert "return" in text.completions[0].text
+    assert cut.completions[0].text == text.completions[0].text.split("return")[0]
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_only_a_process_of_a_launcher_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
+    torch.set_num_threads(1)
+    asked: list[bool] = []
+    monkeypatch.setattr("launch.embed.die_with_parent", lambda: asked.append(True))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        if launched:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    complete(CONFIG, ["def gcd(a, b):"], SamplingParams(max_tokens=2, temperature=0.0))
+    assert asked == [True] * launched
+
+
+def test_a_prompt_that_cannot_be_served_is_refused() -> None:
+    with pytest.raises(RequestError, match="4096"):
+        complete(CONFIG, [(4096,)], SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "words"),
+    [
+        (["ab"], SamplingParams(max_tokens=0), "max_tokens is 0, but must be at least 1"),
+        (["ab"], SamplingParams(stop=("\ud800",)), "a stop string is no Unicode text"),
+        (["ab\ud800"], SamplingParams(), "the prompt is no Unicode text"),
+        (["ab"], [SamplingParams()] * 2, "sampling is 2 of them, but must be SamplingParams, or one for each of 1"),
+        ("ab", SamplingParams(), "prompts is a str, but must be a list of texts or of token ids"),
+        (["ab", None], SamplingParams(), "the prompt is None, but must be a sequence of token ids"),
+        (["ab", (1,) * 300], SamplingParams(), "the prompt has 300 tokens"),
+        (["ab"], {"max_tokens": 5}, "sampling is a dict"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(prompts: Any, sampling: Any, words: str) -> None:
+    torch.set_num_threads(1)
+    with pytest.raises(RequestError, match=words):
+        complete(CONFIG, prompts, sampling)
+
+
+def test_lengths_beyond_the_context_are_cut_to_it() -> None:
+    torch.set_num_threads(1)
+    endless = SamplingParams(max_tokens=2**31, min_tokens=2**31 - 1, temperature=0.0)
+    (output,) = complete(replace(CONFIG, max_model_len=32), ["def gcd(a, b):"], endless)
+    (completion,) = output.completions
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert len(output.prompt_token_ids) + len(completion.token_ids) == 32
+
+
+def test_more_prompts_than_may_wait_are_all_served() -> None:
+    torch.set_num_threads(1)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0)
+    outputs = complete(replace(CONFIG, max_num_seqs=2, max_waiting=1), ["def gcd(a, b):"] * 9, greedy)
+    assert {output.completions[0].text for output in outputs} == {outputs[0].completions[0].text}
+    assert all(output.failed is None for output in outputs)
+
+
+RANKS = """
+import json, sys
+from lockstride import EngineConfig, RequestError, SamplingParams, complete
+
+config = EngineConfig(
+    model="models/demo",
+    device="cpu",
+    max_num_seqs=4,
+    max_model_len=64,
+    control_timeout_s=60.0,
+    bundles=sys.argv[1],
+)
+greedy = SamplingParams(max_tokens=4, temperature=0.0)
+for prompts in (["def gcd(a, b):", (5,) * 64], [(5,), (4096,)], ["def gcd(a, b):"]):
+    try:
+        found = [output.completions[0].token_ids for output in complete(config, prompts, greedy)]
+    except RequestError as error:
+        found = str(error)
+    print(json.dumps({"found": found}), flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+def test_on_two_ranks_a_bad_prompt_is_an_error_of_rank_0_and_an_orderly_end(tmp_path: Path) -> None:
+    """Twice in one job, and the third call is served: nobody has left."""
+    script = tmp_path / "ask.py"
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--redirects", "1", "--log-dir", str(tmp_path / "logs"), str(script), str(tmp_path / "bundles")]
+    environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONPATH=str(ROOT))
+    ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=180)
+    logs = {path.parent.name: path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")}
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = {rank: [json.loads(line)["found"] for line in text.splitlines()] for rank, text in logs.items()}
+    too_long, unknown, served = found["0"]
+    assert "the prompt has 64 tokens, but prompt and answer together may have 64" in too_long
+    assert "prompt token 0 is 4096" in unknown
+    assert len(served) == 1
+    assert len(served[0]) == 4
+    assert found["1"] == [[], [], []]

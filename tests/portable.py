@@ -1,0 +1,94 @@
+"""Tests that compute floats, as other machines would run them: ``python -m tests.portable [PYTEST_ARGUMENT ...]``.
+
+Runs FOLDERS once for each vector width that this CPU has and for 1 and 4 threads an operator, then once beside two
+processes that never rest. Other widths and threads sum in another order, so that the last bits of a product differ; a
+busy machine lets threads and ranks come in another order. Exit code 0 when all runs passed.
+
+Knows: the variables that torch reads. Does not know: what is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+FOLDERS = ("tests/models", "tests/runtime/engine", "tests/runtime/execute", "tests/parallel/comm", "tests/launch/bench")
+NO_FLOATS = ("tests/models/kernels/test_compiled_kernels.py",)  # compiles for another machine, and runs nothing
+THREADS = (1, 4)
+_WIDTHS_X86 = ("default", "avx2", "avx512")
+_ISA = ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")  # torch's own loops go by the width, these two by themselves
+_LIBRARIES = {"default": ("SSE4_2", "SSE41"), "avx2": ("AVX2", "AVX2")}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the folders. ``width``: as ATEN_CPU_CAPABILITY takes it; ``busy``: processes beside it."""
+
+    width: str
+    threads: int
+    busy: int = 0
+
+    @property
+    def label(self) -> str:
+        beside = f", beside {self.busy} busy loops" if self.busy else ""
+        return f"{self.width}, {self.threads} thread{'s' * (self.threads > 1)}{beside}"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        libraries = {} if self.width not in _LIBRARIES else dict(zip(_ISA, _LIBRARIES[self.width], strict=True))
+        return {"ATEN_CPU_CAPABILITY": self.width, "MKL_DYNAMIC": "FALSE", **threads, **libraries}
+
+
+def widths_of(capability: str) -> tuple[str, ...]:
+    """From torch.backends.cpu.get_cpu_capability(), without an ATEN_CPU_CAPABILITY: what it may be told to be."""
+    best = capability.lower()
+    if best in _WIDTHS_X86:
+        return _WIDTHS_X86[: _WIDTHS_X86.index(best) + 1]
+    return ("default", best)
+
+
+def runs_of(widths: Sequence[str]) -> list[Run]:
+    return [Run(width, threads) for width in widths for threads in THREADS] + [Run(widths[-1], 1, busy=2)]
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    plain = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
+    capability = subprocess.run([sys.executable, "-c", asked], env=plain, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    command += [f"--ignore={path}" for path in NO_FLOATS] + list(arguments or FOLDERS)
+    results = []
+    print(f"torch {torch.__version__}, {capability.stdout.strip()}, {os.cpu_count()} cores", flush=True)
+    for run in runs_of(widths_of(capability.stdout.strip())):
+        print(f"== {run.label}", flush=True)
+        began = time.monotonic()
+        with busy_loops(run.busy):
+            code = subprocess.run(command, env={**plain, **run.environ}).returncode
+        results.append((run, code, time.monotonic() - began))
+    print()
+    for run, code, seconds in results:
+        print(f"{'passed' if code == 0 else 'FAILED'}  {seconds:6.0f} s  {run.label}")
+    return int(any(code for _, code, _ in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

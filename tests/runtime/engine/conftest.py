@@ -1,0 +1,18 @@
+"""The models that tests of the engine run over."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.registry import ARCHITECTURES
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.runtime.engine import rig
+
+
+@pytest.fixture(params=["attention", "hybrid"])
+def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every rig's model keeps all of a sequence in pages, or a part of it in the slot's row; returns which."""
+    if request.param == "hybrid":
+        monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+        monkeypatch.setattr(rig, "TINY", rig.TINY | HYBRID)
+    return str(request.param)

@@ -1,0 +1,150 @@
+"""A model that keeps a part of each sequence in its slot's row: whose state a step reads, writes and clears.
+
+What every model goes through (test_lifecycle.py, test_depths.py, test_poison.py), this one goes through there too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.cache_layout import SlotState
+from models.inputs import PrefillAttention, StateRows, StepInputs
+from models.layers.decoder import Decoder
+from models.registry import ARCHITECTURES
+from parallel.comm.collectives import SingleRank
+from parallel.control.interface import SingleRankControl
+from runtime.build import build_engine
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.lives import live, people, prompt
+from tests.runtime.engine.replay_proposer import window_roles
+from tests.runtime.engine.rig import TINY, request, rig, run
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import mixture, outcome
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+
+
+def on_banks(engine: Engine, slots: list[int], value: float) -> None:
+    """On the compute stream, behind every step launched so far."""
+    banks = engine.executor.pool.banks
+
+    def fill() -> None:
+        for bank in banks:
+            bank[:, slots] = value
+
+    engine.executor.device.compute.submit(fill)
+
+
+def whole(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
+    """Log-probabilities [T, V] of what follows each token, from one forward over all of them and state of its own."""
+    length, caches = len(tokens), list[object]()
+    for layer in model.cache_layout.layers:
+        if isinstance(layer, SlotState):
+            caches.append({name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in layer.tensors.items()})
+        elif layer is not None:
+            caches.append(torch.zeros(layer.shape(2, length), dtype=layer.dtype))
+    positions = torch.arange(length)
+    inputs = StepInputs(
+        torch.tensor(tokens),
+        positions,
+        length + positions,
+        PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,)),
+        state=StateRows(torch.tensor([1]), torch.tensor([length])),
+    )
+    with torch.inference_mode():
+        return torch.log_softmax(model.logits(model(inputs, caches)), 1)
+
+
+def test_token_by_token_equals_all_at_once() -> None:
+    one = request(0, prompt(50), max_tokens=30, stops=())
+    with rig(shape=HYBRID, max_prefill_tokens=8, kernels=ExactKernels(), dtype=torch.float64) as engine:
+        answer = run(engine, [one])[0].token_ids
+        likely = whole(engine.executor._model, one.prompt_token_ids + answer).argmax(1)
+    assert likely[49:-1].tolist() == list(answer)
+
+
+@pytest.mark.parametrize("depth", [0, 2, 4])
+def test_state_of_free_slots_and_of_the_null_slot_reaches_nobody(depth: int) -> None:
+    """The null slot serves ghosts and padding; a free slot is cleared when somebody is seated in it."""
+    requests = mixture(11)
+    with rig(shape=HYBRID, depth=depth) as engine:
+        clean = run(engine, requests)
+
+    def poison(engine: Engine, turn: int) -> None:
+        on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
+
+    with rig(shape=HYBRID, depth=depth, blocks=60, buckets=(3, 8)) as engine:
+        assert outcome(run(engine, requests, poison)) == outcome(clean)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
+    """What a slot holds in the end is what its last real token left there, whatever was in flight behind it."""
+    one = people(1, length=9, max_tokens=20)[0]
+    tokens = live([one], depth=0, shape=HYBRID).finished[0].token_ids
+    stopped = replace(one, stop_token_ids=(tokens[7],))
+    end = tokens.index(tokens[7])
+
+    def life(depth: int) -> list[Tensor]:
+        with rig(shape=HYBRID, depth=depth, kernels=ExactKernels(), dtype=torch.float64, rows=4) as engine:
+            on_banks(engine, list(range(2, 9)), 7.0)  # of slots in which nobody is seated
+            assert len(run(engine, [stopped])[0].token_ids) == end + 1
+            engine.stop()
+            assert engine.counters["ghost_rows"] == depth
+            engine.executor.device.compute.synchronize()
+            assert all(bool((bank[:, 2:] == 7.0).all()) for bank in engine.executor.pool.banks)
+            return [bank[:, 1].clone() for bank in engine.executor.pool.banks]
+
+    serial = life(0)
+    assert all(bool(state.any()) for state in serial)
+    assert all(torch.equal(mine, oracle) for mine, oracle in zip(life(depth), serial, strict=True))
+
+
+def test_windows_are_refused() -> None:
+    """A row that keeps fewer tokens than its window took in would need the state before them."""
+    roles = window_roles((2,), {0: (1, 2, 3)})
+    with pytest.raises(ValueError, match="windows of 2: state of slots"), rig(shape=HYBRID, further_roles=roles):
+        pass
+
+
+def test_two_ranks_hold_a_half_of_each_state() -> None:
+    requests = mixture(3)
+    with rig(shape=HYBRID, depth=0, kernels=ExactKernels(), dtype=torch.float64) as engine:
+        alone = outcome(run(engine, requests))
+        full = engine.executor.sizing.shape.layout.bytes_per_slot
+    with tensor_rig(2, shape=HYBRID, depth=2, kernels=ExactKernels(), dtype=torch.float64) as engine:
+        assert outcome(run(engine, requests)) == alone
+        assert engine.executor.sizing.shape.layout.bytes_per_slot == full // 2
+
+
+def test_prefix_caching_is_off_and_said_to_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A prefix's keys and values are of no use where the state behind it is not there."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY | HYBRID))
+    config = EngineConfig(
+        model=str(tmp_path), load_format="dummy", device="cpu", max_num_seqs=2, num_blocks=40, max_model_len=64
+    )
+    control = SingleRankControl()
+    with (
+        caplog.at_level(logging.INFO),
+        build_engine(config, control=control, collectives=SingleRank(), agree_min=int, device="cpu") as engine,
+    ):
+        asked = [request(i, range(40), max_tokens=4, stops=()) for i in range(2)]
+        first, second = (run(engine, [one])[one.request_id].token_ids for one in asked)
+        assert first == second
+        assert engine.counters["prefix_hit_tokens"] == 0
+        assert not engine.scheduler.config.prefix_caching
+    assert "prefix caching is off" in caplog.text
+    assert "2 layers x 5 slots x (sum 48 x 4 B + latest 48 x 4 B), the null slot included" in caplog.text

@@ -1,0 +1,123 @@
+"""A second model in the same engine: a role of its own, added without a change to any other role.
+
+The toy role's program has two stages in one graph: a model of another depth and width runs over the same rows and KV
+blocks, with a cache of its own, and then the target decodes. Odd steps are its, even ones the plain decode role's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.cache_layout import CacheLayout, PagedKV
+from models.config import ModelConfig
+from models.inputs import DecodeAttention, StepInputs
+from models.kernels.select import select_kernels
+from models.weights import load_model
+from parallel.comm.collectives import SingleRank
+from runtime.execute.launch_spec import GREEDY, LaunchSpec
+from runtime.execute.role import RoleParts
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.row_graphs import RowGraphs
+from runtime.execute.step.step_io import gather_decode
+from runtime.schedule.plan import StepKind, StepPlan
+from tests.runtime.engine.lives import live, oracle, prompt, same, unbroken
+from tests.runtime.engine.rig import TINY, request, rig
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+BUCKETS = (1, 2, 4, 8)
+
+
+class DraftedDecode:
+    """``toy`` first, then the target's decode step; ``steps`` counts its launches."""
+
+    name = "drafted decode"
+
+    def __init__(self, parts: RoleParts) -> None:
+        self.steps = 0
+        self._parts = parts
+        device = parts.device.torch_device
+        config = ModelConfig.from_dict({**TINY, **SMALL})
+        kernels = select_kernels(device, torch.float32, config.head_dim)
+        self._toy = load_model(
+            config,
+            None,
+            load_format="dummy",
+            dtype=torch.float32,
+            device=device,
+            collectives=SingleRank(),
+            kernels=kernels,
+        )
+        self._toy_caches = parts.pool.allocate(self._toy.cache_layout)
+        self.guesses_N = parts.device.zeros(BUCKETS[-1], dtype=torch.int64)
+        self._target = DecodeRole(parts, name=self.name)
+        maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.limits.decode_buckets}
+        self.graphs = RowGraphs(self.name, parts.device, self._both, parts.ring, maps)
+
+    def serves(self, plan: StepPlan) -> bool:
+        return plan.kind is StepKind.DECODE and plan.step % 2 == 1
+
+    def rehearse(self) -> None:
+        rows_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=self._parts.device.torch_device)
+        self._both(rows_B, GREEDY, 0)
+        self._parts.ring.undo()
+
+    def warm_up(self) -> None:
+        self.graphs.warm_up(self._parts.limits.warm_variants)
+
+    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
+        self.steps += 1
+        self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
+
+    def _both(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
+        self._guess(rows_B)
+        self._target.decode(rows_B, variant, exchange_rows)
+
+    def _guess(self, rows_B: Tensor) -> None:
+        """One step of the toy model over the rows, as it would draft their next tokens."""
+        size = self._parts.limits.block_size
+        rows = gather_decode(self._parts.tables, rows_B, size)
+        longest = rows.page_table_BP.shape[1] * size
+        attention = DecodeAttention(rows.page_table_BP, rows.kv_lengths_B, 1, longest)
+        inputs = StepInputs(rows.token_B, rows.position_B, rows.kv_slots_B, attention, real_T=rows.live_B)
+        logits_BV = self._toy.logits(self._toy.forward(inputs, self._toy_caches))
+        self.guesses_N[: len(rows_B)].copy_(logits_BV.argmax(1))
+
+
+@pytest.mark.parametrize("depth", [0, 2, 4])
+def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) -> None:
+    """Over 200 steps in which rows come and go, blocks fill up and buckets change."""
+    made: list[DraftedDecode] = []
+
+    def make(parts: RoleParts) -> DraftedDecode:
+        made.append(DraftedDecode(parts))
+        return made[-1]
+
+    requests = [request(i, prompt(5 + i, i), max_tokens=20 + 9 * i, temperature=i % 2, stops=()) for i in range(10)]
+    later = {turn: [request(100 + turn, prompt(7, turn), max_tokens=30, stops=())] for turn in range(20, 200, 25)}
+    every = [*requests, *(one for arriving in later.values() for one in arriving)]
+    limits: dict[str, Any] = {"buckets": BUCKETS, "variants": (GREEDY, SamplingVariant(random=True))}
+    life = live(requests, depth=depth, later=later, further_roles=(make,), **limits)
+    same(life, oracle(every))
+    role = made[-1]  # the first one was measured, and is gone
+    assert life.counters["decode_steps"] >= 200
+    assert abs(role.steps - life.counters["decode_steps"] / 2) <= life.counters["prefill_steps"]
+    assert len({spec.bucket for spec in life.specs if spec.plan.kind is StepKind.DECODE}) == len(BUCKETS)
+    assert life.counters["graph_captures_after_warmup"] == 0
+    assert life.counters["device_allocs_after_warmup"] == 0
+    assert role.guesses_N.any(), "the toy model ran"
+    if depth:
+        unbroken(life)
+
+
+def test_memory_is_divided_for_both_models() -> None:
+    with rig(further_roles=(DraftedDecode,), buckets=BUCKETS) as engine:
+        executor = engine.executor
+        target, toy = PagedKV(2, 16, torch.float32), PagedKV(1, 8, torch.float32)
+        assert executor.pool.layout == executor.sizing.shape.layout == CacheLayout((target,) * 2 + (toy,) * 3)
+        assert "3 layers x 2 x 8 tokens x 1 heads x 8 x 4 B" in str(executor.sizing)

@@ -1,0 +1,52 @@
+"""The pool: each layer gets a view of what it declared, and a slot is reset in all layers and in no other slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.cache_layout import CacheLayout, PagedKV, SlotState
+from runtime.execute.cache.pool import CachePool
+from runtime.execute.device.cpu_twin import TwinDevice
+
+ATTENTION = PagedKV(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+STATE = SlotState({"conv": ((6, 3), torch.bfloat16), "recurrent": ((2, 4, 4), torch.float32)})
+OTHER = SlotState({"recurrent": ((5,), torch.float64)})
+LAYOUT = CacheLayout((STATE, ATTENTION, OTHER, STATE, None, ATTENTION))
+
+
+def test_a_view_a_layer() -> None:
+    with TwinDevice() as device:
+        pool = CachePool(device, block_size=16, blocks=9, slots=3)
+        recurrent, attention, other, second, none, last = pool.allocate(LAYOUT)
+        assert none is None
+        assert isinstance(attention, Tensor)
+        assert (attention.shape, attention.dtype) == ((2, 10, 16, 2, 64), torch.bfloat16)
+        assert [view.data_ptr() for view in pool.paged] == [attention.data_ptr(), last.data_ptr()]  # type: ignore[union-attr]
+        for view in (recurrent, second):
+            assert isinstance(view, dict)
+            assert {name: (bank.shape, bank.dtype) for name, bank in view.items()} == {
+                "conv": ((4, 6, 3), torch.bfloat16),
+                "recurrent": ((4, 2, 4, 4), torch.float32),
+            }
+            assert all(bank.is_contiguous() for bank in view.values())
+        assert isinstance(other, dict)
+        assert other["recurrent"].shape == (4, 5)
+        assert not any(bool(tensor.any()) for tensor in (*pool.paged, *pool.banks))
+        kept = 10 * 16 * LAYOUT.bytes_per_token + 4 * LAYOUT.bytes_per_slot
+        assert device.memory_info().allocated == kept
+
+
+def test_reset_clears_those_slots_in_every_layer_and_nothing_else() -> None:
+    with TwinDevice() as device:
+        pool = CachePool(device, block_size=16, blocks=2, slots=5)
+        views = [*pool.allocate(LAYOUT), *pool.allocate(CacheLayout((STATE,)))]  # of two models
+        assert pool.layout.layers == (*LAYOUT.layers, STATE)
+        for tensor in (*pool.paged, *pool.banks):
+            tensor.fill_(float("nan"))
+        pool.reset(torch.tensor([4, 2]))
+        for view in views:
+            for bank in view.values() if isinstance(view, dict) else ():
+                assert [bool(row.isnan().any()) for row in bank] == [True, True, False, True, False, True]
+                assert not bank[[2, 4]].any()
+        assert all(bool(kv.isnan().all()) for kv in pool.paged)

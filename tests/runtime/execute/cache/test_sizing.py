@@ -1,0 +1,135 @@
+"""Sizing of caches: the sum is right to the byte and printed term by term, and refusals say what to type."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from models.cache_layout import CacheLayout, PagedKV, SlotState
+from runtime.execute.cache.sizing import CacheMemoryError, CacheShape, CacheSizing, size_cache
+from runtime.execute.device.protocol import MemoryInfo
+
+ATTENTION = PagedKV(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+SHAPE = CacheShape(CacheLayout((ATTENTION,) * 4), block_size=16, slots=8)
+BLOCK = 4 * 2 * 16 * 2 * 64 * 2
+
+
+def memory(total_blocks: int, used_blocks: int) -> MemoryInfo:
+    return MemoryInfo(total=total_blocks * BLOCK, free=(total_blocks - used_blocks) * BLOCK, allocated=0)
+
+
+def sized(total_blocks: int = 1000, used_blocks: int = 100, peak_blocks: int = 50, **options: int) -> CacheSizing:
+    given = {"max_model_len": 160, "reserve_tokens": 3} | options
+    return size_cache(memory(total_blocks, used_blocks), peak_blocks * BLOCK, SHAPE, **given)
+
+
+def test_block_bytes() -> None:
+    assert SHAPE.block_bytes == BLOCK == 32768
+
+
+def test_what_is_left_becomes_blocks_minus_the_trash_block() -> None:
+    sizing = sized()
+    assert sizing.budget == (900 - 100 - 50) * BLOCK
+    assert sizing.num_blocks == 749
+    assert sizing.tokens == 749 * 16
+
+
+def test_the_pool_never_exceeds_the_budget() -> None:
+    for peak in range(0, 5 * BLOCK, 10_007):
+        sizing = size_cache(memory(1000, 100), peak, SHAPE, max_model_len=160, reserve_tokens=3)
+        assert (sizing.num_blocks + 1) * BLOCK <= sizing.budget < (sizing.num_blocks + 2) * BLOCK
+
+
+def test_the_printed_sum_adds_up() -> None:
+    text = str(size_cache(memory(327_680, 32_768), 1 << 30, SHAPE, max_model_len=160, reserve_tokens=3))
+    terms = [float(match) for match in re.findall(r"([\d.]+) GiB", text)]
+    share, used, activations, left = terms[1:5]
+    assert terms[0] == 10.0
+    assert share == 9.0
+    assert left == share - used - activations == 7.0
+    assert "229,375" in text  # 7 GiB / 32 KiB, minus the trash block
+    assert "--max-model-len 160" in text
+
+
+def test_given_blocks_override_the_sum() -> None:
+    sizing = sized(num_blocks=20)
+    assert sizing.num_blocks == 20
+    assert "--num-blocks" in str(sizing)
+
+
+def test_ranks_agree_on_fewer() -> None:
+    sizing = sized()
+    assert sizing.with_blocks(700).num_blocks == 700
+    assert sizing.num_blocks == 749
+
+
+def test_one_longest_request_must_fit_with_what_is_reserved_ahead() -> None:
+    assert sized(num_blocks=11).num_blocks == 11  # 163 tokens need 11 blocks of 16
+    with pytest.raises(
+        CacheMemoryError, match=r"needs 11 KV blocks, there are 10: type --max-model-len 157, or --num-b.* 11"
+    ):
+        sized(num_blocks=10)
+    assert sized(num_blocks=10, max_model_len=157).num_blocks == 10
+
+
+def test_too_little_memory_says_so() -> None:
+    with pytest.raises(
+        CacheMemoryError, match=r"needs 11 KV blocks, there are 9: type --max-model-len 141, or a larger --mem"
+    ):
+        sized(used_blocks=840)
+    with pytest.raises(CacheMemoryError, match=r"there are 0: type a smaller model or a larger device"):
+        sized(used_blocks=990)
+
+
+def test_given_blocks_that_do_not_fit_are_refused_with_both_numbers() -> None:
+    with pytest.raises(
+        CacheMemoryError, match=r"--num-blocks 900 needs 29,523,968 bytes of KV, 29,491,200 are free.* 899 or"
+    ):
+        sized(num_blocks=900)
+
+
+# ---- several kinds ----
+
+STATE = SlotState({"conv": ((24, 3), torch.bfloat16), "recurrent": ((4, 16, 16), torch.float32)})
+SLOT = 24 * 3 * 2 + 4 * 16 * 16 * 4
+HYBRID = CacheShape(
+    CacheLayout((STATE, STATE, STATE, ATTENTION, None, PagedKV(1, 32, torch.float32, window=128))),
+    block_size=16,
+    slots=8,
+)
+
+
+def test_each_kind_is_counted_and_has_its_line() -> None:
+    assert HYBRID.state_bytes == 9 * 3 * SLOT
+    assert HYBRID.block_bytes == 16 * (2 * 2 * 64 * 2 + 2 * 1 * 32 * 4)
+    sizing = size_cache(memory(1000, 100), 50 * BLOCK, HYBRID, max_model_len=160, reserve_tokens=3)
+    assert sizing.budget == (900 - 100 - 50) * BLOCK - HYBRID.state_bytes
+    assert (sizing.num_blocks + 1) * HYBRID.block_bytes <= sizing.budget < (sizing.num_blocks + 2) * HYBRID.block_bytes
+    state, *blocks = (line for line in str(sizing).splitlines() if " layers x " in line)
+    assert state.endswith(
+        "3 layers x 9 slots x (conv 24 x 3 x 2 B + recurrent 4 x 16 x 16 x 4 B), the null slot included"
+    )
+    assert [line.split("MiB  ")[1] for line in blocks] == [
+        "1 layers x 2 x 16 tokens x 2 heads x 64 x 2 B",
+        "1 layers x 2 x 16 tokens x 1 heads x 32 x 4 B, window 128",
+    ]
+
+
+def test_a_model_of_state_alone_has_blocks_for_every_slot() -> None:
+    """Blocks cost nothing there, but the scheduler counts in them."""
+    shape = CacheShape(CacheLayout((STATE,)), block_size=16, slots=8)
+    assert size_cache(memory(10, 0), 0, shape, max_model_len=160, reserve_tokens=3).num_blocks == 8 * 11
+
+
+def test_slots_whose_state_does_not_fit_are_refused() -> None:
+    shape = CacheShape(HYBRID.layout, block_size=16, slots=4000)
+    with pytest.raises(
+        CacheMemoryError, match=r"there are 0: type a smaller .* a lower --max-num-seqs, or a larger --mem"
+    ):
+        size_cache(memory(1000, 100), 0, shape, max_model_len=160, reserve_tokens=3)
+    with pytest.raises(CacheMemoryError, match="there are 0"):
+        size_cache(memory(1000, 100), 0, CacheShape(CacheLayout((STATE,)), 16, 9000), max_model_len=9, reserve_tokens=3)
+    with pytest.raises(CacheMemoryError, match=r"--num-blocks 20 needs .* bytes of KV, .* are free"):
+        size_cache(memory(1000, 100), 0, shape, max_model_len=160, reserve_tokens=3, num_blocks=20)

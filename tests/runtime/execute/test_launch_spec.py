@@ -1,0 +1,90 @@
+"""A launch is decided in one place: what a plan of each kind becomes, and that it is frozen."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+
+from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.schedule.plan import Chunk, Scored, SlotWrite, StepKind, StepPlan
+from runtime.schedule.request import SamplingParams
+from tests.runtime.execute.plans import slot_write
+
+LADDERS = Ladders(decode=(1, 2, 4, 8), prefill=(16, 32))
+
+
+@dataclass(frozen=True)
+class Serves:
+    """A role, for plans of one kind and width."""
+
+    name: str
+    kind: StepKind
+    width: int = 1
+
+    def serves(self, plan: StepPlan) -> bool:
+        return (plan.kind, plan.width) == (self.kind, self.width)
+
+
+def resolver(ladders: Ladders = LADDERS) -> LaunchResolver:
+    roles = (Serves("wide", StepKind.DECODE, 4), Serves("decode", StepKind.DECODE), Serves("prefill", StepKind.PREFILL))
+    return LaunchResolver(ladders, 17, roles)
+
+
+def decode(rows: int, *, width: int = 1, writes: tuple[SlotWrite, ...] = ()) -> StepPlan:
+    return StepPlan(1, StepKind.DECODE, tuple(range(1, rows + 1)), (0,) * rows, width, slot_writes=writes)
+
+
+def prefill(tokens: int, *, scored: bool = False) -> StepPlan:
+    chunk = Chunk(3, 0, (1,) * tokens, True, Scored(1, (1, 1), 0) if scored else None)
+    return StepPlan(1, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,))
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
+def test_decode_takes_the_least_bucket_that_holds_its_rows(rows: int, bucket: int) -> None:
+    assert resolver().resolve(decode(rows)) == LaunchSpec(decode(rows), "decode", bucket)
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 0)])
+def test_prefill_is_filled_up_to_a_captured_number_of_tokens(tokens: int, padded: int) -> None:
+    spec = resolver().resolve(prefill(tokens))
+    assert (spec.role, spec.bucket, spec.padded_tokens) == ("prefill", 1, padded)
+
+
+def test_prefill_that_scores_its_prompt_or_has_no_graphs_is_launched_as_it_is() -> None:
+    assert resolver().resolve(prefill(5, scored=True)).padded_tokens == 0
+    assert resolver(Ladders((1,))).resolve(prefill(5)).padded_tokens == 0
+
+
+def test_the_first_role_that_serves_a_plan_runs_it() -> None:
+    spec = resolver().resolve(decode(3, width=4))
+    assert (spec.role, spec.bucket, spec.width) == ("wide", 4, 4)
+    with pytest.raises(ValueError, match="step 1: no role serves DECODE of width 7; there are wide, decode, prefill"):
+        resolver().resolve(decode(3, width=7))
+
+
+def test_the_variant_covers_every_row_and_follows_the_slots() -> None:
+    one = resolver()
+    random = slot_write(1, sampling=SamplingParams(temperature=1.0, seed=0))
+    likely = slot_write(2, sampling=SamplingParams(temperature=0.0, seed=0, logprobs=3))
+    both = one.resolve(decode(2, writes=(random, likely)))
+    assert both.variant == SamplingVariant(random=True, logprobs=True, top_logprobs=5)
+    assert both.logprobs == 5
+    assert one.resolve(decode(1)).variant == SamplingVariant(random=True), "the other row is not in this step"
+    assert one.resolve(decode(1, writes=(slot_write(1),))).variant == GREEDY, "somebody else has the slot now"
+
+
+def test_what_was_agreed_with_other_groups_widens_the_step() -> None:
+    shared = resolver(Ladders((1, 2, 4, 8), exchange=(4, 16, 64)))
+    agreed = LaunchNeeds(decode_bucket=4, prefill_tokens=10, variant=SamplingVariant(filters=True))
+    spec = shared.resolve(decode(1), agreed)
+    assert (spec.bucket, spec.exchange_rows, spec.shared_bucket, spec.variant) == (4, 16, 4, agreed.variant)
+
+
+def test_a_spec_and_its_plan_stay_what_they_are() -> None:
+    spec = resolver().resolve(decode(2))
+    with pytest.raises(FrozenInstanceError):
+        spec.bucket = 8  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        spec.plan.width = 2  # type: ignore[misc]

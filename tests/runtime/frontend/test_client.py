@@ -1,0 +1,306 @@
+"""The one request loop, over an engine whose answers are known and whose steps come in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runtime.config import EngineConfig
+from runtime.frontend.client import EngineClient, EngineIdle, PromptRequest, Turn
+from runtime.frontend.output_processor import OutputProcessor
+from runtime.frontend.outputs import Delta, RequestOutput
+from runtime.frontend.validation import RequestError
+from runtime.schedule.plan import StepOutput
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from tests.launch.generate.fake_engine import FakeEngine, serial_answer
+from tests.runtime.engine.rig import rig
+from tests.runtime.frontend import small_tokenizers
+
+
+def fake(rows: int = 4, max_waiting: int = 100, **options: Any) -> FakeEngine:
+    return FakeEngine(EngineConfig(model="none", device="cpu", max_num_seqs=rows, max_waiting=max_waiting), **options)
+
+
+def client_of(engine: FakeEngine, **options: Any) -> EngineClient:
+    return EngineClient(engine, small_tokenizers.byte_level(), **options)
+
+
+def asked(number: int, **options: Any) -> PromptRequest:
+    fields = {"max_tokens": 3 + number % 20, "seed": number} | options.pop("sampling", {})
+    return PromptRequest((1 + number, 7), SamplingParams(**fields), **options)
+
+
+def turns(client: EngineClient, requests: Sequence[PromptRequest] = (), most: int = 3000) -> list[Turn]:
+    found = []
+    for turn in client.run(requests):
+        found.append(turn)
+        assert len(found) < most, "it does not come to an end"
+    return found
+
+
+def outputs(found: Sequence[Turn]) -> dict[Any, RequestOutput]:
+    done = [output for turn in found for output in turn.finished]
+    assert len({output.key for output in done}) == len(done), "each comes out once"
+    return {output.key: output for output in done}
+
+
+def put_together(key: object, index: int, deltas: Sequence[Delta]) -> tuple[str, tuple[int, ...], FinishReason | None]:
+    mine = [delta for delta in deltas if (delta.key, delta.index) == (key, index)]
+    assert [delta.finish_reason for delta in mine[:-1]] == [None] * (len(mine) - 1)
+    return "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids), mine[-1].finish_reason
+
+
+# ---- answers and their pieces ----
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_deltas_put_together_are_the_answers(width: int, seed: int) -> None:
+    """Stop strings, several answers, ends by eos and by length, tokens that are parts of characters."""
+    draw = random.Random(seed)
+    stops = [(), ("e",), ("th", "o"), ("\ufffd",)]
+    requests = [
+        asked(i, key=f"r{i}", stream=True, sampling={"n": draw.choice((1, 3)), "stop": draw.choice(stops)})
+        for i in range(20)
+    ]
+    engine = fake(width=width, seed=seed)
+    found = turns(client_of(engine), requests)
+    deltas = [delta for turn in found for delta in turn.deltas]
+    done = outputs(found)
+    assert done.keys() == {request.key for request in requests}
+    for key, output in done.items():
+        for completion in output.completions:
+            expected = completion.text, completion.token_ids, completion.finish_reason
+            assert put_together(key, completion.index, deltas) == expected
+        *others, last = [delta for delta in deltas if delta.key == key]
+        assert last.output is output
+        assert [delta.output for delta in others] == [None] * len(others)
+    plain = outputs(turns(client_of(fake(width=width, seed=seed + 100)), [replace(r, stream=False) for r in requests]))
+    assert {k: v.completions for k, v in plain.items()} == {k: v.completions for k, v in done.items()}
+
+
+def test_log_probabilities_come_with_the_tokens_they_are_of() -> None:
+    request = PromptRequest((5, 6, 7), SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, seed=0), stream=True)
+    with rig(rows=4) as engine:
+        found = turns(EngineClient(engine, text=False), [request])
+    (output,) = outputs(found).values()
+    (completion,) = output.completions
+    pieces = [entry for turn in found for delta in turn.deltas for entry in delta.logprobs or ()]
+    assert tuple(pieces) == completion.logprobs
+    assert [entry.token_id for entry in pieces] == list(completion.token_ids)
+
+
+def test_nobody_gets_deltas_without_asking() -> None:
+    found = turns(client_of(fake()), [asked(1, sampling={"stop": ("e",)}), asked(2, sampling={"n": 2})])
+    assert [delta for turn in found for delta in turn.deltas] == []
+    assert len(outputs(found)) == 2
+
+
+def test_steady_rows_are_not_looked_at_unless_somebody_wants_to_see_them() -> None:
+    class Untouchable(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("a row was looked at")
+
+    processor = OutputProcessor(None)
+    (request,) = processor.open("k", (9,), SamplingParams(seed=0))
+    step = StepOutput(0, [request.request_id], [4], [1])
+    processor.route(step)
+    untouchable = replace(step, tokens=Untouchable([4]), counts=Untouchable([1]))
+    assert processor.route(untouchable) == ([], [], [])
+    processor.open("streamed", (9,), SamplingParams(seed=0), stream=True)
+    with pytest.raises(AssertionError, match="a row was looked at"):
+        processor.route(replace(untouchable, request_ids=[request.request_id + 1]))
+
+
+# ---- back-pressure ----
+
+
+@pytest.mark.parametrize(("rows", "max_waiting", "n"), [(4, 100, 1), (4, 2, 3), (2, 1, 1), (2, 1, 9)])
+def test_the_engine_never_has_more_than_it_has_room_for(rows: int, max_waiting: int, n: int) -> None:
+    """Not even when one request has more answers than that."""
+    engine = fake(rows, max_waiting)
+    client = client_of(engine)
+    found = turns(client, [asked(i, sampling={"n": n}) for i in range(12)])
+    assert len(outputs(found)) == 12
+    assert engine.most_live <= rows + min(rows, max_waiting)
+    assert engine.most_live > rows or max_waiting == 1
+
+
+@pytest.mark.parametrize("max_waiting", [1, 3, 100])
+def test_a_scheduler_s_queue_is_never_full(max_waiting: int) -> None:
+    """Announced in one turn, more than ``max_waiting`` would be refused."""
+    requests = [PromptRequest((5 + i, 6), SamplingParams(max_tokens=6, seed=0, n=1 + i % 3)) for i in range(20)]
+    with rig(rows=3, horizon=2) as engine:
+        engine.config = replace(engine.config, max_waiting=max_waiting)
+        engine.scheduler.resources.config = replace(engine.scheduler.resources.config, max_waiting=max_waiting)
+        done = outputs(turns(EngineClient(engine, text=False), requests))
+    assert len(done) == 20
+    assert all(output.failed is None for output in done.values())
+
+
+def test_concurrency_bounds_what_the_engine_has() -> None:
+    engine = fake(rows=8)
+    assert len(outputs(turns(client_of(engine, concurrency=3), [asked(i) for i in range(10)]))) == 10
+    assert engine.most_live == 3
+
+
+def test_requests_are_taken_from_their_source_when_there_is_room() -> None:
+    taken = []
+
+    def source() -> Iterator[PromptRequest]:
+        for i in range(40):
+            taken.append(i)
+            yield asked(i)
+
+    engine = fake(rows=2)
+    client = client_of(engine)
+    for _ in client.run(source()):
+        assert len(taken) - len(engine.added) <= 1
+        assert client.live <= client.capacity + 1
+    assert len(engine.added) == 40
+
+
+def test_what_waits_is_taken_by_priority_and_then_in_order() -> None:
+    engine = fake(rows=1)
+    client = client_of(engine, concurrency=1)
+    for i, priority in enumerate((0, 5, 0, -5, 5)):
+        client.submit(asked(i, priority=priority))
+    turns(client)
+    assert [request.sampling.seed for request in engine.added] == [3, 0, 2, 1, 4]
+
+
+# ---- ends ----
+
+
+def test_a_request_that_is_cancelled_ends_with_what_it_has() -> None:
+    engine = fake(rows=1)
+    client = client_of(engine)
+    running = client.submit(asked(0, key="running", stream=True, sampling={"max_tokens": 40}))
+    while not (turn := client.turn()).deltas:
+        assert not turn.finished
+    for number in range(1, 4):
+        client.submit(asked(number, key=number))
+    client.cancel(running)
+    client.cancel(3)  # the engine has room for two: it never hears of this one
+    client.cancel("unknown")
+    found = turns(client)
+    done = outputs(found)
+    assert done.keys() == {"running", 1, 2, 3}
+    assert done["running"].completions[0].finish_reason is FinishReason.CANCELLED
+    assert done["running"].completions[0].token_ids
+    assert (done[3].completions[0].finish_reason, done[3].completions[0].token_ids) == (FinishReason.CANCELLED, ())
+    assert len(engine.added) == 3
+    assert done[1].failed is done[2].failed is None
+    client.cancel(running)
+
+
+def test_everything_or_what_has_no_token_can_be_cancelled() -> None:
+    client = client_of(fake(rows=1))
+    for number in range(6):
+        client.submit(asked(number, key=number, sampling={"max_tokens": 40}))
+    client.turn()
+    client.turn()
+    client.cancel_all(unbegun=True)
+    begun = {key for key, output in outputs(turns(client)).items() if output.failed is None}
+    assert begun == {0}
+    for number in range(6):
+        client.submit(asked(number, key=number, sampling={"max_tokens": 40}))
+    client.cancel_all()
+    done = outputs(turns(client))
+    assert len(done) == 6
+    assert all(output.failed is not None for output in done.values())
+
+
+def test_a_scheduler_s_refusal_is_an_output_with_its_reason() -> None:
+    client = client_of(fake(reject=lambda request: "the pool is too small"))
+    found = turns(client, [asked(1, key="k", stream=True)])
+    (delta,) = [delta for turn in found for delta in turn.deltas]
+    assert (delta.finish_reason, delta.token_ids) == (FinishReason.REJECTED, ())
+    assert delta.output is not None
+    assert delta.output.failed is not None
+    assert delta.output.failed.detail == "the pool is too small"
+
+
+def test_an_engine_that_loses_a_request_is_found_out() -> None:
+    class Loser(FakeEngine):
+        has_work = False
+
+    client = EngineClient(Loser(EngineConfig(model="none", device="cpu")), text=False)
+    with pytest.raises(EngineIdle, match="1 requests have not ended"):
+        turns(client, [asked(1)])
+
+
+def test_closing_stops_the_engine_once() -> None:
+    stops = []
+
+    class Counting(FakeEngine):
+        def stop(self) -> None:
+            stops.append(self.stopped)
+            super().stop()
+
+    with EngineClient(Counting(EngineConfig(model="none", device="cpu")), text=False) as client:
+        turns(client, [asked(1)])
+    client.close()
+    assert stops == [False]
+
+
+# ---- what is refused ----
+
+
+def test_a_bad_request_is_refused_before_the_engine_hears_of_it() -> None:
+    engine = fake()
+    client, bare = client_of(engine), EngineClient(engine, text=False)
+    good: Any = asked(1)
+    request: Any
+    for request, words in (
+        (replace(good, prompt=""), "the prompt is empty"),
+        (replace(good, prompt="a\ud800"), "the prompt is no Unicode text: character 1"),
+        (replace(good, prompt="the dog " * 100), "tokens, but prompt and answer together may have 64"),
+        (replace(good, prompt=5), "the prompt is 5, but must be a sequence of token ids"),
+        (replace(good, prompt=(360,)), "prompt token 0 is 360"),
+        (replace(good, sampling={}), "the sampling parameters are of type dict"),
+        (replace(good, priority=None), "priority is None"),
+        ("the dog", "the request is a str, but must be a PromptRequest"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            client.submit(request)
+    for request, words in (
+        (replace(good, prompt="the dog"), "there is no tokenizer"),
+        (asked(1, sampling={"stop": ("x",)}), "stop strings need a tokenizer"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            bare.submit(request)
+    assert client.submit(replace(good, key="k")) == "k"
+    with pytest.raises(RequestError, match="key 'k' is in use"):
+        client.submit(replace(good, key="k"))
+    assert outputs(turns(client)).keys() == {"k"}
+    assert client.submit(replace(good, key="k")) == "k", "it has ended: the key is free again"
+    assert len(engine.added) == 1
+
+
+def test_lengths_are_cut_and_seeds_are_drawn_from_the_key() -> None:
+    engine = fake()
+    client = client_of(engine)
+    for key in ("a", "b", None):
+        client.submit(PromptRequest("the dog", SamplingParams(max_tokens=2**40, min_tokens=2**31), key))
+    turns(client)
+    rooms = {64 - len(request.prompt_token_ids) for request in engine.added}
+    assert {(r.sampling.max_tokens, r.sampling.min_tokens) for r in engine.added} == {(room, room) for room in rooms}
+    seeds = [request.sampling.seed for request in engine.added]
+    assert len(set(seeds)) == 3
+    again = fake()
+    other = client_of(again)
+    other.submit(PromptRequest("the dog", SamplingParams(), "b"))
+    turns(other)
+    assert again.added[0].sampling.seed == seeds[1]
+
+
+def test_an_answer_is_what_a_serial_engine_gives() -> None:
+    engine = fake(width=2)
+    (output,) = outputs(turns(client_of(engine), [asked(3, sampling={"max_tokens": 30})])).values()
+    tokens, reason = serial_answer(Request(0, (4, 7), SamplingParams(max_tokens=30, seed=3), (0,)), engine.model_config)
+    assert (output.completions[0].token_ids, output.completions[0].finish_reason) == (tokens, reason)

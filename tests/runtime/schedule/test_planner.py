@@ -1,0 +1,114 @@
+"""The planner over resources, without events or results: what it plans, and that it launches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.schedule.chain import Flight, State
+from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.plan import StepKind, StepPlan
+from runtime.schedule.planner import Planner
+from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.resources import Resources
+from tests.runtime.schedule.driver import ROOMY, prompt_of
+
+DEEP = replace(ROOMY, depth=8)
+
+
+def planner_of(config: SchedulerConfig, *, requests: int = 1, kind: type[Planner] = Planner) -> Planner:
+    resources = Resources(config)
+    for request_id in range(requests):
+        assert resources.arrive(Request(request_id, prompt_of(3, request_id), SamplingParams(max_tokens=40))) == ()
+    return kind(config, resources)
+
+
+def launch_next(planner: Planner) -> StepPlan:
+    planned = planner.plan()
+    assert planned is not None
+    plan, rows = planned
+    planner.resources.chain.launch(Flight(plan.step, plan, rows, planner.resources.slots.version))
+    return plan
+
+
+def test_a_plan_comes_with_the_sequences_of_its_rows_and_is_not_launched() -> None:
+    planner = planner_of(DEEP, requests=2)
+    planned = planner.plan()
+    assert planned is not None
+    plan, rows = planned
+    assert (plan.kind, plan.step, plan.width, plan.slots) == (StepKind.PREFILL, 0, 1, (1, 2))
+    assert [sequence.slot for sequence in rows] == [1, 2]
+    assert (len(planner.resources.chain), planner.resources.chain.step) == (0, 0)
+
+
+def test_nothing_to_plan() -> None:
+    planner = planner_of(DEEP, requests=0)
+    assert planner.plan() is None
+    assert planner.why_void() == "start"
+
+
+def test_what_is_paused_is_not_planned() -> None:
+    planner = planner_of(DEEP)
+    planner.resources.pause(planner.resources.sequences[0])
+    assert planner.plan() is None
+    assert planner.why_void() == "paused"
+
+
+@pytest.mark.parametrize("widths", [(1,), (2,), (1, 4), (1, 8, 3), (32, 1)], ids=str)
+def test_decode_steps_take_their_widths_in_turn_and_prefills_have_one(widths: tuple[int, ...]) -> None:
+    planner = planner_of(replace(DEEP, widths=widths, blocks=200))
+    resources = planner.resources
+    assert launch_next(planner).width == 1
+    sequence = resources.sequences[0]
+    assert (sequence.planned_tokens, sequence.uncertain_tokens) == (4, 0)
+    seen = [launch_next(planner).width for _ in range(2)]
+    resources.arrive(Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
+    assert launch_next(planner).kind is StepKind.PREFILL, "which takes no turn"
+    seen += [launch_next(planner).width for _ in range(5)]
+    assert seen == [widths[n % len(widths)] for n in range(7)]
+    assert sequence.planned_tokens == 3 + 1 + sum(seen)
+    assert sequence.planned_tokens - sequence.uncertain_tokens == 3 + 1 + 7, "at least a token each"
+    resources.check()
+
+
+def test_the_width_is_one_method_that_a_policy_replaces() -> None:
+    class NarrowWhenBusy(Planner):
+        def _width(self) -> int:
+            return 1 if len(self._decoding) > 1 else self.config.max_width
+
+    planner = planner_of(replace(DEEP, widths=(4,)), kind=NarrowWhenBusy)
+    assert [launch_next(planner).width for _ in range(3)] == [1, 4, 4]
+    planner.resources.arrive(Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
+    assert [launch_next(planner).width for _ in range(3)] == [1, 1, 1]
+    planner.resources.check()
+
+
+def test_widths_enter_the_digest() -> None:
+    """Two ranks whose plans differ in nothing but a width disagree."""
+
+    def digest(*widths: int) -> int:
+        planner = planner_of(replace(DEEP, widths=(*widths, 4), blocks=200))
+        for _ in range(3):
+            launch_next(planner)
+        return planner.resources.digest.value
+
+    assert len({digest(1, 1), digest(1, 2), digest(2, 1), digest(2, 2)}) == 4
+    assert digest(3, 1, 2) == digest(3, 1, 3), "the third was not planned yet"
+
+
+def test_a_row_drains_when_the_steps_in_flight_are_surely_enough() -> None:
+    """Seven more tokens after the prompt's: however wide the steps are, it takes seven to be sure."""
+    for widths in ((1,), (4,), (1, 4), (8, 1)):
+        planner = planner_of(replace(DEEP, depth=20, widths=widths, blocks=200), requests=0)
+        planner.resources.arrive(Request(0, prompt_of(3), SamplingParams(max_tokens=8)))
+        plans = [launch_next(planner) for _ in range(8)]
+        assert [plan.kind for plan in plans] == [StepKind.PREFILL] + [StepKind.DECODE] * 7
+        assert planner.plan() is None
+        assert planner.resources.sequences[0].state is State.DRAINING
+
+
+@pytest.mark.parametrize("widths", [(), (0,), (4, 0), (-1,)], ids=str)
+def test_a_width_without_a_token_is_refused(widths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        replace(ROOMY, widths=widths)

@@ -1,0 +1,224 @@
+"""Resources alone: no planner, no results. What requests get, give up, wait for, and how it is accounted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.schedule.chain import Flight, State, Trigger
+from runtime.schedule.plan import StepKind, StepPlan
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.resources import Resources
+from runtime.schedule.sequence import SequenceState
+from runtime.schedule.slots import AccountingError
+from tests.runtime.schedule.driver import ROOMY, prompt_of
+
+SMALL = replace(ROOMY, blocks=8, block_size=2, depth=1)
+
+
+def arrive(resources: Resources, request_id: int, prompt: int = 4, max_tokens: int = 8) -> SequenceState:
+    request = Request(request_id, prompt_of(prompt, request_id), SamplingParams(max_tokens=max_tokens))
+    assert resources.arrive(request) == ()
+    return resources.sequences[request_id]
+
+
+def seat(resources: Resources, request_id: int, blocks: int = 3) -> SequenceState:
+    """A request that arrived, got a slot, and whose prompt is planned: a row of the next decode step."""
+    sequence = arrive(resources, request_id)
+    resources.queue.pop()
+    resources.seat(sequence, [], blocks)
+    resources.move(sequence, Trigger.PROMPT_PLANNED)
+    return sequence
+
+
+def launch(resources: Resources, *rows: SequenceState, width: int = 1) -> int:
+    """A decode step of these rows, as far as resources see it."""
+    step = resources.chain.step
+    plan = StepPlan(step, StepKind.DECODE, tuple(s.slot for s in rows), tuple(s.epoch for s in rows), width)
+    for sequence in rows:
+        sequence.last_step = step
+        sequence.planned_tokens += width
+        sequence.uncertain_tokens += width - 1
+    resources.chain.launch(Flight(step, plan, rows, resources.slots.version))
+    return step
+
+
+def land(resources: Resources, step: int) -> None:
+    """Each row gets one token."""
+    flight = resources.chain.land(step)
+    assert flight.plan is not None
+    for sequence in flight.rows:
+        sequence.tokens.append(7)
+        sequence.planned_tokens += 1 - flight.plan.width
+        sequence.uncertain_tokens -= flight.plan.width - 1
+    resources.landed(step)
+
+
+def test_a_request_arrives_is_seated_and_ends() -> None:
+    resources = Resources(SMALL)
+    sequence = arrive(resources, 0)
+    assert resources.queue.head() is sequence
+    assert list(resources.by_state[State.WAITING]) == [0]
+    resources.queue.pop()
+    resources.seat(sequence, [], 3)
+    assert (sequence.state, sequence.slot, len(sequence.blocks), resources.pool.free_count) == (State.PREFILL, 1, 3, 5)
+    assert resources.take_block_writes() == tuple((1, i, block) for i, block in enumerate(sequence.blocks))
+    assert resources.take_block_writes() == (), "each is told once"
+    resources.check()
+    ended = resources.end(sequence, FinishReason.CANCELLED)
+    assert (ended.request_id, ended.reason) == (0, FinishReason.CANCELLED)
+    assert (resources.sequences, resources.pool.free_count, resources.slots.free_count) == ({}, 8, 8)
+    resources.check()
+
+
+def test_what_ends_with_steps_in_flight_returns_when_the_last_of_them_has_landed() -> None:
+    resources = Resources(SMALL)
+    sequence = seat(resources, 0)
+    step = launch(resources, sequence)
+    resources.end(sequence, FinishReason.CANCELLED)
+    assert (resources.pool.free_count, resources.pool.soon_free, resources.slots.fenced_count) == (5, 3, 1)
+    resources.check()
+    resources.chain.land(step)
+    resources.landed(step)
+    assert (resources.pool.free_count, resources.slots.free_count) == (8, 8)
+    assert resources.counters.fenced_blocks == 0
+
+
+def test_an_evicted_request_queues_again_when_its_last_step_has_landed() -> None:
+    resources = Resources(SMALL)
+    sequence = seat(resources, 0)
+    step = launch(resources, sequence)
+    resources.evict(sequence)
+    assert (sequence.state, resources.queue.head()) == (State.EVICTING, None)
+    land(resources, step)
+    assert (sequence.state, sequence.slot, resources.queue.head()) == (State.WAITING, 0, sequence)
+    assert sequence.landed_tokens == 5, "the token in flight is kept"
+    resources.check()
+
+
+def test_with_nothing_in_flight_an_evicted_request_queues_again_at_once() -> None:
+    resources = Resources(SMALL)
+    sequence = seat(resources, 0)
+    resources.evict(sequence)
+    assert sequence.state is State.WAITING
+    assert resources.pool.free_count == 8
+    resources.check()
+
+
+@pytest.mark.parametrize("widths", [(1,), (2,), (1, 8), (32, 1)], ids=str)
+@pytest.mark.parametrize("depth", [0, 2, 4])
+def test_a_reservation_covers_every_step_in_flight_at_the_largest_width(widths: tuple[int, ...], depth: int) -> None:
+    resources = Resources(replace(ROOMY, widths=widths, depth=depth, max_model_len=400, blocks=400))
+    most, ahead = max(widths), (depth + 1) * max(widths)
+    assert resources.reservation(arrive(resources, 0, 5, 300)) == 5 + ahead
+    near = arrive(resources, 1, 5, 3)
+    assert resources.reservation(near) == min(5 + ahead, 5 + 3 - 2 + most), "its last row starts at position 6"
+
+
+def test_nobody_can_ever_write_beyond_the_block_table() -> None:
+    """The executor sizes a row of it for max_model_len + W entries."""
+    for width in (1, 2, 8, 32):
+        for max_model_len in range(2, 40):
+            config = replace(ROOMY, widths=(width, 1), depth=4, max_model_len=max_model_len, blocks=400, block_size=3)
+            resources = Resources(config)
+            longest = arrive(resources, 0, max_model_len - 1, 100)
+            assert resources.blocks_for(resources.reservation(longest)) <= -(-(max_model_len + width) // 3)
+
+
+def test_a_row_that_needs_blocks_takes_them_from_the_last_in_line() -> None:
+    resources = Resources(SMALL)
+    first, last = seat(resources, 0, 2), seat(resources, 1, 6)
+    assert resources.reserve(first), "landed 4 + 2 steps"
+    assert (last.state, len(first.blocks)) == (State.WAITING, 3)
+    assert resources.take_block_writes()[-1] == (first.slot, 2, first.blocks[2])
+    assert not any(slot == last.slot for slot, _, _ in resources.take_block_writes())
+    resources.check()
+
+
+def test_a_row_waits_for_blocks_that_are_soon_free() -> None:
+    resources = Resources(SMALL)
+    first, ended, other = seat(resources, 0, 2), seat(resources, 1, 3), seat(resources, 2, 3)
+    step = launch(resources, first, ended, other)
+    resources.end(ended, FinishReason.CANCELLED)
+    assert not resources.reserve(first)
+    assert (other.state, resources.counters.evictions) == (State.DECODE, 0)
+    resources.chain.land(step)
+    resources.landed(step)
+    assert resources.reserve(first)
+
+
+def test_room_changes_when_blocks_come_back_or_somebody_pauses_and_not_otherwise() -> None:
+    resources = Resources(SMALL)
+    first, second = seat(resources, 0), seat(resources, 1)
+    version = resources.room_version
+    arrive(resources, 2)
+    launch(resources, first, second)
+    resources.reserve(first)
+    assert resources.room_version == version
+    resources.pause(first)
+    assert resources.room_version != version
+    version = resources.room_version
+    resources.pause(first)
+    resources.resume(first)
+    assert resources.room_version == version
+    resources.end(second, FinishReason.CANCELLED)
+    assert resources.room_version == version, "fenced"
+    resources.chain.land(0)
+    resources.landed(0)
+    assert resources.room_version != version
+
+
+def test_the_decode_version_tells_when_rows_changed() -> None:
+    resources = Resources(SMALL)
+    before = resources.decode_version
+    sequence = arrive(resources, 0)
+    resources.queue.pop()
+    resources.seat(sequence, [], 3)
+    assert resources.decode_version == before
+    resources.move(sequence, Trigger.PROMPT_PLANNED)
+    assert resources.decode_version != before
+    before = resources.decode_version
+    resources.pause(sequence)
+    assert resources.decode_version != before
+    before = resources.decode_version
+    resources.resume(sequence)
+    assert (resources.decode_version, sequence.state) == (before, State.STALLED)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_draining_request_that_falls_short_waits_to_be_a_row_again(paused: bool) -> None:
+    resources = Resources(SMALL)
+    sequence = seat(resources, 0)
+    resources.move(sequence, Trigger.ALL_PLANNED)
+    if paused:
+        resources.pause(sequence)
+    assert sequence.state is State.DRAINING
+    resources.fall_short(sequence)
+    assert sequence.state is (State.PAUSED if paused else State.STALLED)
+
+
+def test_blocks_are_published_as_they_are_written_and_found_by_the_next() -> None:
+    resources = Resources(SMALL)
+    sequence = seat(resources, 0)
+    resources.publish(sequence, 3)
+    assert resources.pool.lookup(prompt_of(4), 2) == sequence.blocks[:1]
+    resources.publish(sequence, 4)
+    assert resources.pool.lookup(prompt_of(4), 2) == sequence.blocks[:2]
+    later = arrive(resources, 1)
+    resources.queue.pop()
+    resources.seat(later, sequence.blocks[:2], 1)
+    assert (later.prefilled, later.published_blocks, resources.counters.prefix_hit_tokens) == (4, 2, 4)
+    resources.check()
+
+
+@pytest.mark.parametrize(("planned", "uncertain"), [(1, 0), (0, 1), (-1, -1)])
+def test_tokens_that_no_step_in_flight_accounts_for_are_an_error(planned: int, uncertain: int) -> None:
+    resources = Resources(SMALL)
+    sequence = seat(resources, 0)
+    launch(resources, sequence, width=4)
+    resources.check()
+    sequence.planned_tokens += planned
+    sequence.uncertain_tokens += uncertain
+    with pytest.raises(AccountingError, match=r"request 0: .* counted by steps in flight"):
+        resources.check()
