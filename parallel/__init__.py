@@ -1,4 +1,4 @@
-"""What ranks share: layers that own a shard, the collectives between them, and how they agree (control).
+"""What ranks share: sharded layers, the collectives between them, and the control plane.
 
-This file stays empty of imports: it is executed on the way to parallel.control, which never loads torch.
+This file imports nothing: Python executes it on the way to parallel.control, which never loads torch.
 """

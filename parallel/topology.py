@@ -1,6 +1,6 @@
-"""Topology: which rank this process is, how the ranks lie on nodes, and how they are grouped to share a model.
+"""Topology: this process's rank, the layout of ranks on nodes, and the parallel groups of a model.
 
-Knows: the numbers of ranks and nodes, the leaders, the members of tensor-, expert- and data-parallel groups.
+Knows: the numbers of ranks and nodes, the node leaders, the members of tensor-, expert- and data-parallel groups.
 Does not know: how the numbers were found (launch/ranks/rendezvous.py), process groups, sockets, devices.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Topology:
     """Where this rank is. Ranks are numbered node by node: rank = node_rank * local_world + local_rank.
 
-    Raises ValueError when a number is out of its range, or when they do not fit each other.
+    Raises ValueError when a number is out of range, or when the numbers do not match.
     """
 
     rank: int = 0
@@ -45,17 +45,17 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """Rank 0 speaks to the outside and orders events for all."""
+        """Rank 0 talks to clients and orders events for all ranks."""
         return self.rank == 0
 
     @property
     def is_node_leader(self) -> bool:
-        """The first rank of a node passes control records on to the others of its node."""
+        """The first rank of a node relays control records to the other ranks of its node."""
         return self.local_rank == 0
 
     @property
     def node_leader(self) -> int:
-        """The rank that leads this rank's node."""
+        """The first rank of this rank's node."""
         return self.node_rank * self.local_world
 
     @property
@@ -77,9 +77,9 @@ class Topology:
 class ParallelDegrees:
     """How ``world`` ranks share one model: ``tensor`` ranks split each layer, ``expert`` ranks split the experts.
 
-    Tensor-parallel groups are runs of consecutive ranks, so that they stay inside a node where they fit. Each such
-    group is a data-parallel replica of what is not experts; an expert-parallel group spans whole replicas, or lies
-    inside one. Raises ValueError when a degree does not divide the ranks, or when groups would overlap in part.
+    Tensor-parallel groups are consecutive ranks, so that they stay inside a node where they fit. Each is a
+    data-parallel replica of everything but the experts; an expert-parallel group spans whole replicas, or lies inside
+    one. Raises ValueError when a degree does not divide the ranks, or when groups would overlap in part.
     """
 
     world: int = 1

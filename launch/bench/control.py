@@ -76,13 +76,13 @@ def _opened(rank: int, world: int, folder: Path, spin: float, nodes: int, groups
 
 def _lead(plane: LeaderPlane, turns: int) -> dict[str, list[float]]:
     call, whole = [], []
-    acknowledged = plane.machine.acknowledged
+    reached = plane.machine.reached
     for step in range(turns):
         begin = time.monotonic_ns()
         plane.exchange(step, step, begin.to_bytes(8, "little"))
         call.append((time.monotonic_ns() - begin) / 1e3)
         # A follower that took the record of this turn goes on to the turn after it takes effect in.
-        while min(acknowledged.values()) < step + plane.horizon + 1:
+        while min(reached.values()) < step + plane.horizon + 1:
             plane.poll()
         whole.append((time.monotonic_ns() - begin) / 1e3)
     plane.stop()

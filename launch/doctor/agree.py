@@ -59,11 +59,11 @@ def measure_agreement(folder: Path, seconds: float) -> AgreeTimes:
 def _lead(folder: Path, job: int, seconds: float) -> None:
     with open_control(Topology(0, 2, 0, 2), _identity(job), folder, _LIMITS) as plane:
         assert isinstance(plane, LeaderPlane)
-        acknowledged = plane.machine.acknowledged
+        reached = plane.machine.reached
         step, until = 0, None
         while until is None or time.monotonic() < until:
             plane.exchange(step, step, time.monotonic_ns().to_bytes(8, "little"))
-            while acknowledged[1] < step + plane.horizon + 1:
+            while reached[1] < step + plane.horizon + 1:
                 plane.poll()
             step += 1
             if step == _SETTLING_TURNS + 1:

@@ -54,10 +54,10 @@ class PlannedExchange(TokenExchange):
     index: int
     groups: int
 
-    def gather(self, x_XN: Tensor) -> Tensor:
+    def all_gather(self, x_XN: Tensor) -> Tensor:
         raise RuntimeError("a planned rank runs nothing")
 
-    def scatter_sum(self, x_YN: Tensor) -> Tensor:
+    def reduce_scatter(self, x_YN: Tensor) -> Tensor:
         raise RuntimeError("a planned rank runs nothing")
 
 

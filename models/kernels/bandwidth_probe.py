@@ -1,6 +1,6 @@
-"""Reading memory and doing next to nothing with it: what the bandwidth of a GPU is measured with.
+"""A kernel that reads memory and does almost nothing else: it measures a GPU's bandwidth.
 
-Knows: how to keep enough of a long tensor in flight. Does not know: what is timed (launch/doctor/ceilings.py).
+Knows: how to keep enough loads in flight. Does not know: what is timed (launch/doctor/ceilings.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# 32 KiB a program, eight loads of 16 bytes a thread: compiled for Hopper it has 31 registers, so that eight programs
-# share a multiprocessor, and issues six of the loads before it needs the first, which is 192 KiB in flight. One block a
-# program and no loop, so that the programs of the last wave are a small part of all of them.
+# 32 KiB a program, eight loads of 16 bytes a thread. Compiled for Hopper it has 31 registers, so eight programs share a
+# multiprocessor, and it issues six loads before it needs the first: 192 KiB in flight. One block a program and no loop,
+# so that the last wave is a small part of all programs.
 BLOCK = 8192
 _WARPS = 8
 
@@ -27,10 +27,10 @@ def _read_kernel(values_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def block_maxima(values_N: Tensor, out_P: Tensor | None = None) -> Tensor:
-    """The largest of every BLOCK consecutive values: [N] int32, contiguous -> [N / BLOCK] int32.
+    """The maximum of every BLOCK consecutive values: [N] int32, contiguous -> [N / BLOCK] int32.
 
-    Everything is read once; of what is moved, one part in BLOCK is written. Raises ValueError where N is no multiple of
-    BLOCK or the dtype is another: a mask or a narrower type would be measured, too.
+    Reads everything once and writes one value in BLOCK. Raises ValueError where N is not a multiple of BLOCK or the
+    dtype is not int32: a mask or a narrower type would distort the measurement.
     """
     if values_N.dtype != torch.int32 or not values_N.is_contiguous() or values_N.numel() % BLOCK:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The operations a model is written in. One implementation a platform: torch reference, FlashInfer + Triton on GPUs.
+"""The operations a model is written in: a torch reference for CPUs, Triton, FlashInfer and cuBLAS for NVIDIA GPUs.
 
 Knows: the mathematical contract of each operation. Does not know: which implementation runs (models/kernels/select.py).
 All tensors of one call live on one device; weights and activations share a dtype; outputs are fresh unless said.
@@ -18,9 +18,25 @@ from torch import Tensor
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
 from parallel.comm.peer_buffers import PeerBuffers
 
-PrefillWanted = Literal[
-    "auto", "flashinfer", "triton"
-]  # whose prefill attention (prefill_choice.py); auto: what is built
+# The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
+PrefillWanted = Literal["auto", "flashinfer", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How the tokens of a step are normed and rotated, and where their keys and values go in the cache.
+
+    ``q_norm_D``, ``k_norm_D``: weights of the RMSNorm of every query and key head, None without; ``eps`` is theirs.
+    ``cos_sin_LR`` float32: cos | sin halves by position, R the rotated dims. ``positions_T``, ``kv_slots_T`` int64:
+    each token's position, and its place in the cache (page * S + offset).
+    """
+
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    eps: float
+    cos_sin_LR: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +55,35 @@ NO_SWITCHES = FlashInferSwitches()
 
 
 class Kernels(Protocol):
-    """What every implementation offers. Each is graph-safe on its device for decode shapes (no host sync).
+    """The operations of every implementation. For decode shapes each can be captured in a graph (no host sync).
 
-    An implementation that names this Protocol as its base inherits what has a body. For the four operations at the end
-    that is the composition that defines them, overridden where a single kernel is faster. Models call them wherever the
-    composition occurs.
+    An implementation that has this Protocol as its base inherits the methods with a body. The four operations at the
+    end are defined as compositions of others, and overridden where one fused kernel is faster; models call them
+    wherever the composition occurs.
     """
 
     name: str
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
-        """Choose by measurement how the products seen so far are computed; returns how many were measured.
+        """Autotunes the matrix products seen so far; returns how many were measured.
 
-        For start-up, after a rehearsal and before any capture. ``folder`` keeps measurements for the next start.
-        ``share(make)`` is what ``make()`` returned on rank 0, on every rank; all ranks call this together, and run the
-        same kernels afterwards. Nothing here, where there is nothing to choose from.
+        For start-up, after a rehearsal and before any capture. ``folder`` caches measurements for the next start.
+        ``share(make)`` returns on every rank what ``make()`` returned on rank 0: a collective call, after which all
+        ranks run the same kernels. Does nothing where there is nothing to choose from.
         """
         return 0
 
-    def settle(self, agree_min: Callable[[int], int]) -> None:
-        """Choose with the other ranks what depends on each one's machine: all run the same kernels afterwards.
+    def agree_on_kernels(self, agree_min: Callable[[int], int]) -> None:
+        """Agrees with the other ranks on kernels that a machine may lack, so that all ranks run the same ones.
 
-        For start-up, before the first prefill is planned; all ranks call this together. ``agree_min`` is the least of a
-        number over them. Nothing here, where there is nothing to choose from.
+        For start-up, before the first prefill is planned; a collective call. ``agree_min`` returns the minimum of a
+        number over ranks. Does nothing where there is nothing to choose from.
         """
         return
 
     @property
     def prefill_name(self) -> str:
-        """Whose prefill attention runs: for records of measurements."""
+        """The implementation of prefill attention, for records of measurements."""
         return self.name
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
@@ -86,54 +102,43 @@ class Kernels(Protocol):
         """x @ weight^T (+ bias), [T, O]."""
         ...
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too): where it has not,
-        the sum that follows does that.
+        """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``).
+
+        Where it has not, the all-reduce that follows pushes it.
         """
         return self.linear(x_TN, weight_ON, bias_O), False
 
-    def rope_and_cache(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
-        kv_layer: Tensor,
-    ) -> Tensor:
-        """Split packed qkv (heads*D | kv_heads*D | kv_heads*D), RMS-norm q and k per head where weights are given,
-        rotate both (NeoX halves over the first R = cos_sin.shape[1] dims; float32 cache, cos | sin halves), write k and
-        v into ``kv_layer`` [2, pages, S, K, D] at ``kv_slots_T``; return q [T, H, D].
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        """Splits packed qkv (H*D | K*D | K*D), RMS-norms q and k per head where weights are given, rotates both (NeoX
+        halves over the first R dims), writes k and v into ``kv_layer`` [2, pages, S, K, D]; returns q [T, H, D].
+
+        ``heads`` is H, this rank's query heads; K and D are those of ``kv_layer``.
         """
         ...
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
         """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D].
 
-        The launch right before this one may have made q, but not lengths or pages: they may be read before it ends.
+        The launch right before this one may write q, but not lengths or pages: these may be read before it ends (PDL).
         """
         ...
 
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
-        """Host-side work shared by all layers of one prefill step; returns ``inputs`` with ``planned`` set."""
+        """The host-side work that all layers of one prefill step share; returns ``inputs`` with ``planned`` set."""
         ...
 
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedPrefill | None:
-        """What to put into ``PrefillAttention.planned`` for launches that are captured once and replayed.
+        """``PrefillAttention.planned`` for launches that are captured once and replayed.
 
-        ``page_table_BP`` stays where it is and is filled before the attention of each replay; ``max_tokens`` is the
-        most that the rows of a step have together. None where prefill cannot be captured: it is launched each time.
+        ``page_table_BP`` keeps its address and is filled before the attention of each replay; ``max_tokens`` is the
+        most that the rows of a step have together. None where prefill cannot be captured and is launched eagerly.
         """
         return None
 
@@ -150,12 +155,12 @@ class Kernels(Protocol):
         real_T: Tensor,
         load_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The ``choices`` likeliest experts of each token: float32 weights [T, C] and int32 local numbers [T, C].
+        """The top ``choices`` experts of each token: float32 weights [T, C] and int32 local expert numbers [T, C].
 
         Weights are the softmax over all E experts in float32, largest first (of equal ones the lower id first), scaled
-        to a sum of 1 where ``renormalise``. ``local_E`` int32: number of each expert on this rank, -1 for those of
-        other ranks. Tokens that are not ``real_T`` (bool) go nowhere: all their local numbers are -1. ``load_E`` int64
-        counts the real tokens that chose each expert, on whichever rank it is; it is added to in place.
+        to a sum of 1 where ``renormalise``. ``local_E`` int32: each expert's number on this rank, -1 for experts of
+        other ranks. Tokens that are not ``real_T`` (bool) are routed nowhere: all their local numbers are -1.
+        ``load_E`` int64 counts in place the real tokens that chose each expert, whichever rank holds it.
         """
         ...
 
@@ -171,9 +176,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
-        Terms with g = -1 are left out: a token without others gets zeros, whatever its x holds. Fixed shapes: which
-        experts are asked, and by how many tokens, stays on the device. ``all_experts`` is E, on whichever rank they
-        are: it tells how many of the choices an expert gets on average, and changes no result but by rounding.
+        Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
+        the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
+        by which tiles are chosen, and changes results only by rounding.
         """
         ...
 
@@ -211,25 +216,16 @@ class Kernels(Protocol):
         self,
         qkv_TX: Tensor,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
         kv_layer: Tensor,
+        rotation: Rotation,
         inputs: DecodeAttention,
         scale: float,
     ) -> Tensor:
-        """decode_attention(rope_and_cache(...)), [T, H, D]; ``positions_T`` are the rows' last positions.
+        """decode_attention(rope_and_cache(...)), [T, H, D].
 
-        As in decode_attention, lengths, pages, positions and slots are older than the launch that made qkv.
+        Like lengths and pages in decode_attention, positions and slots must be older than the launch that made qkv.
         """
-        q_THD = self.rope_and_cache(
-            qkv_TX, heads, kv_heads, head_dim, q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T, kv_layer
-        )
+        q_THD = self.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
         return self.decode_attention(q_THD, kv_layer, inputs, scale)
 
     def _add_norm(self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:

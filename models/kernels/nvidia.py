@@ -1,47 +1,44 @@
-"""The Kernels protocol on NVIDIA GPUs: Triton kernels, FlashInfer attention, cuBLAS; made for Hopper (sm_90).
+"""The Kernels protocol on NVIDIA GPUs: Triton kernels, FlashInfer prefill attention, cuBLAS; tuned for Hopper (sm_90).
 
-Knows: which kernel of rotation, attention and experts serves which shape, and the workspaces they share; norms and
-products are dispatch.py's. Does not know: models, steps or graphs.
+Knows: which kernel of norm, rotation, attention and experts serves which shape, and their workspaces; it has a
+MatmulDispatch for matrix products and a Prefill for prefill attention. Does not know: models, steps or graphs.
 
-One object serves one stream: its kernels share workspaces whose safety is stream order. Everything a decode step calls
-is capturable after one warm-up call of the same shape outside a capture, on a stream that waited for the current one.
+One object serves one stream: its kernels share workspaces that are safe only in stream order. Everything that a decode
+step calls can be captured after one warm-up call of the same shape outside a capture, on a stream that waited for the
+current one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
-from models.kernels.attention import decode as attention_triton
-from models.kernels.attention import decode_tma as attention_tma_triton
-from models.kernels.attention import rope_decode as rope_triton
-from models.kernels.attention import rope_prefill as rope_prefill_triton
+from models.kernels.attention import decode, decode_tma, rope_decode, rope_prefill
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
-from models.kernels.attention.rope_decode import Rotation
-from models.kernels.experts import grouped as experts_triton
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import route as route_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped, grouped_tma, route, streamed
 from models.kernels.experts.tiles import long_list_tiles, without_lists
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
+from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
-from models.kernels.matmul.dispatch import HopperProducts
+from models.kernels.matmul.dispatch import PARTIAL_BYTES, MatmulDispatch
 from models.kernels.reference import ReferenceKernels
+from models.kernels.traits import traits_of
+from parallel.comm.peer_buffers import PeerBuffers
 
-_ATTENTION_PROGRAMS = 132  # of a split launch: one for every multiprocessor
-_MANY_PAIRS = 1024  # of row and kv head: from here on steps of an H200 drew all the watts that it may have
-_SHARED_BYTES = 200 << 10  # of the 227 KiB that one program may have
-_MOST_FLOAT32_ROWS = 32  # query rows of a kv head; the float32 kernel spills beyond, and the compiler takes minutes
-_MOST_FEW = 255  # tokens that are rotated one by one: from 256 on an H200 was faster otherwise; fewer were not tried
+_MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
+_MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
+_MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faster on an H200, fewer were not tried
 
 
-class HopperKernels(HopperProducts):
-    """See the module. ``choices`` overrules the shipped table of choices. ``prefill``: whose prefill attention runs.
-    ``flashinfer``: what FlashInfer's environment variables say.
+class NvidiaKernels(Kernels):
+    """See the module. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
+    ``flashinfer``: FlashInfer's environment variables.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -59,14 +56,56 @@ class HopperKernels(HopperProducts):
         device = torch.device(device)
         reason = unsupported(device)
         if reason is not None:
-            raise RuntimeError(f"HopperKernels cannot run on {device}: {reason}")
-        super().__init__(device, choices)
-        self._hopper = torch.cuda.get_device_capability(device)[0] == 9  # others have less shared memory, or other TMA
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            raise RuntimeError(f"NvidiaKernels cannot run on {device}: {reason}")
+        self.device = device
+        self.traits = traits = traits_of(device)
+        self.pdl = traits.dependent_launch
+        self.matmul = MatmulDispatch(device, traits, choices)
         self._reference = ReferenceKernels()
-        self._prefill = Prefill(device, prefill, flashinfer, pdl=self.pdl)
-        self._attention_partial = torch.empty_like(self._partial)
-        self._attention_counters = torch.zeros(_ATTENTION_PROGRAMS, dtype=torch.int32, device=device)
+        self._prefill = Prefill(device, prefill, traits, flashinfer)
+        self._attention_partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
+        self._attention_counters = torch.zeros(traits.multiprocessors, dtype=torch.int32, device=device)
+
+    # -- norms and matrix products ------------------------------------------------------------------------------------
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)
+
+    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return norm.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, self.pdl), residual_TN
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        return norm.silu_mul(gate_up_T2I, self.pdl)
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        return self.matmul.linear(x_TN, weight_ON, bias_O)
+
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        return self.matmul.linear_push(buffers, x_TN, weight_ON, bias_O)
+
+    def add_norm_linear(
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        weight_ON: Tensor,
+        bias_O: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.matmul.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight_ON, bias_O)
+
+    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
+        return self.matmul.gate_up(x_TN, gate_up_2IN)
+
+    def add_norm_gate_up(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.matmul.add_norm_gate_up(x_TN, residual_TN, norm_N, eps, gate_up_2IN)
+
+    def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
+        return self.matmul.tune_seen(folder, share)
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
@@ -79,7 +118,7 @@ class HopperKernels(HopperProducts):
         real_T: Tensor,
         load_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return route_triton.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
+        return route.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
 
     def expert_mlp(
         self,
@@ -91,58 +130,29 @@ class HopperKernels(HopperProducts):
         *,
         all_experts: int,
     ) -> Tensor:
-        if not experts_triton.supports(gate_up_G2IN, down_GNI):
+        if not grouped.supports(gate_up_G2IN, down_GNI):
             return self._reference.expert_mlp(
                 x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, all_experts=all_experts
             )
         tokens, choices = local_TC.shape
         if without_lists(tokens, choices, all_experts):
-            return experts_streamed_triton.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
-        if self._hopper and experts_tma_triton.supports(gate_up_G2IN, down_GNI):
+            return streamed.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+        if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
             mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
-            tiles = long_list_tiles(mean, experts, hidden, inner, self._multiprocessors)
+            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits)
             if tiles is not None:
-                return experts_tma_triton.expert_mlp(
-                    x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles
-                )
-        return experts_triton.expert_mlp(
-            x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts
-        )
+                return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
+        return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
-    def rope_and_cache(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
-        kv_layer: Tensor,
-    ) -> Tensor:
-        if (q_norm_D is None) != (k_norm_D is None):  # no architecture has this; the kernel norms both or neither
-            return self._reference.rope_and_cache(
-                qkv_TX,
-                heads,
-                kv_heads,
-                head_dim,
-                q_norm_D,
-                k_norm_D,
-                eps,
-                cos_sin_LR,
-                positions_T,
-                kv_slots_T,
-                kv_layer,
-            )
-        rotation = Rotation(q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T)
-        many = qkv_TX.shape[0] > _MOST_FEW and rope_prefill_triton.supports(head_dim, cos_sin_LR.shape[1])
-        form = rope_prefill_triton.rope_and_cache if many else rope_triton.token_by_token
-        return form(qkv_TX, heads, kv_layer, rotation, self.pdl)
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        if not _norms_both_or_neither(rotation):
+            return self._reference.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
+        head_dim, rotary = kv_layer.shape[4], rotation.cos_sin_LR.shape[1]
+        if qkv_TX.shape[0] > _MOST_FEW and rope_prefill.supports(head_dim, rotary):
+            return rope_prefill.rope_and_cache(qkv_TX, heads, kv_layer, rotation, self.pdl)
+        return rope_decode.rope_and_cache(qkv_TX, heads, kv_layer, rotation, self.pdl)
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
         heads, kv_heads = q_THD.shape[1], kv_layer.shape[3]
@@ -154,34 +164,23 @@ class HopperKernels(HopperProducts):
         self,
         qkv_TX: Tensor,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
         kv_layer: Tensor,
+        rotation: Rotation,
         inputs: DecodeAttention,
         scale: float,
     ) -> Tensor:
-        both_or_neither = (q_norm_D is None) == (k_norm_D is None)
-        float32_fits = qkv_TX.dtype != torch.float32 or heads // kv_heads <= _MOST_FLOAT32_ROWS
-        if inputs.query_len == 1 and both_or_neither and float32_fits:
-            rotation = Rotation(q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T)
+        float32_fits = qkv_TX.dtype != torch.float32 or heads // kv_layer.shape[3] <= _MOST_FLOAT32_ROWS
+        if inputs.query_len == 1 and _norms_both_or_neither(rotation) and float32_fits:
             return self._triton_attention(qkv_TX, heads, kv_layer, inputs, scale, rotation)
-        q_THD = self.rope_and_cache(
-            qkv_TX, heads, kv_heads, head_dim, q_norm_D, k_norm_D, eps, cos_sin_LR, positions_T, kv_slots_T, kv_layer
-        )
+        q_THD = self.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
         return self.decode_attention(q_THD, kv_layer, inputs, scale)
 
     def prepare_prefill(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Begin in the background what prefill of these needs, long before ``settle``."""
+        """Starts loading what prefill of this dtype and head size needs; ``agree_on_kernels`` waits for it."""
         self._prefill.prepare(dtype, head_dim)
 
-    def settle(self, agree_min: Callable[[int], int]) -> None:
-        self._prefill.settle(agree_min)
+    def agree_on_kernels(self, agree_min: Callable[[int], int]) -> None:
+        self._prefill.agree(agree_min)
 
     @property
     def prefill_name(self) -> str:
@@ -218,10 +217,10 @@ class HopperKernels(HopperProducts):
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
-        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # TMA and dependent launches came with the same GPUs
+        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # the same GPUs have TMA and dependent launches
             block_n, stages, warps = _many_blocks(query_rows)
-            if attention_tma_triton.supports(q_TX, heads, kv_layer, inputs, block_n):
-                return attention_tma_triton.attend_many(
+            if decode_tma.supports(q_TX, heads, kv_layer, inputs, block_n):
+                return decode_tma.attend_many(
                     q_TX,
                     heads,
                     kv_layer,
@@ -233,14 +232,16 @@ class HopperKernels(HopperProducts):
                     warps=warps,
                     pdl=self.pdl,
                 )
-        block_n, stages, warps = _attention_blocks(rows * kv_heads, power_of_two_above(query_rows), row_bytes)
-        if q_TX.dtype == torch.float32:  # not for tensor cores: products that keep their operands in registers
+        shared = self.traits.shared_bytes - _SHARED_RESERVE
+        padded_rows = power_of_two_above(query_rows)
+        block_n, stages, warps = _attention_blocks(rows * kv_heads, padded_rows, row_bytes, shared)
+        if q_TX.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
             block_n, stages, warps = min(block_n, 32), 3, 8
-        splits = attention_triton.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, _ATTENTION_PROGRAMS)
+        splits = decode.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, self.traits.multiprocessors)
         room = self._attention_partial.numel()
-        while attention_triton.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
+        while decode.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
             splits //= 2
-        return attention_triton.decode_attention(
+        return decode.decode_attention(
             q_TX,
             heads,
             kv_layer,
@@ -258,34 +259,39 @@ class HopperKernels(HopperProducts):
 
 
 def _many_blocks(query_rows: int) -> tuple[int, int, int]:
-    """(keys a block, stages, warps) of decode_tma.py: what gave an H200 the shortest layers."""
+    """(keys a block, stages, warps) of decode_tma.py: the fastest layers on an H200."""
     return 32, 3, 1 if query_rows <= 8 else 2
 
 
-def _attention_blocks(pairs: int, query_rows: int, row_bytes: int) -> tuple[int, int, int]:
-    """(keys a block, stages, warps): what was fastest on an H200 for this many (row, kv head) pairs, made to fit."""
+def _attention_blocks(pairs: int, query_rows: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int]:
+    """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, cut to fit."""
     block_n, stages, warps = 64, 5, 4
     if pairs >= 1024:
         stages, warps = 3, 2
     elif pairs >= 256:
         block_n, warps = 32, 2
     if query_rows >= 64:
-        warps = max(4, query_rows // 16)  # fewer would keep a part of so tall a tile in memory
-    while block_n > 16 and _attention_shared(block_n, stages, query_rows, row_bytes) > _SHARED_BYTES:
+        warps = max(4, query_rows // 16)  # fewer warps would spill so tall a tile
+    while block_n > 16 and _attention_shared(block_n, stages, query_rows, row_bytes) > shared_bytes:
         block_n //= 2
     return block_n, stages, warps
 
 
 def _attention_shared(block_n: int, stages: int, query_rows: int, row_bytes: int) -> int:
-    """Bytes of shared memory of a program, nearly; what Triton 3.6 makes has up to 6 KiB more.
+    """An estimate of a program's shared memory in bytes; what Triton 3.6 compiles has up to 6 KiB more.
 
-    Keys and values of a block are held (stages - 1) / 2 times over, beside about three tiles of query rows.
+    Keys and values of a block are buffered (stages - 1) / 2 times, beside about three tiles of query rows.
     """
     return row_bytes * (block_n * (stages - 1) + 3 * query_rows)
 
 
+def _norms_both_or_neither(rotation: Rotation) -> bool:
+    """What our kernels take; no known architecture norms only queries or only keys."""
+    return (rotation.q_norm_D is None) == (rotation.k_norm_D is None)
+
+
 def unsupported(device: torch.device) -> str | None:
-    """Why HopperKernels cannot run on ``device``, with what to do about it; None where it can."""
+    """Why NvidiaKernels cannot run on ``device``; None where it can."""
     if device.type != "cuda":
         return f"it is a {device.type} device; these kernels need an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(device)

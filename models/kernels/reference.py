@@ -1,6 +1,6 @@
-"""Every operation in plain torch: the real path on CPUs, and what the GPU kernels are tested against.
+"""Every operation in plain torch: what runs on CPUs, and what the GPU kernels are tested against.
 
-Knows: the arithmetic, with float32 inside whatever the dtype. Does not know: speed tricks, except not to gather pages
+Knows: the arithmetic, in float32 inside whatever the dtype. Does not know: optimisations, except not to gather pages
 that no row of a step reaches.
 Shape letters as in models/inputs.py; Q new tokens a row, L is the longest KV length of a step.
 """
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.interface import Kernels
+from models.kernels.interface import Kernels, Rotation
 
 
 class HostLengths:
-    """A RepeatedPrefill for devices on which a replay runs host code: the lengths that it reads when it runs."""
+    """A RepeatedPrefill for devices whose graph replays run host code: a replay reads these lengths."""
 
     def __init__(self) -> None:
         self.query_lengths: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class HostLengths:
 
 
 class ReferenceKernels(Kernels):
-    """The Kernels protocol for any device and float dtype."""
+    """The Kernels protocol in plain torch, for any device and float dtype."""
 
     name = "reference"
 
@@ -46,36 +46,24 @@ class ReferenceKernels(Kernels):
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return F.linear(x_TN, weight_ON, bias_O)
 
-    def rope_and_cache(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
-        kv_layer: Tensor,
-    ) -> Tensor:
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        kv_heads, head_dim = kv_layer.shape[3:]
         qkv_THD = qkv_TX.view(-1, heads + 2 * kv_heads, head_dim)
         q, k, v = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
-        if q_norm_D is not None:
-            q = self.rms_norm(q, q_norm_D, eps)
-        if k_norm_D is not None:
-            k = self.rms_norm(k, k_norm_D, eps)
-        cos_sin_TR = cos_sin_LR[positions_T]
+        if rotation.q_norm_D is not None:
+            q = self.rms_norm(q, rotation.q_norm_D, rotation.eps)
+        if rotation.k_norm_D is not None:
+            k = self.rms_norm(k, rotation.k_norm_D, rotation.eps)
+        cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T]
         keys, values = kv_layer.flatten(1, 2)  # [pages * S, K, D] each, views
-        keys.index_copy_(0, kv_slots_T, _rotate(k, cos_sin_TR))
-        values.index_copy_(0, kv_slots_T, v)
+        keys.index_copy_(0, rotation.kv_slots_T, _rotate(k, cos_sin_TR))
+        values.index_copy_(0, rotation.kv_slots_T, v)
         return _rotate(q, cos_sin_TR)
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
         longest = inputs.max_kv_length
-        if q_THD.device.type == "cpu":  # reading a length is free here; on a GPU it would stall the step
+        if q_THD.device.type == "cpu":  # reading a length costs nothing here; on a GPU it would synchronise
             longest = max(1, int(inputs.kv_lengths_B.max()))
         keys_BLKD, values_BLKD = _gather(kv_layer, inputs.page_table_BP, longest)
         # Query i of a row with n tokens sees keys [0, n - new + i]. A row without tokens sees key 0 of the trash page,
@@ -83,7 +71,7 @@ class ReferenceKernels(Kernels):
         last_BQ = inputs.kv_lengths_B.unsqueeze(1) - new + torch.arange(new, device=q_THD.device)
         positions_L = torch.arange(keys_BLKD.shape[1], device=q_THD.device)
         visible_BQL = positions_L <= last_BQ.clamp(min=0).unsqueeze(-1)
-        # What lies past a row's end belongs to nobody and may be NaN, which a weight of 0 would not silence.
+        # Memory past a row's end is uninitialised and may be NaN, which a weight of 0 would not mask.
         known_BL11 = (positions_L < inputs.kv_lengths_B.unsqueeze(1))[:, :, None, None]
         keys_BLKD, values_BLKD = keys_BLKD.where(known_BL11, 0), values_BLKD.where(known_BL11, 0)
         q_BQHD = q_THD.view(rows, new, *q_THD.shape[1:])
@@ -97,19 +85,19 @@ class ReferenceKernels(Kernels):
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> HostLengths | None:
-        return HostLengths() if kv_layer.device.type == "cpu" else None  # a captured launch cannot ask the host
+        return HostLengths() if kv_layer.device.type == "cpu" else None  # a captured launch cannot read host values
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         lengths = inputs.planned if isinstance(inputs.planned, HostLengths) else inputs
         tokens = sum(lengths.query_lengths)
-        padding_THD = torch.full_like(q_THD[tokens:], float("nan"))  # undefined: whoever reads it shall notice
+        padding_THD = torch.full_like(q_THD[tokens:], float("nan"))  # undefined: NaN shows a reader that should not be
         packed = torch.split(q_THD[:tokens], list(lengths.query_lengths))
         rows = zip(packed, inputs.page_table_BP, lengths.kv_lengths, strict=False)
         outputs = [self._prefill_row(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows]
         return torch.cat([*outputs, padding_THD])
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-        """The last Q of one row's ``length`` tokens, each over itself and those before it."""
+        """Causal attention of the last Q of one row's ``length`` tokens."""
         keys_BLKD, values_BLKD = _gather(kv_layer, pages_P.unsqueeze(0), length)
         new = q_QHD.shape[0]
         visible_BQL = None
@@ -146,7 +134,7 @@ class ReferenceKernels(Kernels):
         *,
         all_experts: int,
     ) -> Tensor:
-        # Every expert sees every token, and what nobody asked for is masked: the shapes do not depend on the choices.
+        # Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing.
         out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
         for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up_G2IN, down_GNI, strict=True)):
             chosen_TC = local_TC == g
@@ -157,12 +145,12 @@ class ReferenceKernels(Kernels):
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Of sums and scores: float32, or float64 where x is."""
+    """The dtype of sums and scores: float32, or float64 where x is."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
-    """Rotate the first R dims of each head by its token's angles (NeoX halves); the rest passes through."""
+    """Rotates the first R dims of each head by its token's angles (NeoX halves); the rest passes through."""
     cos, sin = cos_sin_TR.unsqueeze(1).chunk(2, dim=-1)
     rotary = cos_sin_TR.shape[-1]
     first, second = x_TKD[..., :rotary].float().chunk(2, dim=-1)

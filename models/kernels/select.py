@@ -1,6 +1,6 @@
-"""Which kernels run: those for Hopper where they can, the torch reference otherwise.
+"""Selects the kernels of a device: the NVIDIA kernels where they can run, the torch reference otherwise.
 
-Knows: the order of preference, and what a user should be told about a slower choice.
+Knows: the order of preference, and what to tell the user about a slower choice.
 Does not know: how any kernel works.
 """
 
@@ -23,16 +23,16 @@ def select_kernels(
     prefill_attention: PrefillWanted = "auto",
     flashinfer: FlashInferSwitches = NO_SWITCHES,
 ) -> Kernels:
-    """The fastest kernels that run on this device; the reference on CPUs and wherever the others cannot run.
+    """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
-    One warning says what is slower, why and how to change it. ``prefill_attention``: whose runs, where there are two
-    (prefill_choice.py); ``Kernels.settle`` decides for good. ``flashinfer``: what its environment variables say.
+    One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer
+    (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return ReferenceKernels()
     try:
-        from models.kernels.nvidia import HopperKernels, unsupported  # here: triton exists on GPU machines only
+        from models.kernels.nvidia import NvidiaKernels, unsupported  # here: triton exists on GPU machines only
     except ImportError as missing:
         _warn_reference(device, f"{missing}; install the extra: pip install 'lockstride[cuda]'")
         return ReferenceKernels()
@@ -40,7 +40,7 @@ def select_kernels(
     if reason is not None:
         _warn_reference(device, reason)
         return ReferenceKernels()
-    kernels = HopperKernels(device, prefill=prefill_attention, flashinfer=flashinfer)
+    kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

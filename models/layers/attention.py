@@ -12,6 +12,7 @@ from torch import Tensor
 from models.cache_layout import PagedKV
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
+from models.kernels.interface import Rotation
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
@@ -66,23 +67,20 @@ class Attention(Mixer[Tensor]):
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
-        rope = (
-            qkv_TX,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
+        rotation = Rotation(
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
             self.norm.eps,
             self.cos_sin_LR,
             inputs.positions_T,
             inputs.kv_slots_T,
-            kv_layer,
         )
         if isinstance(inputs.attention, DecodeAttention):
-            out_THD = self.kernels.rope_cache_attend(*rope, inputs.attention, self.scale)
+            out_THD = self.kernels.rope_cache_attend(
+                qkv_TX, self.heads, kv_layer, rotation, inputs.attention, self.scale
+            )
         else:
-            q_THD = self.kernels.rope_and_cache(*rope)
+            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
             out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
         out_TX = out_THD.flatten(1)
         if wanted_R is not None:

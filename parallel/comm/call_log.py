@@ -1,4 +1,4 @@
-"""Which collectives a rank called, in order: what tells apart the rank that called another one than the others.
+"""A log of the collectives a rank called, in order: comparing logs finds the rank that called another collective.
 
 Knows: calls by number, name, shape and dtype. Does not know: how a collective is done (collectives.py), what the ranks'
 logs are compared for (runtime/watchdog/blame.py).
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 
 class CollectiveError(RuntimeError):
-    """A collective of this rank failed: another rank is gone, or called another one. It is not known here which."""
+    """A collective of this rank failed: a peer is gone, or called another collective. This rank cannot tell which."""
 
 
 class CallRun(NamedTuple):
-    """Calls that were alike, from number ``first`` on."""
+    """A run of equal calls that starts with call number ``first``."""
 
     first: int
     call: str
 
 
 class Calls(NamedTuple):
-    """A log at one moment. Only logs of one ``group``, named by its first rank, can be compared."""
+    """A snapshot of a log: how many calls were ``made``, and the last ``runs`` of equal calls, oldest first.
+
+    Only logs of the same ``group``, named by its first rank, can be compared.
+    """
 
     group: int
     made: int
@@ -36,10 +39,10 @@ class Calls(NamedTuple):
 
 
 class CallLog:
-    """A rank's collectives: how many were ``made``, and the last runs of like ones. Written by one thread, read by any.
+    """A rank's collectives: how many were ``made``, and the last runs of equal ones. One thread writes, any may read.
 
-    ``group`` is the first rank of those that make the same calls. Calls are numbered from 0. A captured graph's are
-    logged when it is captured, not when it is replayed.
+    ``group`` is the first of the ranks that make the same calls. Calls are numbered from 0. The calls of a captured
+    graph are logged at capture, not at replay.
     """
 
     RUNS = 24
@@ -57,9 +60,9 @@ class CallLog:
 
     @contextmanager
     def call(self, name: str, x: Tensor, rows: int | None = None) -> Iterator[None]:
-        """Around a collective of ``x``: logs it, and raises CollectiveError where it fails.
+        """Wraps a collective of ``x``: logs it, and raises CollectiveError where it fails.
 
-        ``rows``: to how many it is filled up, where that is what all ranks have alike.
+        ``rows``: the padded number of rows, where ranks bring different numbers and pad them to the same.
         """
         self.note(name, x.shape if rows is None else (rows, *x.shape[1:]), x.dtype)
         try:
@@ -69,12 +72,12 @@ class CallLog:
             raise CollectiveError(text) from error
 
     def snapshot(self) -> Calls:
-        """How many calls were made, and the runs that the last of them make up, oldest first."""
+        """The log as it stands now; safe to call from another thread."""
         made = self.made
         runs = tuple(self._runs)
-        told = (
+        shown = (
             CallRun(first, f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}")
             for first, name, shape, dtype in runs
-            if first < made  # a call that is being noted is not told yet
+            if first < made  # leave out a call that is being logged at this moment
         )
-        return Calls(self.group, made, tuple(told))
+        return Calls(self.group, made, tuple(shown))

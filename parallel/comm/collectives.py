@@ -1,6 +1,6 @@
-"""The collectives a forward pass uses, behind one seam. NCCL on GPUs, gloo on CPUs; they carry activations and logits.
+"""The collectives of a forward pass: NCCL on GPUs, gloo on CPUs. They carry activations and logits.
 
-Knows: how a sum and a concatenation over the tensor-parallel group are done, and which were called (call_log.py).
+Knows: all-reduce and all-gather over the tensor-parallel group, and the log of calls (call_log.py).
 Does not know: control metadata, which never travels here (parallel/control), or why a call failed (the watchdog does).
 """
 
@@ -21,30 +21,32 @@ from parallel.comm.peer_buffers import PeerBuffers
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class NormedSum(Protocol):
-    """Collectives whose kernel for small sums also does what follows them in a decoder."""
+class AllReduceNorm(Protocol):
+    """An all-reduce fused with the residual add and RMSNorm that follow it in a decoder layer."""
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
         """residual' = all_reduce(x) (+ residual); returns (rms_norm(residual') * norm, residual'), fresh tensors.
 
-        ``pushed``: x lies in the other ranks' places already.
+        ``pushed``: the kernel that made x has pushed it into the peer buffers.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PendingAllReduce:
-    """This rank's part [T, N] of a sum over the group, which whoever norms it takes in the same kernel. Used once, and
-    on every rank alike, before any other call of the group. ``pushed``: the others have the part already."""
+    """This rank's partial sum [T, N], not reduced yet: the RMSNorm that follows reduces it in the same kernel.
+
+    Every rank uses it exactly once, before any other collective of the group. ``pushed``: the peers have it already.
+    """
 
     part_TN: Tensor
-    _by: NormedSum
+    _by: AllReduceNorm
     pushed: bool = False
 
     def normed(self, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See NormedSum.all_reduce_norm."""
+        """See AllReduceNorm.all_reduce_norm."""
         return self._by.all_reduce_norm(self.part_TN, residual_TN, norm_N, eps, pushed=self.pushed)
 
 
@@ -58,22 +60,23 @@ class Collectives(Protocol):
         """Sum over the group; may reuse ``x``'s memory. Bitwise the same on every rank."""
         ...
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
-        """Where the product that makes a part [tokens, width] of a sum may put it on the other ranks; None: nowhere.
+    def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
+        """Peer buffers into which a matmul may push its partial sum [tokens, width]; None: it must not push.
 
-        A part that was put there goes to ``sum_before_norm`` next, before any other call.
+        A partial sum that was pushed must go to ``all_reduce_before_norm`` next, before any other call.
         """
         return None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
-        """``all_reduce`` of what a norm follows; not yet done where sum and norm are one kernel. It may reuse ``x``.
+    def all_reduce_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+        """``all_reduce`` of a tensor that an RMSNorm follows; may reuse ``x``.
 
-        ``pushed``: x lies in ``places_for`` it already.
+        Where one kernel does both, nothing is reduced yet: the result is a PendingAllReduce. ``pushed``: the kernel
+        that made x has pushed it into ``push_buffers``.
         """
         return self.all_reduce(x_TN)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate along the last dim in rank order: [..., n] -> [..., n * size]."""
+        """Concatenates along the last dim in rank order: [..., n] -> [..., n * size]."""
         ...
 
 
@@ -83,10 +86,10 @@ class SingleRank(Collectives):
     rank = 0
     size = 1
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         return number
 
-    def share(self, make: Callable[[], str]) -> str:
+    def broadcast_text(self, make: Callable[[], str]) -> str:
         return make()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ class SingleRank(Collectives):
 class GroupCollectives(Collectives):
     """Collectives over a torch.distributed process group (NCCL or gloo). Raises CollectiveError where one fails.
 
-    ``calls`` tells what was called, so that a rank which called something else can be found.
+    ``calls`` logs every call, so that the watchdog can name a rank which called another collective.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -120,19 +123,19 @@ class GroupCollectives(Collectives):
         parts = parts.view(self.size, *x.shape)  # gloo, unlike NCCL, takes the concatenation only, not the stack
         return parts.movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])
 
-    def least(self, number: int) -> int:
-        """The least of the ranks' numbers; over gloo, at the start only."""
-        least = torch.tensor([number])
-        with self.calls.call("least", least):
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
-        return int(least)
+    def all_reduce_min(self, number: int) -> int:
+        """The minimum of the ranks' numbers. Gloo groups only, at start-up only."""
+        minimum = torch.tensor([number])
+        with self.calls.call("all_reduce_min", minimum):
+            dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.group)
+        return int(minimum)
 
-    def share(self, make: Callable[[], str]) -> str:
-        """What ``make`` returned on the group's first rank, where alone it is called; over gloo, at the start only."""
+    def broadcast_text(self, make: Callable[[], str]) -> str:
+        """Calls ``make`` on the group's first rank only; every rank returns its result. Gloo, at start-up only."""
         first = dist.get_global_rank(self.group, 0)
         raw = torch.tensor([*make().encode()] if self.rank == 0 else [], dtype=torch.uint8)
         size = torch.tensor([raw.numel()])
-        with self.calls.call("share", size):
+        with self.calls.call("broadcast_text", size):
             dist.broadcast(size, first, group=self.group)
             raw = raw if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(raw, first, group=self.group)

@@ -1,7 +1,7 @@
-"""Rows of a rank's part of a sum, from the kernel that makes them straight into the other ranks' memory.
+"""Device functions by which a matmul kernel pushes its tile of a partial sum straight into the peers' buffers.
 
-Knows: at which address a row of a part lies, in this exchange or the next; what may be sent. Does not know: what makes
-the rows, or when somebody may read them (all_reduce_triton.py).
+Knows: the address of a row of a contribution, which values may be sent, how a sentinel is told from data. Does not
+know: what makes the rows, when they may be read (all_reduce_triton.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -11,41 +11,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.peer_buffers import SENTINEL
 
-_EMPTY_16 = tl.constexpr(EMPTY)
-_EMPTY_32 = tl.constexpr((EMPTY << 16) | (EMPTY & 65535))  # what two of them are as one number
-
-
-@triton.jit
-def is_empty(values):
-    """Of each element whether nobody has put anything there, by its bits."""
-    if values.dtype.primitive_bitwidth == 16:
-        empty = values.to(tl.int16, bitcast=True) == _EMPTY_16
-    else:
-        empty = values.to(tl.int32, bitcast=True) == _EMPTY_32
-    return empty
+_SENTINEL_16 = tl.constexpr(SENTINEL)
+_SENTINEL_32 = tl.constexpr((SENTINEL << 16) | (SENTINEL & 65535))  # two of them side by side, as one number
 
 
 @triton.jit
-def empty_like(values):
+def is_sentinel(values):
+    """Whether each element is the sentinel, compared as bits: nobody has written it yet."""
     if values.dtype.primitive_bitwidth == 16:
-        empty = tl.full(values.shape, _EMPTY_16, tl.int16).to(values.dtype, bitcast=True)
+        found = values.to(tl.int16, bitcast=True) == _SENTINEL_16
     else:
-        empty = tl.full(values.shape, _EMPTY_32, tl.int32).to(values.dtype, bitcast=True)
-    return empty
+        found = values.to(tl.int32, bitcast=True) == _SENTINEL_32
+    return found
+
+
+@triton.jit
+def sentinel_like(values):
+    """Sentinels in the shape and dtype of ``values``."""
+    if values.dtype.primitive_bitwidth == 16:
+        filled = tl.full(values.shape, _SENTINEL_16, tl.int16).to(values.dtype, bitcast=True)
+    else:
+        filled = tl.full(values.shape, _SENTINEL_32, tl.int32).to(values.dtype, bitcast=True)
+    return filled
 
 
 @triton.jit
 def sendable(values):
-    """``values`` with zero for what would read as empty: minus zero; of 32 bits minus 4.6e-41, or two minus zeros."""
-    return tl.where(is_empty(values), 0, values)
+    """``values`` with zero for what equals the sentinel: minus zero; in 32 bits minus 4.6e-41, or two minus zeros."""
+    return tl.where(is_sentinel(values), 0, values)
 
 
 @triton.jit
-def row_of_part(
+def part_row(
     address,
-    exchange,
+    use,
     rank,
     row,
     element: tl.constexpr,
@@ -53,22 +54,22 @@ def row_of_part(
     ROWS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """Pointers, shaped as ``row``, to where ``rank``'s part of that row begins in the memory at ``address``.
+    """Pointers, shaped as ``row``, to ``rank``'s contribution to that row in the buffers at ``address``.
 
-    ``exchange``: how many there were of this row before.
+    ``use``: how often the row was used before.
     """
     width: tl.constexpr = ROW_BYTES * 8 // element.primitive_bitwidth
-    place = (exchange & 1) * WORLD + rank
-    # Nothing is known of an address that was an integer, and stores would be of one element each.
+    slot = (use & 1) * WORLD + rank
+    # Triton knows nothing of an address that was an integer: without the hint it would store element by element.
     start = tl.multiple_of(address.to(tl.pointer_type(element)), 16)
-    return start + (place.to(tl.int64) * ROWS + row) * width
+    return start + (slot.to(tl.int64) * ROWS + row) * width
 
 
 @triton.jit
-def counted(exchanges_ptr, rows, M):
-    """How many exchanges there were of each of ``rows``, of which those below M exist. Called after ``gdc_wait``."""
-    # Not from an L1 that may have held its line since before the last exchange: a wrong count is a wrong place.
-    return tl.load(exchanges_ptr + rows, mask=rows < M, other=0, cache_modifier=".cg")
+def load_use_counts(use_counts_ptr, rows, M):
+    """How often each of ``rows`` below M was used before. Call it after ``gdc_wait``."""
+    # Past the L1, whose line may be older than the last use: a stale counter means the wrong buffer.
+    return tl.load(use_counts_ptr + rows, mask=rows < M, other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -76,17 +77,17 @@ def push(
     tile,  # [R, C]
     rows,  # int32 [R]
     columns,  # int32 [C]
-    mask,  # [R, 1]: the rows that exist
-    exchanges,  # int32 [R]: of these rows, before this one
+    mask,  # [R, 1]: which rows exist
+    use_counts,  # int32 [R]: how often these rows were used before
     memory,  # WORLD addresses
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """Store columns of this rank's part into every other rank's memory."""
+    """Stores some columns of this rank's contribution into every peer's buffers."""
     tile = sendable(tile)
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            begin = row_of_part(memory[rank], exchanges, RANK, rows, tile.dtype, WORLD, ROWS, ROW_BYTES)
+            begin = part_row(memory[rank], use_counts, RANK, rows, tile.dtype, WORLD, ROWS, ROW_BYTES)
             tl.store(begin[:, None] + columns[None, :], tile, mask=mask)

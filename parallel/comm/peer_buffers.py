@@ -1,7 +1,8 @@
-"""Where ranks put their parts of a sum, or rows for each other, in each other's memory.
+"""Peer buffers: memory into which every rank of a group writes partial sums, or rows, for the other ranks.
 
-Knows: the layout of that memory, and what it holds where nothing is. Does not know: how it came to be mapped
-(symmetric_memory.py), who writes parts and when (all_reduce_triton.py says why that is safe).
+Knows: the layout of the buffers, the sentinel that marks an element nobody has written, and the names under which
+kernels take them. Does not know: how the memory came to be mapped (symmetric_memory.py), who writes and reads it when
+(all_reduce_triton.py, which also says why two buffers are enough).
 """
 
 from __future__ import annotations
@@ -11,29 +12,31 @@ from typing import Any
 
 from torch import Tensor
 
-EMPTY = -(1 << 15)  # int16: minus zero of a 16-bit type; nobody sends it, nor two of it as one float32
+# As int16: minus zero of a 16-bit float. No kernel sends it, nor the float32 that two of them side by side make.
+SENTINEL = -(1 << 15)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBuffers:
-    """Memory of all ranks of a group, as this rank's GPU maps it, and this rank's count of exchanges.
+    """The buffers of all ranks of a group, as this rank's GPU maps them.
 
-    ``memory``: an address for each rank, a multiple of 16, of parts [2, ranks, rows, row_bytes], all of it EMPTY at
-    first, again and again. ``exchanges`` int32 [rows], zeros at first, counts the exchanges of each row on this rank.
-    A part has at most ``rows`` rows of ``row_bytes``, a multiple of 16.
+    ``memory``: the address of each rank's buffers, a multiple of 16. Each holds [2, ranks, rows, row_bytes], all of it
+    SENTINEL at first and again after every read. ``use_counts`` int32 [rows], zeros at first, counts on this rank how
+    often each row was used; its lowest bit says which of the two buffers comes next. A contribution has at most
+    ``rows`` rows of at most ``row_bytes`` bytes, a multiple of 16.
     """
 
     memory: tuple[int, ...]
-    exchanges: Tensor
+    use_counts: Tensor
     rank: int
     rows: int
     row_bytes: int
 
     def arguments(self) -> dict[str, Any]:
-        """What kernels take them as, by name."""
+        """The keyword arguments by which kernels take them."""
         return {
             "memory": self.memory,
-            "exchanges_ptr": self.exchanges,
+            "use_counts_ptr": self.use_counts,
             "RANK": self.rank,
             "WORLD": len(self.memory),
             "ROWS": self.rows,
@@ -41,14 +44,14 @@ class PeerBuffers:
         }
 
 
-def push_arguments(places: PeerBuffers | None) -> dict[str, Any]:
-    """Arguments of a kernel that puts its result into other ranks' places, or keeps it where there are None."""
-    if places is None:
-        nothing = {"memory": None, "exchanges_ptr": None, "RANK": 0, "WORLD": 1, "ROWS": 0, "ROW_BYTES": 0}
+def push_arguments(buffers: PeerBuffers | None) -> dict[str, Any]:
+    """Arguments of a matmul kernel that also pushes its result into the peers' buffers; None: it does not push."""
+    if buffers is None:
+        nothing = {"memory": None, "use_counts_ptr": None, "RANK": 0, "WORLD": 1, "ROWS": 0, "ROW_BYTES": 0}
         return {**nothing, "PUSH": False}
-    return {**places.arguments(), "PUSH": True}
+    return {**buffers.arguments(), "PUSH": True}
 
 
-def memory_bytes(world: int, rows: int, row_bytes: int) -> int:
-    """What each rank needs for exchanges of at most so many rows: two places for every rank's part."""
+def peer_buffer_bytes(world: int, rows: int, row_bytes: int) -> int:
+    """Bytes that each rank needs: two buffers with a contribution of every rank."""
     return 2 * world * rows * row_bytes

@@ -1,8 +1,8 @@
-"""Memory that every GPU of a node maps, and how ranks agree whether what is built on it works.
+"""Symmetric memory for sentinel-filled peer buffers, and the agreement of all ranks whether kernels on it work.
 
-Knows: torch's symmetric memory, and what rules it out. Does not know: what goes through it (symmetric_all_reduce.py,
-symmetric_exchange.py). Needs: all ranks of the group on one node, each with a GPU of its own that reaches the others'
-memory.
+Knows: torch's symmetric memory, and what rules it out. Does not know: which collectives use it
+(symmetric_all_reduce.py, symmetric_exchange.py). Needs: all ranks of the group on one node, each with a GPU of its own
+that can access its peers' memory.
 
 NVLink multicast is not used, and must stay off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0, which the
 launcher sets): a process that fails while using it can leave the GPUs of a shared host unusable for others.
@@ -22,21 +22,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.peer_buffers import SENTINEL
 
 log = logging.getLogger(__name__)
 
-MOST_RANKS = 8  # the most that kernels over this memory are compiled and tested for
+MAX_RANKS = 8  # the kernels on this memory are compiled and tested for no more
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Made = TypeVar("Made")
 
 
 class SentinelMemory:
-    """As many bytes on every rank of ``group``, EMPTY, mapped by all of them for as long as this lives.
+    """``size_bytes`` on every rank of ``group``, filled with SENTINEL and mapped by all of them while this object
+    lives.
 
-    Made by every rank together (a rendezvous), and on none of them before all of it is EMPTY. Raises RuntimeError where
-    symmetric memory does not work.
+    A collective call: it returns on no rank before the memory of all is filled. Raises RuntimeError where symmetric
+    memory does not work.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
@@ -44,30 +45,30 @@ class SentinelMemory:
 
         size = size_bytes // 2
         self._own: Tensor = symmetric_memory.empty(size, dtype=torch.int16, device=device)
-        self._own.fill_(EMPTY)
+        self._own.fill_(SENTINEL)
         handle = symmetric_memory.rendezvous(self._own, group)
         self._mapped = [handle.get_buffer(rank, (size,), torch.int16) for rank in range(dist.get_world_size(group))]
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody's memory is emptied after somebody's first part
+        dist.barrier(group)  # no rank may fill its memory after a peer's first write
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of every rank's, as this rank's GPU maps it."""
+        """The address of every rank's memory, as this rank's GPU maps it."""
         return tuple(memory.data_ptr() for memory in self._mapped)
 
 
 def has_dependent_launches(device: torch.device) -> bool:
-    """Whether a GPU's kernels may begin while their predecessors run."""
+    """Whether the GPU has programmatic dependent launch (PDL): a kernel may start while its predecessor runs."""
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def made_where_all_can(
+def build_on_every_rank(
     group: dist.ProcessGroup, device: torch.device, make: Callable[[], Made], works: Callable[[Made], bool], lost: str
 ) -> Made | None:
-    """What ``make`` made, where every rank made one that ``works``; None on all of them otherwise.
+    """``make()`` where it succeeds and ``works`` on every rank of ``group``; None on all of them otherwise.
 
-    Called by every rank of ``group`` together, before any graph is captured. ``lost``: what goes another way where
-    there is none, for the log, which says so once, with why.
+    A collective call, before any graph is captured. ``lost`` says what falls back to NCCL or gloo: rank 0 logs it once,
+    with the reason.
     """
     reason = _why_not(group, device)
     if not _all_agree(reason is None, group, device):
@@ -86,12 +87,12 @@ def made_where_all_can(
 
 
 def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What rules symmetric memory out on this rank, None if nothing does. Every rank of ``group`` calls it together."""
+    """Why symmetric memory cannot work on this rank; None where it can. A collective call of ``group``."""
     size, one_node = dist.get_world_size(group), _on_one_node(group, device)
     if device.type != "cuda":
         return f"the ranks compute on {device.type}"
-    if not 2 <= size <= MOST_RANKS:
-        return f"a group has {size} ranks, where 2 to {MOST_RANKS} can share memory"
+    if not 2 <= size <= MAX_RANKS:
+        return f"a group has {size} ranks, where 2 to {MAX_RANKS} can share memory"
     if not one_node:
         return "the ranks are on several nodes"
     if size > torch.cuda.device_count():
@@ -105,21 +106,21 @@ def _why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _on_one_node(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks run on one machine, by its name and when it was started."""
+    """Whether all ranks run on one machine: same host name and same boot."""
     started = _BOOT.read_text() if _BOOT.is_file() else ""
     node = int.from_bytes(blake2b(f"{socket.gethostname()} {started}".encode(), digest_size=7).digest(), "little")
-    least, most = _least(torch.tensor([node, -node], device=device), group)
+    least, most = _minimum(torch.tensor([node, -node], device=device), group)
     return least == -most
 
 
 def _all_agree(yes: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    return bool(_least(torch.tensor([int(yes)], device=device), group)[0])
+    return bool(_minimum(torch.tensor([int(yes)], device=device), group)[0])
 
 
-def _least(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
+def _minimum(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
     dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
-    least: list[int] = numbers.tolist()
-    return least
+    minimum: list[int] = numbers.tolist()
+    return minimum
 
 
 def _log_fallback(group: dist.ProcessGroup, lost: str, reason: str) -> None:

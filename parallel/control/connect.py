@@ -1,10 +1,10 @@
-"""Opens the control plane of a rank: who leads, who follows, over which sockets.
+"""Opens the control plane of a rank: leader, follower or relay, over which sockets.
 
-Knows: how a rank's place becomes meetings, links and machines.
+Knows: how a rank's place becomes rendezvous, links and machines.
 Does not know: where place, directory, store and identity come from (launch/ranks/rendezvous.py).
 
-One node: rank 0 meets the others over Unix sockets. Several: the first rank of each node meets the others of its node,
-then rank 0 over ZeroMQ, and speaks for its node; nobody starts before everybody is there.
+On one node rank 0 meets the others over Unix sockets. With several nodes the first rank of each node meets the others
+of its node, then rank 0 over ZeroMQ, and relays for its node. No rank starts before all are there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallel.control.transport.uds import socket_path
 
 
 class Place(Protocol):
-    """Where a rank is: what this needs of parallel/topology.py's Topology, which control may not import."""
+    """Where a rank is: the part of parallel/topology.py's Topology that is needed here; control may not import it."""
 
     @property
     def rank(self) -> int: ...
@@ -57,13 +57,13 @@ def open_control(
     address: str = "127.0.0.1",
     groups: int = 1,
 ) -> ControlPlane:
-    """Meets the other ranks and returns when all are there and of one identity.
+    """Meets the other ranks, and returns when all are there with the same identity.
 
-    ``directory`` is this user's own on this node, the same for all ranks of the node (uds.private_directory says what
-    it must be). With several nodes, ``store`` is the job's rendezvous store, and rank 0 listens on ``address``, an
-    interface of its node that the other nodes reach. ``groups``: runs of world / groups consecutive ranks that plan for
-    themselves; the ranks of one run make identical plans. Raises a ControlError naming the rank that differs or is
-    missing; SocketPlaceError for the directory; ValueError when ``groups`` does not divide the world.
+    ``directory`` belongs to this user on this node and is the same for all its ranks (see uds.private_directory). With
+    several nodes, ``store`` is the job's rendezvous store, and rank 0 listens on ``address``, an interface of its node
+    that the other nodes can reach. ``groups``: runs of world / groups consecutive ranks that plan separately; the ranks
+    of one run make identical plans. Raises a ControlError that names the rank that differs or is missing;
+    SocketPlaceError for the directory; ValueError when ``groups`` does not divide the world.
     """
     limits = limits or Limits()
     if groups < 1 or place.world % groups:
@@ -75,20 +75,20 @@ def open_control(
     if identity.world != place.world:
         raise ValueError(f"control plane: identity of a world of {identity.world}, place in a world of {place.world}")
     if place.world == 1:
-        return SingleRankControl(0)  # nobody has to hear of an event before it takes effect
+        return SingleRankControl(0)  # no other rank has to receive an event before it takes effect
     if place.nodes > 1 and store is None:
         raise ValueError(f"control plane: {place.nodes} nodes need the job's rendezvous store to exchange keys")
     path = socket_path(directory, identity.job, identity.epoch, f"node{place.node_rank}")
     if place.rank != place.node_leader:
         return _follow(place, identity, path, limits)
-    meeting = LocalRendezvous(path, identity, place.rank, place.node_ranks[1:], limits)
+    local = LocalRendezvous(path, identity, place.rank, place.node_ranks[1:], limits)
     try:
         if place.rank != 0:
             assert store is not None
-            return _relay(place, identity, meeting, store, limits)
-        return _lead(place, identity, meeting, store, address, limits)
+            return _relay(place, identity, local, store, limits)
+        return _lead(place, identity, local, store, address, limits)
     finally:
-        meeting.close()
+        local.close()
 
 
 def _follow(place: Place, identity: Identity, path: Path, limits: Limits) -> ControlPlane:
@@ -102,61 +102,61 @@ def _follow(place: Place, identity: Identity, path: Path, limits: Limits) -> Con
 
 
 def _lead(
-    place: Place, identity: Identity, meeting: LocalRendezvous, store: Store | None, address: str, limits: Limits
+    place: Place, identity: Identity, local: LocalRendezvous, store: Store | None, address: str, limits: Limits
 ) -> ControlPlane:
     covers: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in place.node_ranks[1:]}
     offsets: dict[int, int] = {}
-    far: NodeRendezvous | None = None
+    remote: NodeRendezvous | None = None
     if place.nodes > 1 and store is not None:
         other_nodes = {rank: place.ranks_led_by(rank) for rank in place.node_leaders if rank != 0}
         covers |= other_nodes
-        far = NodeRendezvous(address, store, identity, other_nodes, limits)
+        remote = NodeRendezvous(address, store, identity, other_nodes, limits)
     try:
         try:
-            meeting.gather()
+            local.gather()
         except ControlError as error:
-            if far is not None:
-                far.refuse(error.verdict)
+            if remote is not None:
+                remote.refuse(error.verdict)
             raise
-        if far is not None:
+        if remote is not None:
             try:
-                far.gather()
+                remote.gather()
             except ControlError as error:
-                meeting.refuse(error.verdict)
-            offsets |= far.offsets()
-        offsets |= meeting.handshake.offset_ns
-        near = meeting.start(offsets)
-        links: dict[str, LeaderLink] = dict(near)
-        if far is not None:
-            distant = far.start()
-            links = {channel: CombinedLinks(near[channel], distant[channel]) for channel in CHANNELS}
+                local.refuse(error.verdict)
+            offsets |= remote.offsets()
+        offsets |= local.handshake.offset_ns
+        local_links = local.start(offsets)
+        links: dict[str, LeaderLink] = dict(local_links)
+        if remote is not None:
+            remote_links = remote.start()
+            links = {channel: CombinedLinks(local_links[channel], remote_links[channel]) for channel in CHANNELS}
     finally:
-        if far is not None:
-            far.close()
+        if remote is not None:
+            remote.close()
     codec = identity.codec()
     watch = Watch(codec, 0, down=links["watch"], covers=covers)
     machine = Leader(codec, identity.horizon, limits, groups=identity.groups)
     return LeaderPlane(machine, links["step"], watch, covers)
 
 
-def _relay(place: Place, identity: Identity, meeting: LocalRendezvous, store: Store, limits: Limits) -> ControlPlane:
+def _relay(place: Place, identity: Identity, local: LocalRendezvous, store: Store, limits: Limits) -> ControlPlane:
     rank, codec = place.rank, identity.codec()
     try:
-        far = NodeJoin(store, identity, rank, place.node_ranks, limits)
+        remote = NodeJoin(store, identity, rank, place.node_ranks, limits)
     except ControlError as error:
-        meeting.refuse(error.verdict)
+        local.refuse(error.verdict)
     try:
-        meeting.gather()
+        local.gather()
     except ControlError as error:
-        far.decline(error.verdict)
+        remote.decline(error.verdict)
         raise
     try:
-        far.finish()
-        far.await_start()
+        remote.finish()
+        remote.await_start()
     except ControlError as error:
-        meeting.refuse(error.verdict)
-    up, offsets_ns = far.links, far.machines["step"].offsets_ns
-    down = meeting.start(dict(enumerate(offsets_ns)))
+        local.refuse(error.verdict)
+    up, offsets_ns = remote.links, remote.machines["step"].offsets_ns
+    down = local.start(dict(enumerate(offsets_ns)))
     covers = {r: (r,) for r in place.node_ranks[1:]}
     watch = Watch(codec, rank, down=down["watch"], up=up["watch"], covers=covers)
     machine = Follower(codec, rank, identity.horizon, limits, groups=identity.groups)

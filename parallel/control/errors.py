@@ -1,6 +1,6 @@
-"""Everything that ends agreement, by name. Every rank of a job raises the same error with the same text.
+"""The errors that end agreement. Every rank of a job raises the same error with the same text.
 
-Knows: the causes, the rank and step each one blames, and how a cause travels between ranks (Verdict).
+Knows: the causes, the rank and step that a verdict blames, and how a verdict travels between ranks.
 Does not know: how a cause is detected (states.py, handshake.py) or carried (frames.py).
 """
 
@@ -26,7 +26,7 @@ class Cause(StrEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of a job, as the leader tells it to everybody: cause, the rank and step to blame, and the full text."""
+    """How a job ended, as the leader sends it to every rank: its cause, the rank and step to blame, the full text."""
 
     cause: Cause
     rank: int
@@ -39,7 +39,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class ControlError(RuntimeError):
-    """Agreement ended. ``verdict`` says why, and which rank at which step; str() is the same on every rank."""
+    """Agreement ended. ``verdict`` says why, and blames a rank and a step; str() is the same on every rank."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.text)
@@ -47,11 +47,11 @@ class ControlError(RuntimeError):
 
 
 class Disagreement(ControlError):
-    """Ranks decided differently; the text holds the first differing decision of both."""
+    """Ranks decided differently; the text has the first differing decision of both."""
 
 
 class MissedDeadline(ControlError):
-    """A rank was silent, or stood still, for longer than its deadline."""
+    """A rank was silent, or made no progress, for longer than its deadline."""
 
 
 class LostPeer(ControlError):
@@ -59,19 +59,19 @@ class LostPeer(ControlError):
 
 
 class Aborted(ControlError):
-    """A rank told the others that it ends, and why."""
+    """A rank announced its own end, and why."""
 
 
 class BadPeer(ControlError):
-    """A rank that had passed the handshake sent bytes that are no frame of this job."""
+    """A rank sent bytes that are no frame of this job after it had passed the handshake."""
 
 
 class HandshakeRefused(ControlError):
-    """A rank is not of the same job, code, configuration or model; the text names the field and both values."""
+    """A rank has another job, code, configuration or model; the text names the field and both values."""
 
 
 class BrokenCollective(ControlError):
-    """A collective failed; the text names the rank that called another one, where it is known."""
+    """A collective failed; the text names the rank that called another one, where that is known."""
 
 
 class Terminated(ControlError):
@@ -96,9 +96,9 @@ _CLASSES: dict[Cause, type[ControlError]] = {
 
 
 class FrameError(ValueError):
-    """Bytes that are no valid frame. ``field`` names the part at fault.
+    """Bytes that are no valid frame. ``field`` names the part that is wrong.
 
-    ``rank``, ``ours`` and ``theirs`` are set when a whole frame of another version, job or epoch was read.
+    ``rank``, ``ours`` and ``theirs`` are set for a well-formed frame of another version, job or epoch.
     """
 
     def __init__(self, field: str, detail: str, rank: int = -1, ours: int = 0, theirs: int = 0) -> None:
@@ -110,4 +110,4 @@ class FrameError(ValueError):
 
 
 class IllegalInput(RuntimeError):
-    """A control machine was given an input that its state does not allow, and did not change: a bug of the caller."""
+    """A state machine got an input that its state does not allow, and did not change: a bug of the caller."""

@@ -1,8 +1,8 @@
-"""ControlPlane (interface.py) on ranks other than 0: a follower's machine, its link to its leader, the clock.
+"""The ControlPlane (interface.py) of ranks other than 0: drives a follower's machine over its link and a clock.
 
-Knows: when to send, when to wait and for how long, and that the leader is told of its end.
-Does not know: events (payloads are opaque bytes), sockets (links), the rules of agreement (follower.py), the ranks that
-a rank speaks for (node_relay.py).
+Knows: when to send, when to wait and for how long, and that the leader learns of this rank's end.
+Does not know: events (payloads are opaque bytes), sockets (links), the rules of agreement (follower.py), relaying for
+other ranks (node_relay.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from parallel.control.errors import Cause, ControlError, FrameError
-from parallel.control.interface import LAST_WORDS, Closing, FollowerLink, Watch
+from parallel.control.interface import FLUSH_SECONDS, Closing, FollowerLink, Watch
 from parallel.control.protocol.divergence import Recent
 from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.states import FollowerState
 from parallel.control.wire.frames import Frame, Kind
 
-_WAITING, _KEEPALIVE = FollowerState.WAITING, Kind.KEEPALIVE  # a look-up through an Enum is as dear as a call
+_WAITING, _KEEPALIVE = FollowerState.WAITING, Kind.KEEPALIVE  # a look-up through an Enum costs as much as a call
 
 
 class FollowerPlane(Closing):
-    """Every other rank of a node with one leader."""
+    """A rank with one link, to rank 0 or to the first rank of its node."""
 
     pending = False
 
@@ -40,19 +40,19 @@ class FollowerPlane(Closing):
             watch.explain = machine.decisions
         self._closed = False
         self._leader_left = False
-        self._pause = min(machine.limits.resend, machine.limits.deadline, machine.limits.dispute) / 2
+        self._pause = min(machine.limits.resend, machine.limits.deadline, machine.limits.divergence) / 2
 
     @property
     def stopped(self) -> bool:
         return self.machine.state is FollowerState.STOPPED
 
     @property
-    def disputed(self) -> bool:
-        """The leader and this rank differ, and the verdict is not here yet."""
-        return self.machine.state is FollowerState.DISPUTED
+    def diverged(self) -> bool:
+        """This rank's digest differs from the leader's, and the verdict is not here yet."""
+        return self.machine.state is FollowerState.DIVERGED
 
     def explain_with(self, recent: Recent) -> None:
-        self.machine.recent = recent
+        self.machine.explain_with(recent)
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
         if payload:
@@ -61,9 +61,9 @@ class FollowerPlane(Closing):
         if machine.verdict is not None:
             raise machine.verdict.error()
         machine.turn(step, digest, time.monotonic())
-        self._speak()
+        self._flush()
         while machine.effect is None:
-            self._hear(self._pause)
+            self._receive(self._pause)
         self.turns += 1
         return machine.effect
 
@@ -72,17 +72,17 @@ class FollowerPlane(Closing):
         if machine.verdict is not None:
             raise machine.verdict.error()
         machine.propose(step, numbers, time.monotonic())
-        self._speak()
+        self._flush()
         while machine.maximum is None:
-            self._hear(self._pause)
+            self._receive(self._pause)
         self.turns += 1
         return machine.maximum
 
-    def tell(self, payload: bytes) -> None:
-        self.machine.tell(payload, time.monotonic())
-        self._speak()
+    def send_message(self, payload: bytes) -> None:
+        self.machine.send_message(payload, time.monotonic())
+        self._flush()
 
-    def told(self) -> list[tuple[int, bytes]]:
+    def take_messages(self) -> list[tuple[int, bytes]]:
         return []
 
     def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
@@ -95,18 +95,18 @@ class FollowerPlane(Closing):
         if self._closed or self.machine.verdict is not None:
             return
         self.machine.leave(Cause.ABORTED, f"rank {self.rank} ends at step {max(self.machine.step, 0)}: {reason}")
-        self._speak()
-        self.link.flush(LAST_WORDS)
+        self._flush()
+        self.link.flush(FLUSH_SECONDS)
 
     def close(self) -> None:
         if self._closed:
             return
         if self.stopped:
-            self._see_off()
+            self._linger()
             self.machine.leave(Cause.ABORTED, "")
-            self._speak()
-            if self._tells():
-                self.link.flush(LAST_WORDS)
+            self._flush()
+            if self._messages_in_flight():
+                self.link.flush(FLUSH_SECONDS)
         else:
             self.abort("it closed its control plane before an agreed stop")
         self._closed = True
@@ -114,54 +114,54 @@ class FollowerPlane(Closing):
         if self.watch is not None:
             self.watch.close_unless_taken()
 
-    def _see_off(self) -> None:
-        """After the agreed stop: what was told and waits for its turn may still go, while the leader is there."""
-        until = time.monotonic() + self._stays()
+    def _linger(self) -> None:
+        """After the agreed stop: messages that wait for the send window still go, while the leader is there."""
+        until = time.monotonic() + self._linger_seconds()
         with contextlib.suppress(ControlError):
-            while self._busy() and time.monotonic() < until:
-                self._hear(min(self._pause, LAST_WORDS / 50))
+            while self._lingers() and time.monotonic() < until:
+                self._receive(min(self._pause, FLUSH_SECONDS / 50))
 
-    def _stays(self) -> float:
-        """Seconds after the agreed stop, at most."""
-        return LAST_WORDS
+    def _linger_seconds(self) -> float:
+        """The most seconds to linger after the agreed stop."""
+        return FLUSH_SECONDS
 
-    def _busy(self) -> bool:
-        return self.machine.untold and not self._leader_left
+    def _lingers(self) -> bool:
+        return self.machine.unsent and not self._leader_left
 
-    def _tells(self) -> bool:
-        """Whether what was told may be on its way still."""
-        return self.machine.untaken
+    def _messages_in_flight(self) -> bool:
+        """Whether a message may still be in flight."""
+        return self.machine.unacknowledged
 
-    def _hear(self, timeout: float) -> bool:
-        """Reads one frame, if one comes in time; raises the verdict it leads to. Whether one came."""
+    def _receive(self, timeout: float) -> bool:
+        """Handles one frame if one comes within ``timeout``; raises the verdict it leads to. Whether one came."""
         machine, data = self.machine, None
         try:
             data = self.link.receive(timeout)
             if data is None:
                 machine.tick(time.monotonic())
             else:
-                self._got(data, machine.codec.decode(data))
+                self._handle(data, machine.codec.decode(data))
         except FrameError as error:
             machine.bad(error)
         except EOFError:
             self._leader_left = True
             machine.lost()
         if machine.outbox:
-            self._speak()
+            self._flush()
         if machine.verdict is not None:
-            self._raise()
+            self._raise_verdict()
         return data is not None
 
-    def _got(self, data: bytes, frame: Frame) -> None:
+    def _handle(self, data: bytes, frame: Frame) -> None:
         self.machine.receive(frame, time.monotonic())
         if frame.kind is not _KEEPALIVE or self.machine.state is _WAITING:
-            self.turns += 1  # a leader that waits for somebody's numbers is no sign of progress
+            self.turns += 1  # a leader that waits for numbers makes no progress
 
-    def _raise(self) -> None:
+    def _raise_verdict(self) -> None:
         if self.machine.verdict is not None:
             raise self.machine.verdict.error()
 
-    def _speak(self) -> None:
+    def _flush(self) -> None:
         outbox = self.machine.outbox
         while outbox:
             self.link.send(outbox.popleft())

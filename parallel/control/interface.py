@@ -1,20 +1,20 @@
-"""The control plane as an engine holds it: one object a rank, one call a turn.
+"""The control plane's interface to an engine: one object a rank, one call a turn.
 
-Knows: what an engine may ask of it and what it promises; the whole of it for a world of one.
-Does not know: how several ranks keep the promises (leader_plane.py, follower_plane.py), events (payloads are opaque
+Knows: what an engine may ask and what it is promised; the whole implementation for a world of one.
+Does not know: the implementation for several ranks (leader_plane.py, follower_plane.py), events (payloads are opaque
 bytes).
 
     plane = open_control(...)                                    # connect.py
     plane.explain_with(scheduler.digest.recent)
     while not plane.stopped:
-        if idle: plane.wait_for_events(ready)                    # the leader sleeps here, followers in exchange
+        if idle: plane.wait_for_events(ready)                    # the leader sleeps here, followers in exchange()
         for event in decode(plane.exchange(turn, digest.value, encode(new_events))):
             scheduler.submit(event)
-        most = plane.agree_max(turn, numbers)                    # where groups of ranks plan differently
-        plane.tell(outputs)                                      # anybody to the leader, which looks into plane.told()
+        maxima = plane.agree_max(turn, numbers)                  # where groups of ranks plan differently
+        plane.send_message(outputs)                              # to the leader, which calls plane.take_messages()
         ...
 
-One thread calls a plane, the engine's. ``plane.watch`` is a second set of connections for the watchdog's thread.
+Only the engine's thread calls a plane. ``plane.watch`` is a second set of connections for the watchdog's thread.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from parallel.control.protocol.max_rounds import checked
 from parallel.control.protocol.reliable_messages import refuse_oversized
 from parallel.control.wire.frames import Codec, Frame
 
-IDLE_SLICE = 0.25  # an idle leader looks around this often, in seconds
-LAST_WORDS = 1.0  # seconds that a final message may take to leave
+IDLE_SLICE = 0.25  # seconds; an idle leader polls at least this often
+FLUSH_SECONDS = 1.0  # seconds that a final frame may take to leave
 
 
 class LeaderLink(Protocol):
@@ -59,9 +59,10 @@ class FollowerLink(Protocol):
 
 
 class Watch:
-    """A rank's connections on the watch channel, for the watchdog's thread: to its followers, to its leader, or both.
+    """A rank's connections on the watch channel, for the watchdog's thread: ``down`` to followers, ``up`` to the
+    leader.
 
-    ``covers`` says which ranks a directly connected rank may speak for. ``explain`` makes a follower's DECISIONS frame
+    ``covers``: the ranks that a directly connected rank relays for. ``explain`` makes a follower's DECISIONS frame
     for a step, so that its watchdog can answer for an engine that hangs; ``requests`` (rank, frame) and ``answers``
     carry such frames between the leader's engine and the leader's watchdog.
 
@@ -100,9 +101,9 @@ class Watch:
 
 
 class ControlPlane(Protocol):
-    """What an engine needs of agreement, whatever carries it.
+    """What an engine needs of agreement, independent of transport.
 
-    ``turns`` counts signs of life of the whole plane (turns, and keep-alives while idle): the watchdog reads it.
+    ``turns`` counts signs of progress (turns, and keep-alives while idle): the watchdog reads it.
     ``clock_offset_ns``: the leader's wall clock minus this rank's, as the handshake measured it. For reports only.
     """
 
@@ -119,7 +120,7 @@ class ControlPlane(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Something was submitted that is not in effect yet (leader only): go on taking turns, idle or not."""
+        """Something submitted is not in effect yet (leader only): go on taking turns, idle or not."""
         ...
 
     @property
@@ -128,7 +129,7 @@ class ControlPlane(Protocol):
         ...
 
     def explain_with(self, recent: Recent) -> None:
-        """Where a report of a disagreement finds this rank's last decisions."""
+        """``recent`` returns this rank's last decisions, for the report of a divergence."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -154,20 +155,20 @@ class ControlPlane(Protocol):
         """
         ...
 
-    def tell(self, payload: bytes) -> None:
-        """Hands ``payload`` to the leader, in order and for certain, without waiting for anything.
+    def send_message(self, payload: bytes) -> None:
+        """Sends ``payload`` to the leader's engine, reliably and in order, without waiting.
 
         Raises ValueError above MAX_PAYLOAD bytes (frames.py), and BufferError when the leader takes nothing any more.
         """
         ...
 
-    def told(self) -> list[tuple[int, bytes]]:
-        """What ranks told since the last call: (rank, payload), each rank's in its order. Empty but on the leader."""
+    def take_messages(self) -> list[tuple[int, bytes]]:
+        """Messages since the last call: (rank, payload), each rank's in its order. Empty except on the leader."""
         ...
 
     def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
-        """Called when there is nothing to run. The leader sleeps until ``ready(seconds)`` is true or a rank told
-        something; followers return.
+        """Called when there is nothing to run. The leader sleeps until ``ready(seconds)`` is true or a message arrives;
+        followers return at once.
 
         ``ready`` waits up to that many seconds for new work (threading.Event.wait does). Returns whether to take a
         turn now; False after ``timeout`` seconds, when the caller may still take one.
@@ -175,7 +176,7 @@ class ControlPlane(Protocol):
         ...
 
     def stop(self) -> None:
-        """The leader agrees on the end: ``stopped`` becomes true on all ranks, ``horizon`` turns after the next."""
+        """Leader only: proposes the end. ``stopped`` becomes true on all ranks ``horizon`` turns after the next."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -185,8 +186,8 @@ class ControlPlane(Protocol):
     def close(self) -> None:
         """Closes everything. Without an agreed stop before it, the others raise Aborted.
 
-        After one the leader stays until every rank has begun its last turn; raises the ControlError of one that does
-        not get there.
+        After one the leader waits until every rank has begun its last turn, and raises the ControlError of a rank that
+        does not.
         """
         ...
 
@@ -212,7 +213,9 @@ class Closing:
 
 
 class SingleRankControl(Closing):
-    """A world of one: agreement with oneself. ``horizon`` may be 0 here: events take effect in their own turn."""
+    """The control plane of a world of one. ``horizon`` may be 0 here: events take effect in the turn they are
+    submitted.
+    """
 
     rank = 0
     world = 1
@@ -224,7 +227,7 @@ class SingleRankControl(Closing):
         self.turns = 0
         self.stopped = False
         self._agreed = -1
-        self._told: list[tuple[int, bytes]] = []
+        self._messages: list[tuple[int, bytes]] = []
         self._coming: deque[tuple[bytes, bool]] = deque((b"", False) for _ in range(horizon))
         self._stop = False
 
@@ -233,7 +236,7 @@ class SingleRankControl(Closing):
         return self._stop or any(payload or stop for payload, stop in self._coming)
 
     def explain_with(self, recent: Recent) -> None:
-        pass  # nobody to disagree with
+        pass  # no other rank to diverge from
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
         if step != self.turns:
@@ -256,16 +259,16 @@ class SingleRankControl(Closing):
         self._agreed = step
         return maximum
 
-    def tell(self, payload: bytes) -> None:
+    def send_message(self, payload: bytes) -> None:
         refuse_oversized(payload)
-        self._told.append((0, payload))
+        self._messages.append((0, payload))
 
-    def told(self) -> list[tuple[int, bytes]]:
-        told, self._told = self._told, []
-        return told
+    def take_messages(self) -> list[tuple[int, bytes]]:
+        messages, self._messages = self._messages, []
+        return messages
 
     def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
-        if self.pending or self._told:
+        if self.pending or self._messages:
             return True
         until = None if timeout is None else time.monotonic() + timeout
         while True:

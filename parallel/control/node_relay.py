@@ -1,9 +1,9 @@
-"""The first rank of a node that rank 0 is not on: a follower itself, and rank 0's voice to the others of its node.
+"""The first rank of a node without rank 0: a follower, and the relay between rank 0 and the other ranks of its node.
 
-Knows: which frames go up, which go down, and that a record is handed on before it is acted on.
-Does not know: agreement's rules (follower.py), sockets.
+Knows: which frames go up, which go down, and that a record is forwarded before it is handled.
+Does not know: the rules of agreement (follower.py), sockets.
 
-Frames are handed on as they are, byte for byte: their CRC, job and rank stay those of the sender.
+Frames are forwarded byte for byte: their CRC, job and rank stay the sender's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.follower_plane import FollowerPlane
-from parallel.control.interface import LAST_WORDS, FollowerLink, LeaderLink, Watch
+from parallel.control.interface import FLUSH_SECONDS, FollowerLink, LeaderLink, Watch
 from parallel.control.protocol.follower import Follower
 from parallel.control.transport.combined_links import EitherReady
 from parallel.control.wire.frames import EVERYONE, Frame, Kind
 
 
 class RelayPlane(FollowerPlane):
-    """A FollowerPlane with ``down``, the links to the other ranks of the node. ``either`` waits for both sides."""
+    """A FollowerPlane that relays for the ranks behind ``down``. ``either`` waits for frames from both sides."""
 
     def __init__(
         self, machine: Follower, link: FollowerLink, down: LeaderLink, either: EitherReady, watch: Watch | None
@@ -29,12 +29,12 @@ class RelayPlane(FollowerPlane):
         super().__init__(machine, link, watch)
         self.down = down
         self._either = either
-        self._numbers: deque[tuple[int, int]] = deque()  # (step, the link's number) of records handed on
-        self._answered = 0  # the link's number of the last maximum handed on
-        self._lifted_told = False  # something that a rank below told
+        self._numbers: deque[tuple[int, int]] = deque()  # (step, the link's frame number) of forwarded records
+        self._answered = 0  # the link's frame number of the last forwarded maximum
+        self._forwarded_messages = False  # a message of a rank below was forwarded
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
-        self._hand_on()
+        self._forward_pending()
         effect = super().exchange(step, digest, payload)
         due = step - self.horizon
         while self._numbers and self._numbers[0][0] <= due:
@@ -42,9 +42,9 @@ class RelayPlane(FollowerPlane):
         return effect
 
     def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
-        self._hand_on()
+        self._forward_pending()
         maximum = super().agree_max(step, numbers)
-        self._deliver(self._answered)  # those below wait for it, and read
+        self._deliver(self._answered)  # the ranks below wait for it, and read
         return maximum
 
     def close(self) -> None:
@@ -54,33 +54,37 @@ class RelayPlane(FollowerPlane):
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        self._tell_below()
+        self._broadcast_verdict()
 
-    def _stays(self) -> float:
-        return self.machine.limits.deadline if self.down.ranks else super()._stays()  # rank 0 waits for theirs, too
+    def _linger_seconds(self) -> float:
+        return (
+            self.machine.limits.deadline if self.down.ranks else super()._linger_seconds()
+        )  # rank 0 waits for their goodbyes, too
 
-    def _busy(self) -> bool:
-        return bool(self.down.ranks) or super()._busy()  # the others stop in the same turn: pass their goodbyes on
+    def _lingers(self) -> bool:
+        return (
+            bool(self.down.ranks) or super()._lingers()
+        )  # the ranks below stop in the same turn: forward their goodbyes
 
-    def _tells(self) -> bool:
-        return self._lifted_told or super()._tells()
+    def _messages_in_flight(self) -> bool:
+        return self._forwarded_messages or super()._messages_in_flight()
 
-    def _hand_on(self) -> None:
-        """What is here already goes down before we wait for anything. A dispute takes no turns, nor proposals."""
-        while self._hear(self._pause if self.disputed else 0.0) or self.disputed:
+    def _forward_pending(self) -> None:
+        """Forwards what is here before we wait for anything. While diverged, no turn and no proposal may follow."""
+        while self._receive(self._pause if self.diverged else 0.0) or self.diverged:
             pass
 
-    def _hear(self, timeout: float) -> bool:
-        self._lift()
-        if super()._hear(0.0):
+    def _receive(self, timeout: float) -> bool:
+        self._forward_up()
+        if super()._receive(0.0):
             return True
         if timeout <= 0.0:
             return False
         self._either.wait(timeout, self.machine.limits.spin)
-        self._lift()
-        return super()._hear(0.0)
+        self._forward_up()
+        return super()._receive(0.0)
 
-    def _got(self, data: bytes, frame: Frame) -> None:
+    def _handle(self, data: bytes, frame: Frame) -> None:
         if frame.rank == EVERYONE:
             number = self.down.broadcast(data)
             if frame.kind is Kind.RECORD:
@@ -90,23 +94,23 @@ class RelayPlane(FollowerPlane):
         elif frame.rank != self.rank:
             self.down.send(frame.rank, data)
             return
-        super()._got(data, frame)
+        super()._handle(data, frame)
 
-    def _raise(self) -> None:
-        self._tell_below()
-        super()._raise()
+    def _raise_verdict(self) -> None:
+        self._broadcast_verdict()
+        super()._raise_verdict()
 
-    def _tell_below(self) -> None:
-        """A verdict of our own (rank 0 is silent or gone, or we end) is the node's: nobody else tells it here."""
+    def _broadcast_verdict(self) -> None:
+        """Broadcasts a verdict of our own (rank 0 is silent or gone, or we end): nobody else can reach these ranks."""
         verdict = self.machine.verdict
         if verdict is not None:
             number = self.down.broadcast(self.machine.codec.encode(Kind.END, EVERYONE, verdict.step, body=verdict))
-            until = time.monotonic() + LAST_WORDS
+            until = time.monotonic() + FLUSH_SECONDS
             while self.down.behind(number) and time.monotonic() < until:
                 time.sleep(0.001)
 
-    def _lift(self, timeout: float = 0.0) -> bool:
-        """Hands on what the ranks below say; a rank that is gone says goodbye through us. Whether any is left."""
+    def _forward_up(self, timeout: float = 0.0) -> bool:
+        """Forwards frames of the ranks below, and a BYE for a rank that is gone. Whether any rank is left."""
         codec = self.machine.codec
         for rank, what in self.down.receive(timeout):
             try:
@@ -116,7 +120,7 @@ class RelayPlane(FollowerPlane):
                     self.link.send(codec.encode(Kind.BYE, rank))
                 elif (frame := codec.decode(what)).rank == rank:
                     self.link.send(what)
-                    self._lifted_told |= frame.kind is Kind.TELL
+                    self._forwarded_messages |= frame.kind is Kind.MESSAGE
                 else:
                     raise FrameError("rank", f"{frame.kind.name} of rank {frame.rank} came from rank {rank}")
             except FrameError as error:
@@ -126,12 +130,12 @@ class RelayPlane(FollowerPlane):
         return bool(self.down.ranks)
 
     def _deliver(self, number: int) -> None:
-        """As the leader does: a record that is due is with every rank below before our turn goes on."""
+        """As LeaderPlane does: a record that is due has left for every rank below before our turn goes on."""
         until = time.monotonic() + self.machine.limits.deadline
         while ranks := self.down.behind(number):
             if time.monotonic() > until:
                 text = f"rank {ranks[0]} did not read a record within {self.machine.limits.deadline:g} s. It hangs"
                 self.machine.give_up(Verdict(Cause.DEADLINE, ranks[0], max(self.machine.step, 0), text))
-                self._speak()
-                self._raise()
-            self._lift(0.001)
+                self._flush()
+                self._raise_verdict()
+            self._forward_up(0.001)

@@ -1,1 +1,1 @@
-"""Layers that own their shard: which slice of a weight a rank holds and how it is loaded."""
+"""Parallel layers: each owns its shard arithmetic and how its shard is loaded."""

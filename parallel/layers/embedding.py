@@ -1,7 +1,7 @@
-"""The vocabulary split over a tensor-parallel group: token embedding, output head, and the gather of logits.
+"""Vocabulary-parallel layers: token embedding, output head, and the all-gather of logits.
 
-Knows: which token ids a rank holds and what happens to the padding rows.
-Does not know: models, sampling, or who asks for gathered or local logits.
+Knows: which token ids a rank holds, and the padding rows.
+Does not know: models, sampling, or who needs gathered or local logits.
 Shape letters: T tokens, R rows that need logits, N hidden size, V vocabulary.
 """
 
@@ -16,7 +16,7 @@ from parallel.layers.shard import Shard, ShardContext, ShardedModule, VocabShard
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if there are several."""
+    """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if ranks are several."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: ShardContext):
         super().__init__()
@@ -64,12 +64,12 @@ class LMHead(ShardedModule):
 
 
 def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
-    """Every rank's local logits [R, V_local] -> [R, V] in token-id order on every rank, padding cut off."""
+    """All-gathers local logits [R, V_local] -> [R, V] in token-id order on every rank, without padding."""
     return collectives.all_gather(local_RV)[..., :vocab_size]
 
 
 def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> nn.Parameter:
-    """[width, N] with the padding rows zero: they are multiplied like the others, so they must be finite."""
+    """[width, N] with zero padding rows: they take part in the product, so they must be finite."""
     parameter = placement.parameter(vocab.width, hidden_size)
     with torch.no_grad():
         parameter[vocab.rows :].zero_()

@@ -1,4 +1,4 @@
-"""Which rank should have which expert, from how many tokens asked for each: a pure function of counts.
+"""Balanced expert placement from the number of tokens that chose each expert: a pure function of counts.
 
 Knows: the greedy balance. Does not know: where counts come from (models/expert_load.py), or weights (experts.py).
 """
@@ -11,11 +11,11 @@ from parallel.layers.experts import held_experts
 
 
 def balanced_order(tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Expert ids, the first rank's first: equally many experts a rank, and their tokens as even as greed makes them.
+    """Expert ids, the first rank's first: equally many experts a rank, their tokens balanced greedily.
 
-    ``tokens[e]`` asked for expert e. The most wanted expert goes first, each to the rank with the fewest tokens so far
-    that still has room (longest processing time first, Graham 1969). Never worse than the order 0, 1, 2, ..., which it
-    returns where it finds nothing better. Raises ValueError where the ranks do not divide the experts.
+    ``tokens[e]`` chose expert e. Experts are assigned in order of falling load, each to the rank with the fewest tokens
+    so far that still has room (longest processing time first, Graham 1969). Never worse than the order 0, 1, 2, ...,
+    which it returns where it finds nothing better. Raises ValueError where the ranks do not divide the experts.
     """
     experts = len(tokens)
     in_order = tuple(range(experts))
@@ -32,6 +32,6 @@ def balanced_order(tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def rank_tokens(tokens: Sequence[int], order: Sequence[int], ranks: int) -> list[int]:
-    """Tokens that each rank's experts were asked for, where ``order`` lists the first rank's experts first."""
+    """Tokens that chose each rank's experts, where ``order`` lists the first rank's experts first."""
     share = len(order) // ranks
     return [sum(tokens[expert] for expert in order[r * share : (r + 1) * share]) for r in range(ranks)]

@@ -1,12 +1,12 @@
-"""The experts of a sparse layer split over a group: whole experts a rank (expert parallelism), or a share of each.
+"""The experts of a sparse layer over a group: whole experts a rank (expert parallelism), or a shard of each (TP).
 
-Knows: which experts a rank holds, how much of each, and the checkpoint tensors they come from, in either of two forms.
-Does not know: routing, how an expert is computed (models/kernels), or what an order is made from (expert_balance.py).
+Knows: which experts a rank holds, how much of each, and their checkpoint tensors, in either of two layouts.
+Does not know: routing, how an expert is computed (models/kernels), how an order is chosen (expert_balance.py).
 Shape letters: E experts of the layer, G those on this rank, N hidden size, I this rank's intermediate features.
 
-Every rank of the group has the same tokens and the same routing, computes the terms of what it holds, and one
-all-reduce makes the sum: the same communication either way. Whole experts keep their products wide, but a batch may ask
-one rank for more of them than another; shares are always balanced, and narrow.
+Every rank of the group has the same tokens and the same routing, and computes the terms of its own experts; one
+all-reduce sums them, either way. Whole experts keep matrix products wide, but routing may load one rank more than
+another; shards are always balanced, but narrow.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from parallel.layers.shard import ScatteredShard, Shard, ShardContext, ShardedMo
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplit:
-    """How the experts of a model lie on a group. ``whole``: each rank has whole experts; otherwise a share of each.
+    """How the experts of a model are split over a group. ``whole``: expert parallelism; otherwise a shard of each.
 
-    ``orders``: layer number -> all expert ids of that layer, the first rank's first. Layers that are not listed have
-    0, 1, 2, ... Only whole experts have an order. ``exchange``: several such groups, with tokens of their own, share
-    the experts, which then are whole and lie on the ranks of all groups, the first group's ranks first.
+    ``orders``: layer number -> all expert ids of that layer, the first rank's first; 0, 1, 2, ... for layers that are
+    not listed. Only whole experts have an order. ``exchange``: several groups with tokens of their own (DP attention)
+    share whole experts, which are spread over the ranks of all groups, the first group's first. Raises ValueError for
+    an exchange or an order without whole experts.
     """
 
     whole: bool = False
@@ -46,7 +47,7 @@ class ExpertSplit:
 
 
 class Router(ShardedModule):
-    """The matrix [E, N] that scores experts; every rank holds it in full, so that all route alike."""
+    """The router's matrix [E, N]; every rank holds it in full, so that all ranks route alike."""
 
     def __init__(self, experts: int, hidden: int, placement: ShardContext) -> None:
         super().__init__()
@@ -59,8 +60,8 @@ class Router(ShardedModule):
 class ExpertWeights(ShardedModule):
     """This rank's experts: ``gate_up`` [G, 2I, N] with gate's rows first, ``down`` [G, N, I].
 
-    ``local_E`` int32 is each expert's number among the G, -1 for those that other ranks hold. ``layer`` is the number
-    of the layer they serve. Raises ValueError where the experts, or their features, cannot be split evenly.
+    ``local_E`` int32 is each expert's index among the G, -1 for experts of other ranks. ``layer``: the layer number.
+    Raises ValueError where the experts, or their features, cannot be split evenly.
     """
 
     local_E: Tensor
@@ -97,26 +98,28 @@ class ExpertWeights(ShardedModule):
         self.register_buffer("local_E", local, persistent=False)
 
     def gather(self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """All groups' tokens and choices, each group's padded to ``rows`` with tokens of no choice. One gather.
+        """Dispatch: all groups' tokens and routing, each group's padded to ``rows``. One all-gather.
 
-        ``ids_TC`` are numbers among all experts, -1 for none; the last result has this rank's own numbers, or -1.
+        ``ids_TC`` are expert ids, -1 for none; the last result has this rank's local numbers, or -1. Raises
+        RuntimeError without an exchange.
         """
         if self.exchange is None:
             raise RuntimeError("there is nobody to gather from")
-        return self.exchange.gather_choices(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
+        return self.exchange.dispatch(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
     def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | PendingAllReduce:
-        """This group's ``tokens`` of the sum of all ranks' terms. One scatter-sum, and one all-reduce in the group."""
+        """Combine: this group's ``tokens`` of the sum of all ranks' terms. One reduce-scatter, then one all-reduce in
+        the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
-        return self.combine(self.exchange.scatter_sum(partial_YN)[:tokens])
+        return self.combine(self.exchange.reduce_scatter(partial_YN)[:tokens])
 
     def combine(self, partial_TN: Tensor) -> Tensor | PendingAllReduce:
-        """The sum of the terms of the group's ranks, the same on each of them. One all-reduce, as in RowParallel."""
-        return self.placement.collectives.sum_before_norm(partial_TN)
+        """The sum of the group's terms, the same on every rank. One all-reduce, as in RowParallel."""
+        return self.placement.collectives.all_reduce_before_norm(partial_TN)
 
     def shards(self) -> dict[str, Shard]:
-        """Three matrices an expert. Those of another rank's experts are there too, with nothing to copy."""
+        """Three matrices an expert. Other ranks' experts have empty shards."""
         found: dict[str, Shard] = {}
         number = {expert: local for local, expert in enumerate(self.held)}
         for expert in range(self.experts):
@@ -128,11 +131,11 @@ class ExpertWeights(ShardedModule):
         return found
 
     def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
-        """As three matrices an expert, or as transformers 5 fuses them: [E, 2 * all I, N] and [E, N, all I]."""
+        """Three matrices an expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I]."""
         return self.shards(), self._fused()
 
     def _fused(self) -> dict[str, ScatteredShard]:
-        """Of the fused tensors only the held experts are read, one at a time."""
+        """Reads only the held experts of the fused tensors, one at a time."""
         hidden, share, total = self.down.shape[1], self.share, self.intermediate
         gate_up, down = [], []
         for local, expert in enumerate(self.held):
@@ -147,7 +150,7 @@ class ExpertWeights(ShardedModule):
         return {"gate_up_proj": ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down))}
 
     def _rows(self, target: Tensor | None) -> Shard:
-        """Of gate or up, [all I, N]."""
+        """The shard of a gate or up matrix [all I, N]."""
         hidden = self.down.shape[1]
         if target is None:
             return Shard((self.intermediate, hidden), (slice(0, 0), slice(0, hidden)), self.gate_up[0, :0])
@@ -155,7 +158,7 @@ class ExpertWeights(ShardedModule):
         return Shard((self.intermediate, hidden), (rows, slice(0, hidden)), target)
 
     def _columns(self, target: Tensor | None) -> Shard:
-        """Of down, [N, all I]."""
+        """The shard of a down matrix [N, all I]."""
         hidden = self.down.shape[1]
         if target is None:
             return Shard((hidden, self.intermediate), (slice(0, 0), slice(0, self.share)), self.down[0, :0])
@@ -164,7 +167,7 @@ class ExpertWeights(ShardedModule):
 
 
 def held_experts(experts: int, rank: int, size: int, order: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The ids of the whole experts of one rank: its even part of ``order`` (default 0, 1, 2, ...).
+    """The ids of one rank's experts: its even part of ``order`` (default 0, 1, 2, ...).
 
     Raises ValueError where the ranks do not divide the experts, or ``order`` does not list each of them once.
     """

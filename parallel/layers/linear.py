@@ -1,8 +1,8 @@
 """Tensor-parallel matrix products (Shoeybi et al. 2019, Megatron-LM).
 
-Knows: for each layer, the split of its matrix over the group and the checkpoint tensors its pieces come from.
-Does not know: models, files, or how a product is computed (a ``LinearKernel`` does that; a model may also hand
-``weight`` and ``bias`` to a kernel that fuses the product with its neighbours).
+Knows: for each layer, the split of its matrix over the group and the checkpoint tensors of its pieces.
+Does not know: models, files, or how a product is computed (a ``LinearKernel`` does that; a model may also pass
+``weight`` and ``bias`` to a fused kernel).
 Shape letters: T tokens, N hidden size, I intermediate size, O outputs of this rank, D head_dim.
 """
 
@@ -104,9 +104,9 @@ class QKVParallel(StackedColumns):
 class RowParallel(ShardedModule):
     """y = sum over ranks of x_local W_local^T (+ b): [T, inputs / size] -> [T, outputs], the same on every rank.
 
-    One all-reduce, which is left to the norm that follows where that is one kernel; the product may send its part to
-    the other ranks while it computes. ``what`` names the inputs in errors. Raises ValueError where they cannot be split
-    evenly.
+    One all-reduce: when small, it is fused with the RMSNorm that follows (PendingAllReduce), and the matmul may push
+    its partial sum to the peers while it computes. ``what`` names the inputs in errors. Raises ValueError where they
+    cannot be split evenly.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class RowParallel(ShardedModule):
         self.bias = placement.parameter(outputs) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
-        # The bias belongs to the sum, so exactly one rank may add it.
+        # The bias is added once to the sum, so by exactly one rank.
         bias = self.bias if self.placement.rank == 0 else None
         kernels, collectives = self.placement.kernels, self.placement.collectives
-        places = collectives.places_for(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
-        if places is None:
-            return collectives.sum_before_norm(kernels.linear(x_TI, self.weight, bias))
-        part_TN, pushed = kernels.linear_into(places, x_TI, self.weight, bias)
-        return collectives.sum_before_norm(part_TN, pushed=pushed)
+        buffers = collectives.push_buffers(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
+        if buffers is None:
+            return collectives.all_reduce_before_norm(kernels.linear(x_TI, self.weight, bias))
+        part_TN, pushed = kernels.linear_push(buffers, x_TI, self.weight, bias)
+        return collectives.all_reduce_before_norm(part_TN, pushed=pushed)
 
     def shards(self) -> dict[str, Shard]:
         outputs = self.weight.shape[0]

@@ -1,4 +1,4 @@
-"""Shard arithmetic: which piece of a checkpoint tensor a tensor-parallel rank holds, and how it gets there.
+"""Shard arithmetic: which piece of a checkpoint tensor a tensor-parallel rank holds, and how it is loaded.
 
 Knows: even splits, head replication, vocabulary padding, and the copy of one piece into one parameter.
 Does not know: files (models/weights.py), checkpoint names (the table beside each model) or matrix products (linear.py).
@@ -18,28 +18,28 @@ from parallel.comm.peer_buffers import PeerBuffers
 
 
 class Sliceable(Protocol):
-    """A whole checkpoint tensor of which pieces can be read: a torch tensor, or a safetensors slice."""
+    """A checkpoint tensor that can be read in pieces: a torch tensor, or a safetensors slice."""
 
     def __getitem__(self, ranges: tuple[slice, ...], /) -> Tensor: ...
 
 
 class LinearKernel(Protocol):
-    """What parallel layers need from a set of kernels."""
+    """The operations that parallel layers need from a set of kernels."""
 
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
         ...
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """(``linear``, whether its kernel has put the result into the other ranks' ``places``, too)."""
+        """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShardContext:
-    """What every parallel layer is built with: its group, its matrix product and the dtype of its parameters.
+    """What every parallel layer is built with: its collectives, its kernels and the dtype of its parameters.
 
     The device is torch's default device at construction (``with torch.device(device): ...``).
     """
@@ -74,7 +74,7 @@ class Shard:
     centre: float = 0.0
 
     def load(self, full: Sliceable) -> None:
-        """Read this rank's piece only and copy it, converting the dtype if needed."""
+        """Reads only this rank's piece and copies it, converting the dtype if needed."""
         if self.target.numel():
             self.target.copy_(full[self.ranges])
 
@@ -85,7 +85,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredShard:
-    """What a rank holds of one checkpoint tensor where that is several pieces (at least one), each with its target."""
+    """A rank's shard of one checkpoint tensor in several pieces (at least one), each with its own target."""
 
     pieces: tuple[Shard, ...]
 
@@ -94,7 +94,7 @@ class ScatteredShard:
         return self.pieces[0].full_shape
 
     def load(self, full: Sliceable) -> None:
-        """Read and copy piece after piece."""
+        """Loads piece after piece."""
         for piece in self.pieces:
             piece.load(full)
 
@@ -107,7 +107,7 @@ class ShardedModule(nn.Module):
         raise NotImplementedError
 
     def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
-        """The sets of checkpoint tensors that may fill the module, each alone; the first is ``shards``."""
+        """The alternative checkpoint layouts that can fill the module; the first is ``shards``."""
         return (self.shards(),)
 
 

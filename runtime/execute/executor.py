@@ -156,9 +156,9 @@ class Executor:
         pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
         scratch = self._parts_over(pool)
         decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
-        # Prefill last: the others' kernels are compiled here while its own may be on their way (Kernels.settle).
+        # Prefill last: the others' kernels are compiled here while its own may be on their way (agree_on_kernels).
         peaks = [self.device.peak_of(role.rehearse) for role in (decode, *(make(scratch) for make in further_roles))]
-        self._model.kernels.settle(limits.agree_min)
+        self._model.kernels.agree_on_kernels(limits.agree_min)
         peaks.append(self.device.peak_of(prefill.rehearse))
         self._tune()
         prefill.compile_shorter()

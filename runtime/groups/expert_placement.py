@@ -80,7 +80,7 @@ def load_report(config: EngineConfig, model: Decoder, split: ExpertSplit) -> Cal
 def _summed(load: ExpertLoad, exchange: TokenExchange) -> ExpertLoad:
     """Over all groups; each calls it once."""
     counts_LE = torch.tensor(list(load.tokens.values()))
-    total_LE = exchange.gather(counts_LE).view(exchange.groups, *counts_LE.shape).sum(0)
+    total_LE = exchange.all_gather(counts_LE).view(exchange.groups, *counts_LE.shape).sum(0)
     return ExpertLoad(load.architecture, dict(zip(load.tokens, map(tuple, total_LE.tolist()), strict=True)))
 
 

@@ -30,8 +30,8 @@ class Channel(Protocol):
     rank: int
     world: int
 
-    def tell(self, payload: bytes) -> None: ...
-    def told(self) -> list[tuple[int, bytes]]: ...
+    def send_message(self, payload: bytes) -> None: ...
+    def take_messages(self) -> list[tuple[int, bytes]]: ...
 
 
 class RequestRouter:
@@ -77,7 +77,7 @@ class RequestRouter:
             return self._all_of_the_turn_before(turn, output, launched)
         if self._speaks and _says_something(output):
             for payload in encode_output(turn, output):
-                self._channel.tell(payload)
+                self._channel.send_message(payload)
         return output
 
     @property
@@ -86,7 +86,7 @@ class RequestRouter:
         return bool(self._elsewhere or self._came or self._ready or _says_something(self._held))
 
     def _all_of_the_turn_before(self, turn: int, output: StepOutput, launched: bool) -> StepOutput:
-        for rank, payload in self._channel.told():
+        for rank, payload in self._channel.take_messages():
             told_in, told = decode_output(payload)
             self._elsewhere.difference_update(one.request_id for one in told.finished)
             if told_in < turn - 1:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.kernels.matmul import norm as norm_triton
+from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul.autotune import median_graph_us
-from parallel.comm.all_reduce_dispatch import Sum
+from parallel.comm.all_reduce_dispatch import AllReduceKernel
 from parallel.comm.collectives import GroupCollectives
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 
@@ -39,12 +39,12 @@ def chain(calls: Callable[[Tensor], Tensor], x: Tensor, norm: Tensor | None) -> 
         for _ in range(CALLS):
             y = calls(y)
             if norm is not None:
-                y = norm_triton.rms_norm(y, None, norm, 1e-6, pdl=True)
+                y = norm_kernels.rms_norm(y, None, norm, 1e-6, pdl=True)
 
     return run
 
 
-def normed_by(way: Sum, norm: Tensor, y: Tensor) -> Tensor:
+def normed_by(way: AllReduceKernel, norm: Tensor, y: Tensor) -> Tensor:
     return way(y, norm_N=norm, eps=EPS)[0]
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     made, nccl = SymmetricCollectives(group, device), GroupCollectives(group)  # kept: sums go through its memory
-    own = made.sums
+    own = made.dispatch
     part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(part, group)
     norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
@@ -103,8 +103,8 @@ def main() -> None:
             summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, y, "sum", group.group_name)
             return summed
 
-        normed = {"one step": own.one_step, "two steps": own.two_steps}
-        expected = own.one_step(x, residual_TN=x, norm_N=norm, eps=EPS)
+        normed = {"one step": own.one_shot, "two steps": own.two_shot}
+        expected = own.one_shot(x, residual_TN=x, norm_N=norm, eps=EPS)
         for name, way in normed.items():
             for _ in range(200):  # both places again and again
                 if (difference := objection(way(x, residual_TN=x, norm_N=norm, eps=EPS), expected)) is not None:

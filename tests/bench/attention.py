@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.kernels.matmul import autotune
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.attention_candidates import Attention, Candidate, candidates, current_choice
 from tests.bench.dense_shapes import BF16, MODELS, Dense
 from tests.bench.kernels import (
@@ -74,7 +74,7 @@ def layer_count(dense: Dense, rows: int, shortest: int) -> int:
 class LayerBench(AttentionBench):
     """Layers of o-projection, qkv-projection and attention; ``fill`` before any of it."""
 
-    def __init__(self, kernels: HopperKernels, dense: Dense, rows: int, layers: int) -> None:
+    def __init__(self, kernels: NvidiaKernels, dense: Dense, rows: int, layers: int) -> None:
         super().__init__(kernels, dense, rows, 1, layers)
         sizes = [dense.weights()[name] for name in ("o", "qkv")]
         self.weights = [
@@ -191,7 +191,7 @@ def launch_of(model: str, rows: int, tokens: Sequence[int]) -> Attention:
     return Attention(rows, dense.heads, dense.kv_heads, dense.head_dim, min(tokens), MOST)
 
 
-def sweep(kernels: HopperKernels, model: str, rows: int, tokens: Sequence[int]) -> Sweep:
+def sweep(kernels: NvidiaKernels, model: str, rows: int, tokens: Sequence[int]) -> Sweep:
     """Every candidate at every length."""
     asked = launch_of(model, rows, tokens)
     layers = layer_count(SHAPES[model], rows, asked.shortest)
@@ -223,7 +223,7 @@ def sweep(kernels: HopperKernels, model: str, rows: int, tokens: Sequence[int]) 
 
 def compile_share(index: int, share: int, cases: Sequence[tuple[str, int]], tokens: Sequence[int]) -> None:
     """Run every ``share``-th candidate once, so that Triton's cache on disk holds it."""
-    kernels = HopperKernels(DEVICE)
+    kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
     for model, rows in cases:
         dense = SHAPES[model]
@@ -258,7 +258,7 @@ def main() -> None:
     if args.compile_workers:
         compile_all(compile_share, (cases, args.tokens), args.compile_workers)
     torch.manual_seed(0)
-    kernels, found = HopperKernels(DEVICE), []
+    kernels, found = NvidiaKernels(DEVICE), []
     for model, rows in cases:
         start = time.time()
         swept = sweep(kernels, model, rows, args.tokens)

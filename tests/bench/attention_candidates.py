@@ -10,19 +10,20 @@ from itertools import product
 from math import log2
 from typing import NamedTuple
 
-from models.kernels.attention import decode_tma as attention_tma_triton
+from models.kernels.attention import decode_tma
 from models.kernels.attention.decode import choose_splits, workspace_floats
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.matmul.dispatch import PARTIAL_BYTES
 from models.kernels.nvidia import (
-    _ATTENTION_PROGRAMS,
     _MANY_PAIRS,
-    _SHARED_BYTES,
+    _SHARED_RESERVE,
     _attention_blocks,
     _attention_shared,
     _many_blocks,
 )
+from models.kernels.traits import H200
 
+_SHARED_BYTES = H200.shared_bytes - _SHARED_RESERVE
 _MULTIPROCESSOR_SHARED = 228 << 10
 _SPLITS = (1, 2, 4)
 _MANY = ((32, 3, 1), (32, 4, 1), (32, 3, 2))  # (keys a block, stages, warps) of the form for many rows
@@ -64,9 +65,7 @@ class Attention(NamedTuple):
     @property
     def many_fits(self) -> bool:
         """Whether the form for many rows takes it."""
-        return (
-            self.query_rows <= attention_tma_triton.MOST_QUERY_ROWS and self.head_dim in attention_tma_triton.HEAD_DIMS
-        )
+        return self.query_rows <= decode_tma.MOST_QUERY_ROWS and self.head_dim in decode_tma.HEAD_DIMS
 
     def shared(self, blocks: tuple[int, int, int]) -> int:
         """Bytes a program."""
@@ -75,7 +74,7 @@ class Attention(NamedTuple):
 
 
 def current_choice(asked: Attention) -> Candidate:
-    """What HopperKernels launches."""
+    """What NvidiaKernels launches."""
     if asked.rows * asked.kv_heads >= _MANY_PAIRS and asked.many_fits:
         block_n, stages, warps = _many_blocks(asked.query_rows)
         return Candidate(block_n, 1, stages, warps, many=True)
@@ -84,8 +83,10 @@ def current_choice(asked: Attention) -> Candidate:
 
 def choice_of_few(asked: Attention) -> Candidate:
     """What it launches, or would without the form for many rows."""
-    block_n, stages, warps = _attention_blocks(asked.rows * asked.kv_heads, asked.query_rows, asked.row_bytes)
-    splits = choose_splits(asked.rows, asked.kv_heads, asked.most, block_n, _ATTENTION_PROGRAMS)
+    block_n, stages, warps = _attention_blocks(
+        asked.rows * asked.kv_heads, asked.query_rows, asked.row_bytes, _SHARED_BYTES
+    )
+    splits = choose_splits(asked.rows, asked.kv_heads, asked.most, block_n, H200.multiprocessors)
     return Candidate(block_n, splits, stages, warps)
 
 

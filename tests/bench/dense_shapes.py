@@ -15,7 +15,7 @@ import torch
 
 from models.config import ModelConfig
 from models.kernels.matmul.choice_table import LinearShape
-from parallel.comm.all_reduce_dispatch import LIMITS, steps_of
+from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, shots_for
 from parallel.layers.shard import HeadShard, VocabShard, even_share
 
 BF16 = torch.bfloat16
@@ -63,7 +63,7 @@ class Dense:
 
     def norms_apart(self, rows: int) -> bool:
         """Whether the norms of ``rows`` tokens belong to the sums before them, not to the products behind them."""
-        return self.ranks > 1 and steps_of(LIMITS[self.ranks], rows, self.hidden, BF16) is not None
+        return self.ranks > 1 and shots_for(SIZE_LIMITS[self.ranks], rows, self.hidden, BF16) is not None
 
     def products(self, rows: int) -> dict[str, LinearShape]:
         """Every product of a step of ``rows`` tokens as the models ask for it, the first layer's qkv aside."""

@@ -37,9 +37,9 @@ def check(made: SymmetricExchange, given: Layer) -> None:
     """Raises SystemExit where something comes out wrong."""
     gathered, total = given.gathered(), given.summed(made.index)
     for turn in range(CHECKS):
-        if not same_bits(made.gather_choices(*given.brought(made.index)), gathered):
+        if not same_bits(made.dispatch(*given.brought(made.index)), gathered):
             raise SystemExit(f"gather {turn} of {given.rows} rows came out wrong")
-        if not same_bits((made.scatter_sum(given.terms[made.index]),), (total,)):
+        if not same_bits((made.reduce_scatter(given.terms[made.index]),), (total,)):
             raise SystemExit(f"scatter-sum {turn} of {given.rows} rows came out wrong")
 
 
@@ -49,8 +49,8 @@ def calls_of(made: GroupExchange, given: Layer) -> tuple[Callable[[Tensor], Tens
     mine = slice(made.index * rows, (made.index + 1) * rows)
     terms = given.terms[made.index]
     return (
-        lambda x: made.gather_choices(x, weights, ids, rows, numbers)[0][mine],
-        lambda x: made.scatter_sum(terms),
+        lambda x: made.dispatch(x, weights, ids, rows, numbers)[0][mine],
+        lambda x: made.reduce_scatter(terms),
     )
 
 

@@ -41,12 +41,11 @@ import torch
 import triton
 from torch import Tensor
 
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.grouped import expert_mlp
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.expert_pairs import SUCH_AS, Pair, named, pair_of, products
 from tests.bench.expert_timing import LAYERS, Run, agree, in_turns, microseconds
 from tests.bench.kernels import DEVICE, compile_all, run_share
@@ -164,10 +163,10 @@ class TileBench:
         return {"rows": rows, "chosen": chosen, "in_turns": {name: asdict(one) for name, one in found.items()}}
 
     def _run_apart(self, number: int) -> Tensor:
-        return experts_streamed_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True)
+        return streamed.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True)
 
     def _run_long(self, tiles: LongListTiles, number: int) -> Tensor:
-        return experts_tma_triton.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, tiles)
+        return grouped_tma.expert_mlp(self._x, *self._weights[number], *self._chosen[number], True, tiles)
 
     def _run(self, pair: Pair, number: int) -> Tensor:
         given = (self._x, *self._weights[number], *self._chosen[number], True, pair)
@@ -208,7 +207,7 @@ def main() -> None:
     if args.tiles and args.compile_workers:
         compile_all(compile_share, (layer, args.tiles), args.compile_workers)
     torch.manual_seed(0)
-    kernels, weights = HopperKernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
+    kernels, weights = NvidiaKernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
     expert_bytes = 2 * 3 * layer.hidden * layer.inner
     found: dict[str, Any] = {"shape": args.shape, "ranks": args.ranks, "gpu": torch.cuda.get_device_name(), "rows": []}
     for rows in sorted({*args.rows, *args.tiles}):

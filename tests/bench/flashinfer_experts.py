@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.expert_timing import LAYERS, Run, agree, in_turns
 from tests.bench.kernels import DEVICE
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
@@ -59,7 +59,7 @@ class Experts:
     """The same experts of LAYERS layers, held as our kernels and as FlashInfer's want them."""
 
     def __init__(self, layer: Layer, ranks: int) -> None:
-        self._layer, self._ranks, self._kernels = layer, ranks, HopperKernels(DEVICE)
+        self._layer, self._ranks, self._kernels = layer, ranks, NvidiaKernels(DEVICE)
         self._ours = [layer.weights() for _ in range(LAYERS)]
         self._theirs = [(up_first(gate_up), down) for gate_up, down in self._ours]
 

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode as attention_triton
-from models.kernels.attention import decode_tma as attention_tma_triton
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.attention import decode, decode_tma
+from models.kernels.interface import Rotation
 from models.kernels.matmul import autotune, choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.dense_shapes import BF16, MODELS, Dense
 
 DEVICE = torch.device("cuda", 0)
@@ -42,10 +41,10 @@ def shapes(models: list[str], rows: list[int]) -> list[LinearShape]:
 
 def compile_share(index: int, share: int, models: list[str], rows: list[int], parts: list[str]) -> None:
     """Run every ``share``-th candidate once, so that Triton's cache on disk holds it."""
-    kernels = HopperKernels(DEVICE)
+    kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
     for shape in shapes(models, rows) if {"linear", "tune"} & set(parts) else []:
-        for choice in kernels.candidates(shape):
+        for choice in kernels.matmul.candidates(shape):
             if isinstance(choice, choice_table.Gemv | choice_table.Skinny | choice_table.Wide):
                 key = (shape.inner, shape.normed, shape.gate_up, shape.rows, choice)
                 todo[key] = partial(run_product, kernels, shape, choice)
@@ -67,13 +66,13 @@ def run_share(index: int, share: int, todo: dict[Any, Callable[[], Any]]) -> Non
     torch.cuda.synchronize()
 
 
-def run_product(kernels: HopperKernels, shape: LinearShape, choice: choice_table.Choice) -> None:
+def run_product(kernels: NvidiaKernels, shape: LinearShape, choice: choice_table.Choice) -> None:
     x = torch.zeros(shape.rows, shape.inner, dtype=BF16, device=DEVICE)
     weight = torch.zeros(min(shape.outputs, 4096), shape.inner, dtype=BF16, device=DEVICE)
-    kernels._run_candidate(shape)(x, weight, choice)
+    kernels.matmul.runner(shape)(x, weight, choice)
 
 
-def run_attention(kernels: HopperKernels, dense: Dense, config: tuple[int, ...], fused: bool) -> None:
+def run_attention(kernels: NvidiaKernels, dense: Dense, config: tuple[int, ...], fused: bool) -> None:
     AttentionBench(kernels, dense, 1, 64, 1).own(config, fused)
 
 
@@ -91,13 +90,15 @@ def compile_all(share: Callable[..., None], arguments: tuple[Any, ...], workers:
 
 def bench_linear(out: Path, models: list[str], rows: list[int]) -> None:
     """Each product alone, its norm in front and SiLU-mul behind included; the best of every kind of kernel."""
-    kernels = HopperKernels(DEVICE)
+    kernels = NvidiaKernels(DEVICE)
     print("model matrix M | best us TB/s | best of each kind us", flush=True)
     with (out / "linear.jsonl").open("w") as log:
         for model in models:
             for m in rows:
                 for name, shape in MODELS[model].products(m).items():
-                    timed = autotune.measure(shape, kernels.candidates(shape), kernels._run_candidate(shape), DEVICE)
+                    timed = autotune.measure(
+                        shape, kernels.matmul.candidates(shape), kernels.matmul.runner(shape), DEVICE
+                    )
                     kinds: dict[str, float] = {}
                     for choice, us in timed:
                         log.write(json.dumps([model, name, m, str(choice), us]) + "\n")
@@ -140,7 +141,7 @@ ATTENTION_ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 class AttentionBench:
     """Rotation, cache write and attention of one layer after another over distinct caches."""
 
-    def __init__(self, kernels: HopperKernels, dense: Dense, rows: int, length: int, layers: int) -> None:
+    def __init__(self, kernels: NvidiaKernels, dense: Dense, rows: int, length: int, layers: int) -> None:
         self.kernels, self.dense = kernels, dense
         self.cache = Cache(dense, rows, length, MOST, layers)
         # One a (row, kv head); the kernels' own are enough only for the splits that they choose.
@@ -151,11 +152,7 @@ class AttentionBench:
         self.rotation = Rotation(norm, norm, 1e-6, self.cache.cos_sin, positions, self.cache.slots(positions))
 
     def rotate(self, kv: Tensor) -> Tensor:
-        r, d = self.rotation, self.dense
-        return self.kernels.rope_and_cache(
-            self.qkv, d.heads, d.kv_heads, d.head_dim, r.q_norm_D, r.k_norm_D, r.eps, r.cos_sin_LR, r.positions_T,
-            r.kv_slots_T, kv,
-        )  # fmt: skip
+        return self.kernels.rope_and_cache(self.qkv, self.dense.heads, kv, self.rotation)
 
     def own(self, config: tuple[int, ...], fused: bool) -> None:
         for kv in self.cache.layers:
@@ -169,7 +166,7 @@ class AttentionBench:
         block_n, splits, stages, warps, *many = config
         rotation, scale = self.rotation if fused else None, self.dense.head_dim**-0.5
         if any(many):
-            return attention_tma_triton.attend_many(
+            return decode_tma.attend_many(
                 q_TX,
                 self.dense.heads,
                 kv,
@@ -181,7 +178,7 @@ class AttentionBench:
                 warps=warps,
                 pdl=True,
             )
-        return attention_triton.decode_attention(
+        return decode.decode_attention(
             q_TX,
             self.dense.heads,
             kv,
@@ -199,7 +196,7 @@ class AttentionBench:
 
 
 def bench_attention(models: list[str], lengths: list[int], out: Path) -> None:
-    kernels = HopperKernels(DEVICE)
+    kernels = NvidiaKernels(DEVICE)
     print("attention, rotation and cache write: model B L | one launch us TB/s config | two launches", flush=True)
     for model in models:
         dense = MODELS[model]
@@ -232,7 +229,7 @@ def attention_configs(rows: int, kv_heads: int, most: int) -> Iterator[tuple[int
     for block_n, stages, warps in ((64, 3, 4), (64, 5, 4), (32, 5, 4), (32, 5, 2), (32, 3, 2), (128, 3, 4)):
         seen = set()
         for wanted in (132, 264, 1056):
-            splits = attention_triton.choose_splits(rows, kv_heads, most, block_n, wanted)
+            splits = decode.choose_splits(rows, kv_heads, most, block_n, wanted)
             if splits not in seen:
                 seen.add(splits)
                 yield block_n, splits, stages, warps
@@ -240,7 +237,7 @@ def attention_configs(rows: int, kv_heads: int, most: int) -> Iterator[tuple[int
 
 def bench_small() -> None:
     print("small kernels in a dependent chain: name rows | us with PDL | without", flush=True)
-    kernels = HopperKernels(DEVICE)
+    kernels = NvidiaKernels(DEVICE)
     for model in ("8B", "0.6B"):
         dense = MODELS[model]
         for rows in (1, 8, 32, 128, 256):
@@ -251,11 +248,11 @@ def bench_small() -> None:
             qkv = torch.randn(rows, (dense.heads + 2 * dense.kv_heads) * dense.head_dim, dtype=BF16, device=DEVICE)
             norm = torch.ones(dense.head_dim, dtype=BF16, device=DEVICE)
             positions = cache.positions
-            rope = (norm, norm, 1e-6, cache.cos_sin, positions, cache.slots(positions), cache.layers[0])
+            turn = Rotation(norm, norm, 1e-6, cache.cos_sin, positions, cache.slots(positions))
             runs: dict[str, Callable[[], Any]] = {
                 "add+norm": partial(kernels.add_rms_norm, x, residual, weight, 1e-6),
                 "silu-mul": partial(kernels.silu_mul, wide),
-                "rope+cache": partial(kernels.rope_and_cache, qkv, dense.heads, dense.kv_heads, dense.head_dim, *rope),
+                "rope+cache": partial(kernels.rope_and_cache, qkv, dense.heads, cache.layers[0], turn),
             }
             for name, run in runs.items():
                 times = []
@@ -274,7 +271,7 @@ def _repeat(run: Callable[[], Any], times: int) -> None:
 class StepBench:
     """A whole greedy decode step, token and lengths fed back on the device, 513 to 768 tokens a row."""
 
-    def __init__(self, kernels: HopperKernels, dense: Dense) -> None:
+    def __init__(self, kernels: NvidiaKernels, dense: Dense) -> None:
         self.kernels, self.dense = kernels, dense
         self.layers = [
             {name: _random(*size) for name, size in dense.weights().items()}
@@ -301,10 +298,8 @@ class StepBench:
                 qkv = kernels.linear(x, w["qkv"])
             else:
                 qkv, residual = kernels.add_norm_linear(x, residual, w["norm1"], 1e-6, w["qkv"])
-            out = kernels.rope_cache_attend(
-                qkv, dense.heads, dense.kv_heads, dense.head_dim, w["q"], w["k"], 1e-6, cache.cos_sin,
-                positions, slots, kv, cache.inputs, dense.head_dim**-0.5,
-            )  # fmt: skip
+            turn = Rotation(w["q"], w["k"], 1e-6, cache.cos_sin, positions, slots)
+            out = kernels.rope_cache_attend(qkv, dense.heads, kv, turn, cache.inputs, dense.head_dim**-0.5)
             x = kernels.linear(out.flatten(1), w["o"])
             if apart:
                 x, residual = kernels._add_norm(x, residual, w["norm2"], 1e-6)
@@ -329,7 +324,7 @@ def _ones(width: int) -> Tensor:
 
 
 def bench_step(models: list[str], batches: list[int], choices: ChoiceTable | None, profile: bool) -> None:
-    kernels = HopperKernels(DEVICE, choices=choices)
+    kernels = NvidiaKernels(DEVICE, choices=choices)
     stream: Any = torch.cuda.Stream  # untyped in some versions of torch
     event: Any = torch.cuda.Event
     for model in models:

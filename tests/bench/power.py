@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.attention_candidates import Attention, Candidate, choice_of_few, current_choice
 from tests.bench.dense_shapes import BF16, MODELS, Dense
 from tests.bench.kernels import DEVICE, MOST, AttentionBench
@@ -41,7 +41,7 @@ Sample = tuple[float, float, float]  # monotonic seconds, watts, MHz
 class LayerOfRows:
     """LAYERS layers of one model for some rows; every method runs one kernel in each of them."""
 
-    def __init__(self, kernels: HopperKernels, dense: Dense, rows: int) -> None:
+    def __init__(self, kernels: NvidiaKernels, dense: Dense, rows: int) -> None:
         self.kernels, self.attention = kernels, AttentionBench(kernels, dense, rows, TOKENS, LAYERS)
         sizes = dense.weights()
         self.weights = {
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.3, help="of each kernel")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    kernels, dense, found = HopperKernels(DEVICE), MODELS[args.model], []
+    kernels, dense, found = NvidiaKernels(DEVICE), MODELS[args.model], []
     with sampled(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]) as samples:
         for rows in args.rows:
             layer = LayerOfRows(kernels, dense, rows)

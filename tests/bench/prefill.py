@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels.attention import prefill as prefill_triton
+from models.kernels.attention import prefill as prefill_kernel
 from models.kernels.attention.prefill import Blocks, Tiles, blocks_for
 from models.kernels.matmul import autotune
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
+from models.kernels.traits import H200
 
 BF16, DEVICE = torch.bfloat16, torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
@@ -81,15 +82,15 @@ class Case:
     def inputs(self) -> PrefillAttention:
         return PrefillAttention(self.table, self.queries, self.lengths)
 
-    def by(self, kernels: HopperKernels) -> Callable[[Tensor], Tensor]:
+    def by(self, kernels: NvidiaKernels) -> Callable[[Tensor], Tensor]:
         planned = kernels.plan_prefill(self.inputs, HEADS, KV_HEADS, DIM, self.layers[0])
         return lambda kv: kernels.prefill_attention(self.q, kv, planned, DIM**-0.5)
 
     def with_tiles(self, blocks: Blocks) -> Callable[[Tensor], Tensor]:
-        listed = prefill_triton.list_tiles(self.queries, self.lengths, blocks.m // (HEADS // KV_HEADS))
+        listed = prefill_kernel.list_tiles(self.queries, self.lengths, blocks.m // (HEADS // KV_HEADS))
         tiles = Tiles(torch.tensor(listed, dtype=torch.int32, device=DEVICE))
-        return lambda kv: prefill_triton.prefill_attention(
-            self.q, kv, self.table, tiles, DIM**-0.5, blocks=blocks, pdl=True
+        return lambda kv: prefill_kernel.prefill_attention(
+            self.q, kv, self.table, tiles, DIM**-0.5, blocks=blocks, programs=4 * H200.multiprocessors, pdl=True
         )
 
     def microseconds(self, attend: Callable[[Tensor], Tensor]) -> float:
@@ -102,7 +103,7 @@ class Case:
         return autotune.median_graph_us(layers, DEVICE) / LAYERS
 
 
-def measure(shape: Shape, flashinfer: HopperKernels | None, ours: HopperKernels) -> dict[str, Any]:
+def measure(shape: Shape, flashinfer: NvidiaKernels | None, ours: NvidiaKernels) -> dict[str, Any]:
     """Microseconds of each, printed as they come."""
     case = Case(shape)
     found: dict[str, Any] = {"shape": shape.name, "us": {}, "left_out": {}}
@@ -137,13 +138,13 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    flashinfer: HopperKernels | None = HopperKernels(DEVICE, prefill="flashinfer" if args.build else "auto")
+    flashinfer: NvidiaKernels | None = NvidiaKernels(DEVICE, prefill="flashinfer" if args.build else "auto")
     assert flashinfer is not None
     flashinfer.prepare_prefill(BF16, DIM)
     if flashinfer.prefill_name != "flashinfer":  # before it is settled, so that no build runs beside what is timed
         print("FlashInfer's prefill is not built here: --build waits for it")
         flashinfer = None
-    ours, found = HopperKernels(DEVICE, prefill="triton"), []
+    ours, found = NvidiaKernels(DEVICE, prefill="triton"), []
     print(f"\n{HEADS} heads, {KV_HEADS} of keys, head_dim {DIM}, bf16, pages of {PAGE}; tiles: queries x heads, keys\n")
     print("| rows | kernel | us a layer | TFLOP/s | times FlashInfer's |\n| --- | --- | ---: | ---: | ---: |")
     for shape in SHAPES:

@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from models.kernels.matmul import autotune
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
-from models.kernels.matmul.dispatch import PUSHING
-from models.kernels.nvidia import HopperKernels
+from models.kernels.matmul.dispatch import PUSH_KERNELS
+from models.kernels.nvidia import NvidiaKernels
 from parallel.comm.all_reduce_dispatch import ROW_BYTES, ROWS
-from parallel.comm.peer_buffers import PeerBuffers, memory_bytes
+from parallel.comm.peer_buffers import PeerBuffers, peer_buffer_bytes
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from tests.bench.dense_shapes import BF16, MODELS
 from tests.bench.kernels import compile_all, run_share, short_name
@@ -44,15 +44,15 @@ def shapes(rows: list[int]) -> dict[str, LinearShape]:
     return {f"{name} x{m}": MODEL.products(m)[name] for m in rows for name in ("o", "down")}
 
 
-def ours(kernels: HopperKernels, shape: LinearShape) -> list[Choice]:
-    return [choice for choice in kernels.candidates(shape) if isinstance(choice, PUSHING)]
+def ours(kernels: NvidiaKernels, shape: LinearShape) -> list[Choice]:
+    return [choice for choice in kernels.matmul.candidates(shape) if isinstance(choice, PUSH_KERNELS)]
 
 
 # -- compiling: by processes beside this one, into Triton's cache on disk ----------------------------------------------
 
 
 def compile_alone(index: int, share: int, rows: list[int]) -> None:
-    kernels = HopperKernels(torch.device("cuda", 0), prefill="triton")
+    kernels = NvidiaKernels(torch.device("cuda", 0), prefill="triton")
     todo: dict[Any, Callable[[], Any]] = {
         (shape.key, choice): partial(run, kernels, shape, choice, None)
         for shape in shapes(rows).values()
@@ -64,22 +64,22 @@ def compile_alone(index: int, share: int, rows: list[int]) -> None:
 def compile_pushing(index: int, share: int, tables: list[tuple[LinearShape, str]]) -> None:
     """Both ranks' code; what it pushes goes to memory of this process."""
     device = torch.device("cuda", 0)
-    kernels = HopperKernels(device, prefill="triton")
-    exchanges = torch.zeros(ROWS, dtype=torch.int32, device=device)
-    memory = torch.zeros(memory_bytes(RANKS, ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
+    kernels = NvidiaKernels(device, prefill="triton")
+    use_counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    memory = torch.zeros(peer_buffer_bytes(RANKS, ROWS, ROW_BYTES), dtype=torch.uint8, device=device)
     todo: dict[Any, Callable[[], Any]] = {}
     for shape, text in tables:
         for choice in choices_of(text):
             for rank in range(RANKS):
-                places = PeerBuffers((memory.data_ptr(),) * RANKS, exchanges, rank, ROWS, ROW_BYTES)
-                todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, places)
+                buffers = PeerBuffers((memory.data_ptr(),) * RANKS, use_counts, rank, ROWS, ROW_BYTES)
+                todo[shape.key, choice, rank] = partial(run, kernels, shape, choice, buffers)
     run_share(index, share, todo)
 
 
-def run(kernels: HopperKernels, shape: LinearShape, choice: Choice, places: PeerBuffers | None) -> None:
+def run(kernels: NvidiaKernels, shape: LinearShape, choice: Choice, buffers: PeerBuffers | None) -> None:
     x = torch.zeros(shape.rows, shape.inner, dtype=BF16, device=kernels.device)
     weight = torch.zeros(shape.outputs, shape.inner, dtype=BF16, device=kernels.device)
-    kernels._product(x, weight, None, choice, gate_up=False, places=places)
+    kernels.matmul.run(x, weight, None, choice, gate_up=False, buffers=buffers)
 
 
 def choices_of(text: str) -> list[Choice]:
@@ -92,7 +92,7 @@ def choices_of(text: str) -> list[Choice]:
 class Pairs:
     """Products of one shape, each with its sum and norm, over weights of which each is read once a replay."""
 
-    def __init__(self, made: SymmetricCollectives, kernels: HopperKernels, shape: LinearShape) -> None:
+    def __init__(self, made: SymmetricCollectives, kernels: NvidiaKernels, shape: LinearShape) -> None:
         self._made, self._kernels = made, kernels
         device = kernels.device
         copies = -(-COLD_BYTES // (2 * shape.outputs * shape.inner))
@@ -101,7 +101,7 @@ class Pairs:
         self._weights.mul_(shape.inner**-0.5)
         self._residual = torch.randn(shape.rows, shape.outputs, dtype=BF16, device=device)
         self._norm = torch.ones(shape.outputs, dtype=BF16, device=device)
-        self._places = made.places_for(shape.rows, shape.outputs, BF16)
+        self._buffers = made.push_buffers(shape.rows, shape.outputs, BF16)
 
     def us(self, choice: Choice, *, pushed: bool) -> float:
         dist.barrier()
@@ -109,14 +109,14 @@ class Pairs:
         return autotune.median_graph_us(launch, self._kernels.device) / len(self._weights)
 
     def _all(self, choice: Choice, pushed: bool) -> None:
-        places = self._places if pushed else None
+        buffers = self._buffers if pushed else None
         for weight in self._weights:
-            part = self._kernels._product(self._x, weight, None, choice, gate_up=False, places=places)
+            part = self._kernels.matmul.run(self._x, weight, None, choice, gate_up=False, buffers=buffers)
             self._made.all_reduce_norm(part, self._residual, self._norm, EPS, pushed=pushed)
 
 
-def fastest_alone(kernels: HopperKernels, shape: LinearShape, most: int) -> str:
-    timed = autotune.measure(shape, ours(kernels, shape), kernels._run_candidate(shape), kernels.device)
+def fastest_alone(kernels: NvidiaKernels, shape: LinearShape, most: int) -> str:
+    timed = autotune.measure(shape, ours(kernels, shape), kernels.matmul.runner(shape), kernels.device)
     ranked = sorted((one for one in timed if one[1] != float("inf")), key=lambda one: one[1])
     return ChoiceTable({str(number): choice for number, (choice, _) in enumerate(ranked[:most])}).to_json()
 
@@ -126,10 +126,10 @@ def bench(made: SymmetricCollectives, args: argparse.Namespace) -> None:
     wanted = shapes(args.rows)
     if made.rank == 0 and args.compile_workers:
         compile_all(compile_alone, (args.rows,), args.compile_workers)
-    kernels = HopperKernels(device, prefill="triton")
+    kernels = NvidiaKernels(device, prefill="triton")
     finalists: list[tuple[LinearShape, str]] = []
     for shape in wanted.values():
-        finalists.append((shape, made.share(partial(fastest_alone, kernels, shape, args.finalists))))
+        finalists.append((shape, made.broadcast_text(partial(fastest_alone, kernels, shape, args.finalists))))
     if made.rank == 0 and args.compile_workers:
         compile_all(compile_pushing, (finalists,), args.compile_workers)
     dist.barrier()
@@ -138,7 +138,7 @@ def bench(made: SymmetricCollectives, args: argparse.Namespace) -> None:
     found: list[dict[str, Any]] = []
     for name, (shape, text) in zip(wanted, finalists, strict=True):
         pairs = Pairs(made, kernels, shape)
-        table = kernels.choice(shape)
+        table = kernels.matmul.choice(shape)
         blas, current = pairs.us(Blas(), pushed=False), pairs.us(table, pushed=False)
         timed = {push: [(pairs.us(one, pushed=push), one) for one in choices_of(text)] for push in (False, True)}
         best, pushed = (min(timed[push], key=lambda one: one[0]) for push in (False, True))

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from models.inputs import empty_kv_layer
-from models.kernels.attention import rope_decode as rope_triton
-from models.kernels.attention import rope_prefill as rope_prefill_triton
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.rope_prefill import Blocks
+from models.kernels.interface import Rotation
 from models.kernels.matmul import autotune
 
 DEVICE = torch.device("cuda", 0)
@@ -35,8 +34,8 @@ SHAPES = {"8B": (32, 8), "0.6B": (16, 8)}  # q heads, kv heads
 TOKENS = (8192, 2048, 512, 256)
 
 Form = Callable[..., Tensor]
-FORMS: dict[str, Form] = {"token by token": rope_triton.token_by_token} | {
-    f"{heads} heads, {warps} warps": partial(rope_prefill_triton.rope_and_cache, blocks=Blocks(heads, warps))
+FORMS: dict[str, Form] = {"token by token": rope_decode.rope_and_cache} | {
+    f"{heads} heads, {warps} warps": partial(rope_prefill.rope_and_cache, blocks=Blocks(heads, warps))
     for heads, warps in ((2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))
 }
 

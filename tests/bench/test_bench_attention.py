@@ -1,6 +1,6 @@
 """The benchmark of attention inside a layer, without a GPU: what it tries, how it fills the cache, what it leaves out.
 
-Knows: the kernels' own choice, asked of HopperKernels itself. Does not know: any time; launches are stand-ins here.
+Knows: the kernels' own choice, asked of NvidiaKernels itself. Does not know: any time; launches are stand-ins here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from models.inputs import DecodeAttention
+from models.kernels.traits import H200
 from tests.bench.measure import PARTS
 
 SHORTEST, MOST = 520, 1024
@@ -65,8 +66,8 @@ def test_the_current_choice_is_what_the_kernels_launch(
     launched: list[dict[str, Any]] = []
     hopper = sys.modules["models.kernels.nvidia"]
     for module, name, added in (
-        ("attention_triton", "decode_attention", {"many": False}),
-        ("attention_tma_triton", "attend_many", {"many": True, "splits": 1}),
+        ("decode", "decode_attention", {"many": False}),
+        ("decode_tma", "attend_many", {"many": True, "splits": 1}),
     ):
         launch = partial(lambda added, *_, **options: launched.append(options | added), added)
         monkeypatch.setattr(hopper.__dict__[module], name, launch)
@@ -76,8 +77,8 @@ def test_the_current_choice_is_what_the_kernels_launch(
     qkv = torch.empty(rows, (dense.heads + 2 * dense.kv_heads) * 128, dtype=torch.bfloat16)
     cache = torch.empty(2, 1, 64, dense.kv_heads, 128, dtype=torch.bfloat16)
     workspace = torch.empty(sys.modules["models.kernels.matmul.dispatch"].__dict__["PARTIAL_BYTES"] // 4)
-    kernels = SimpleNamespace(_attention_partial=workspace, _attention_counters=None, pdl=True)
-    hopper.__dict__["HopperKernels"]._triton_attention(kernels, qkv, dense.heads, cache, inputs, 1.0, None)
+    kernels = SimpleNamespace(_attention_partial=workspace, _attention_counters=None, pdl=True, traits=H200)
+    hopper.__dict__["NvidiaKernels"]._triton_attention(kernels, qkv, dense.heads, cache, inputs, 1.0, None)
     [options] = launched
     expected = bench.current_choice(bench.launch_of(shape, rows, [SHORTEST]))
     assert {name: options[name] for name in expected._fields} == expected._asdict()
@@ -130,7 +131,7 @@ def test_the_whole_run(
     dense = bench.Dense(64, 4, 4, 2, 64, head_dim=16)
     monkeypatch.setitem(bench.SHAPES, "0.6B", dense)
     monkeypatch.setattr(bench, "layer_count", lambda *_: 4)
-    monkeypatch.setattr(bench, "HopperKernels", lambda device: None)
+    monkeypatch.setattr(bench, "NvidiaKernels", lambda device: None)
     wrong, refused, unclean = bench.candidates(bench.launch_of("0.6B", 8, [520]))[1:4]
 
     def attend(self: Any, packed: torch.Tensor, kv: torch.Tensor, candidate: Any, fused: bool) -> torch.Tensor:

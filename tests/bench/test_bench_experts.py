@@ -15,8 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.tiles import LongListTiles, Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.bench import expert_timing
@@ -101,7 +100,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Layer:
     """The command before a small layer of Mixtral's kind, where nothing is launched; the layer."""
     layer = replace(share_of("mixtral-8x7b", 2), hidden=256, inner=128, device="cpu")
     monkeypatch.setattr(bench_experts, "share_of", lambda shape, ranks: layer)
-    monkeypatch.setattr(bench_experts, "HopperKernels", lambda device: ReferenceKernels())
+    monkeypatch.setattr(bench_experts, "NvidiaKernels", lambda device: ReferenceKernels())
     monkeypatch.setattr(bench_experts, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(bench_experts, "microseconds", lambda run, replays=30: 1.0)
@@ -129,8 +128,8 @@ def test_every_kernel_that_there_is_for_so_many_rows_is_timed(
 ) -> None:
     halves = LongListTiles(LONG, LONG, 2)
     replayed(monkeypatch, lambda tiles: {None: 80.0, halves: 90.0}.get(tiles, 100.0))
-    monkeypatch.setattr(experts_tma_triton, "expert_mlp", lambda *_: torch.ones(2))
-    monkeypatch.setattr(experts_streamed_triton, "expert_mlp", lambda *_: torch.ones(2))
+    monkeypatch.setattr(grouped_tma, "expert_mlp", lambda *_: torch.ones(2))
+    monkeypatch.setattr(streamed, "expert_mlp", lambda *_: torch.ones(2))
     run_main(monkeypatch, tmp_path, "--rows", "2", "8", "64", "2048", "--kernels")
     found = json.loads((tmp_path / "expert-kernels-mixtral-8x7b.json").read_text())["rows"]
     assert {one["rows"]: {name: final["us"] for name, final in one["in_turns"].items()} for one in found} == {
@@ -146,7 +145,7 @@ def test_every_kernel_that_there_is_for_so_many_rows_is_timed(
 
 def test_a_kernel_that_computes_something_else_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replayed(monkeypatch, lambda tiles: 100.0)
-    monkeypatch.setattr(experts_streamed_triton, "expert_mlp", lambda *_: torch.ones(2) * 2)
+    monkeypatch.setattr(streamed, "expert_mlp", lambda *_: torch.ones(2) * 2)
     with pytest.raises(SystemExit, match=r"2 rows: pair by pair differs from short lists by 1\.000"):
         run_main(monkeypatch, tmp_path, "--rows", "2", "--kernels")
 

@@ -73,7 +73,7 @@ def test_a_part_gives_both_the_same_experts(
     for name, module in {"fused_moe": MOE(), "autotuner": Tuner(modes)}.items():
         monkeypatch.setitem(sys.modules, f"flashinfer.{name}", module)
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    for name, stand_in in {"build": lambda: None, "share_of": lambda *_: SMALL, "HopperKernels": reference}.items():
+    for name, stand_in in {"build": lambda: None, "share_of": lambda *_: SMALL, "NvidiaKernels": reference}.items():
         monkeypatch.setattr(bench_flashinfer_experts, name, stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(sys, "argv", ["bench", *shlex.split(part.command.format(out=tmp_path))[2:]])

@@ -31,7 +31,7 @@ OTHER = LinearShape(8, 4096, 4096, torch.bfloat16)
 
 
 class Chosen:
-    """HopperKernels as far as a tuner asks; the shipped table knows one product of another model."""
+    """A MatmulDispatch as far as a tuner asks; the shipped table knows one product of another model."""
 
     def __init__(self) -> None:
         self.choices = ChoiceTable({OTHER.key: Gemv(2, 1024, 4)})
@@ -45,7 +45,7 @@ class Chosen:
     def candidates(self, shape: LinearShape) -> list[Choice]:
         return list(BRIEF)
 
-    def _run_candidate(self, shape: LinearShape) -> Any:
+    def runner(self, shape: LinearShape) -> Any:
         return None
 
     def microseconds(self, times: dict[Choice, float], rows: int) -> float:
@@ -55,16 +55,17 @@ class Chosen:
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A tuner of 8B-tp8 at 32 rows whose layers take what the chosen products take."""
-    kernels: Any = Chosen()
+    matmul = Chosen()
+    kernels: Any = SimpleNamespace(matmul=matmul)
     autotune = SimpleNamespace(
         fastest=lambda shape, choices, run, device: (FAST, 1.0),
-        median_graph_us=lambda run, device, replays: kernels.microseconds(BRIEF, 32),
+        median_graph_us=lambda run, device, replays: matmul.microseconds(BRIEF, 32),
     )
     for name, stand_in in {"StepBench": Mock(), "Cache": Mock(), "autotune": autotune}.items():
         monkeypatch.setattr(bench_tune, name, stand_in)
     monkeypatch.setattr(bench_tune, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(bench_tune, "captured", lambda run: None)
-    monkeypatch.setattr(bench_tune, "replay_for", lambda graph, seconds: kernels.microseconds(LASTING, 32))
+    monkeypatch.setattr(bench_tune, "replay_for", lambda graph, seconds: matmul.microseconds(LASTING, 32))
     return bench_tune.Tuner(kernels, 0.2, 4, tmp_path / "tune.jsonl")
 
 
@@ -87,7 +88,7 @@ def test_a_part_of_the_measurements_tunes_what_it_says(
     tuner = Mock(found=ChoiceTable({OTHER.key: Blas()}))
     for name in ("compile_all", "sampled"):
         monkeypatch.setattr(bench_tune, name, Mock(return_value=MagicMock()))
-    monkeypatch.setattr(bench_tune, "HopperKernels", Mock())
+    monkeypatch.setattr(bench_tune, "NvidiaKernels", Mock())
     monkeypatch.setattr(bench_tune, "Tuner", Mock(return_value=tuner))
     monkeypatch.setattr(sys, "argv", ["bench_tune", *shlex.split(part.command.format(out=tmp_path))[2:]])
     bench_tune.main()

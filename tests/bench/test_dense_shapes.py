@@ -12,8 +12,10 @@ pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, StepInputs
+from models.kernels.interface import Rotation
 from models.kernels.matmul.choice_table import Blas, Choice, LinearShape
-from models.kernels.matmul.dispatch import HopperProducts
+from models.kernels.matmul.dispatch import MatmulDispatch
+from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
@@ -29,11 +31,8 @@ PRODUCTS = 4  # of a layer
 RANKS = [(name, rank) for name, dense in MODELS.items() for rank in sorted({0, dense.ranks - 1})]
 
 
-class Asked(HopperProducts, ReferenceKernels):
-    """Notes the shape of every product that a model asks for, and computes none."""
-
-    rms_norm = ReferenceKernels.rms_norm
-    add_rms_norm = ReferenceKernels.add_rms_norm
+class AskedMatmul(MatmulDispatch):
+    """Notes the shape of every product that it is asked for, and computes none."""
 
     def __init__(self) -> None:
         self.shapes: list[LinearShape] = []
@@ -42,7 +41,7 @@ class Asked(HopperProducts, ReferenceKernels):
         self.shapes.append(shape)
         return Blas()
 
-    def _product(
+    def run(
         self,
         x_MK: Tensor,
         weight_OK: Tensor,
@@ -50,10 +49,51 @@ class Asked(HopperProducts, ReferenceKernels):
         choice: Choice,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> Tensor:
         assert x_MK.shape[1] == weight_OK.shape[1]
         return x_MK.new_empty(len(x_MK), len(weight_OK) // (2 if gate_up else 1))
+
+    def run_normed(
+        self,
+        x_MK: Tensor,
+        residual_MK: Tensor | None,
+        norm_K: Tensor,
+        eps: float,
+        weight_OK: Tensor,
+        bias_O: Tensor | None,
+        choice: Choice,
+        *,
+        gate_up: bool,
+    ) -> tuple[Tensor, Tensor]:
+        return self.run(x_MK, weight_OK, bias_O, choice, gate_up=gate_up), x_MK
+
+
+class Asked(NvidiaKernels):
+    """Reference kernels but for products, which it notes."""
+
+    rms_norm = ReferenceKernels.rms_norm
+    add_rms_norm = ReferenceKernels.add_rms_norm
+    silu_mul = ReferenceKernels.silu_mul
+
+    def __init__(self) -> None:
+        self._reference = ReferenceKernels()
+        self._asked = self.matmul = AskedMatmul()
+
+    @property
+    def shapes(self) -> list[LinearShape]:
+        return self._asked.shapes
+
+    def rope_cache_attend(
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_layer: Tensor,
+        rotation: Rotation,
+        inputs: DecodeAttention,
+        scale: float,
+    ) -> Tensor:
+        return self._reference.rope_cache_attend(qkv_TX, heads, kv_layer, rotation, inputs, scale)
 
 
 class OneOf(FirstRank):

@@ -31,7 +31,7 @@ import torch
 
 from models.kernels.matmul import autotune
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, LinearShape
-from models.kernels.nvidia import HopperKernels
+from models.kernels.nvidia import NvidiaKernels
 from tests.bench.dense_shapes import BF16, MODELS
 from tests.bench.kernels import DEVICE, Cache, StepBench, compile_all, compile_share, short_name
 
@@ -51,7 +51,7 @@ class Timed:
 class Tuner:
     """``found``: what was chosen so far, and nothing else."""
 
-    def __init__(self, kernels: HopperKernels, seconds: float, finalists: int, log: Path) -> None:
+    def __init__(self, kernels: NvidiaKernels, seconds: float, finalists: int, log: Path) -> None:
         self.found = ChoiceTable()
         self._kernels, self._seconds, self._finalists, self._log = kernels, seconds, finalists, log
 
@@ -69,7 +69,9 @@ class Tuner:
             self._choose(f"{model} {name} x{rows}", products[name], run, count)
         after = self._lasting(run, count)
         head = products["head"]
-        best, us = autotune.fastest(head, self._kernels.candidates(head), self._kernels._run_candidate(head), DEVICE)
+        best, us = autotune.fastest(
+            head, self._kernels.matmul.candidates(head), self._kernels.matmul.runner(head), DEVICE
+        )
         self._keep(head, best)
         print(
             f"{model} x{rows}: layer {before:.1f} -> {after:.1f} us lasting, head {us:.1f} us {short_name(best)}",
@@ -77,10 +79,10 @@ class Tuner:
         )
 
     def _choose(self, what: str, shape: LinearShape, run: Callable[[], Any], layers: int) -> None:
-        current = self._kernels.choice(shape)
+        current = self._kernels.matmul.choice(shape)
         timed = []
-        for choice in [current, *(c for c in self._kernels.candidates(shape) if c != current)]:
-            self._kernels.choose(shape, choice)
+        for choice in [current, *(c for c in self._kernels.matmul.candidates(shape) if c != current)]:
+            self._kernels.matmul.choose(shape, choice)
             try:
                 timed.append(Timed(choice, autotune.median_graph_us(run, DEVICE, replays=8) / layers))
             except Exception as error:
@@ -101,7 +103,7 @@ class Tuner:
         )
 
     def _keep(self, shape: LinearShape, choice: Choice) -> None:
-        self._kernels.choose(shape, choice)
+        self._kernels.matmul.choose(shape, choice)
         self.found.put(shape, choice)
 
     def _again(self, shape: LinearShape, timed: list[Timed], run: Callable[[], Any], layers: int) -> list[Timed]:
@@ -113,7 +115,7 @@ class Tuner:
         tried = [*close, *(one for one in timed[:1] if one not in close)]
         times: dict[Choice, list[float]] = {one.choice: [] for one in tried}
         for one in [*tried, *reversed(tried)]:  # there and back: what drifts hits all of them alike
-            self._kernels.choose(shape, one.choice)
+            self._kernels.matmul.choose(shape, one.choice)
             times[one.choice].append(self._lasting(run, layers))
         return [
             dataclasses.replace(one, lasting=statistics.mean(times[one.choice])) if one.choice in times else one
@@ -184,7 +186,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:
         compile_all(compile_share, (args.models, args.rows, ["tune"]), args.compile_workers)
-    kernels = HopperKernels(DEVICE)
+    kernels = NvidiaKernels(DEVICE)
     tuner = Tuner(kernels, args.seconds, args.finalists, args.out / "tune.jsonl")
     with sampled(args.out / "power.csv" if args.sample else None):
         for model in args.models:

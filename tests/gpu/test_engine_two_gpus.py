@@ -59,7 +59,7 @@ WELL = {
     "Memcpy HtoD (Pinned -> Device)": 24,
     "Memcpy DtoH (Device -> Pinned)": STEADY + 2,
     "cudaDeviceSynchronize": 2,
-    "_sum_kernel": 4 * STEADY,
+    "_all_reduce_kernel": 4 * STEADY,
 }
 
 
@@ -74,7 +74,7 @@ WELL = {
         {"cudaMallocAsync": 1},
         {"cudaStreamBeginCapture": 1},
         {"ncclDevKernel_AllReduce_Sum_bf16_RING_LL": 1},
-        {"_sum_kernel": 0},
+        {"_all_reduce_kernel": 0},
     ],
     ids=str,
 )

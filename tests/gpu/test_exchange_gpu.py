@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.peer_buffers import EMPTY
-from parallel.comm.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
+from parallel.comm.peer_buffers import SENTINEL
+from parallel.comm.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, fits_one_launch
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,
@@ -80,12 +80,12 @@ def _check_all(made: SymmetricExchange, extent: Extent, device: torch.device) ->
     _check_behind_each_other(made, extent, device)
     _check_graph(made, extent, device)
     torch.cuda.synchronize()
-    assert bool((made._memory._own == EMPTY).all()), "something was left where the next exchange waits"
+    assert bool((made._memory._own == SENTINEL).all()), "something was left where the next exchange waits"
 
 
 def _shapes(groups: int) -> list[tuple[int, int, int, torch.dtype]]:
     """Those that take one launch between so many: all between two, all but the most rows between more."""
-    fitting = [shape for shape in SHAPES if takes_one_launch(groups, *shape)]
+    fitting = [shape for shape in SHAPES if fits_one_launch(groups, *shape)]
     assert len(fitting) == len(SHAPES) - (groups > 2)
     return fitting
 
@@ -94,11 +94,11 @@ def _check(made: SymmetricExchange, given: Layer, device: torch.device) -> None:
     """Three times, so that both places are used; then against a gather of CPU tensors over gloo."""
     here = given.on(device)
     for _ in range(3):
-        found = made.gather_choices(*here.brought(made.index))
+        found = made.dispatch(*here.brought(made.index))
         assert same_bits(found, here.gathered()), f"{given.rows} rows of {found[0].shape[1]}"
-        total = made.scatter_sum(here.terms[made.index])
+        total = made.reduce_scatter(here.terms[made.index])
         assert same_bits((total,), (here.summed(made.index),)), f"the sum of {given.rows} rows"
-    hidden, *choices = GroupExchange(made.group).gather_choices(*given.brought(made.index))
+    hidden, *choices = GroupExchange(made.group).dispatch(*given.brought(made.index))
     here_again = tuple(part.cpu() for part in found)
     assert same_bits(here_again, (sendable(hidden), *choices)), f"not what gloo brings: {given.rows} rows"
 
@@ -107,18 +107,18 @@ def _check_beside_nccl(made: SymmetricExchange, device: torch.device) -> None:
     """More rows than go through shared memory, between fewer."""
     for seed, rows in enumerate((4, ROWS + 1, 4)):
         given = layer(seed, made.groups, rows, 256, 8, BF16).on(device)
-        assert takes_one_launch(made.groups, rows, 256, 8, BF16) == (rows <= ROWS)
-        found, wanted = made.gather_choices(*given.brought(made.index)), given.gathered()
+        assert fits_one_launch(made.groups, rows, 256, 8, BF16) == (rows <= ROWS)
+        found, wanted = made.dispatch(*given.brought(made.index)), given.gathered()
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), f"{rows} rows"
-        total, expected = made.scatter_sum(given.terms[made.index]).float(), given.summed(made.index).float()
+        total, expected = made.reduce_scatter(given.terms[made.index]).float(), given.summed(made.index).float()
         assert float((total - expected).norm() / expected.norm()) < 1e-2, f"the sum of {rows} rows"
 
 
 def _run(made: GroupExchange, way: str, given: Layer) -> tuple[Tensor, ...]:
     if way == "gather":
-        return made.gather_choices(*given.brought(made.index))
-    return (made.scatter_sum(given.terms[made.index]),)
+        return made.dispatch(*given.brought(made.index))
+    return (made.reduce_scatter(given.terms[made.index]),)
 
 
 def _wanted(made: GroupExchange, way: str, given: Layer) -> tuple[Tensor, ...]:
@@ -149,8 +149,8 @@ def _check_graph(made: SymmetricExchange, extent: Extent, device: torch.device) 
     def step() -> list[tuple[Tensor, ...]]:
         out: list[tuple[Tensor, ...]] = []
         for rows, (hidden, weights, ids, numbers, terms) in zip(IN_A_STEP, static, strict=True):
-            out.append(made.gather_choices(hidden, weights, ids, rows, numbers))
-            out.append((made.scatter_sum(terms),))
+            out.append(made.dispatch(hidden, weights, ids, rows, numbers))
+            out.append((made.reduce_scatter(terms),))
         return out
 
     side = Stream()
@@ -169,7 +169,7 @@ def _check_graph(made: SymmetricExchange, extent: Extent, device: torch.device) 
                 part.copy_(brought)
         graph.replay()
         found.append([tuple(part.clone() for part in one) for one in out])
-        made.scatter_sum(layers[turn % len(layers)].terms[made.index])
+        made.reduce_scatter(layers[turn % len(layers)].terms[made.index])
     for turn, results in enumerate(found):
         layers = given[turn % len(given)]
         for (one, way), result in zip(product(layers, WAYS), results, strict=True):

@@ -19,9 +19,9 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.experts import grouped_tma as experts_tma_triton
+    from models.kernels.experts import grouped_tma
     from models.kernels.experts.grouped import expert_mlp
-    from models.kernels.nvidia import HopperKernels
+    from models.kernels.nvidia import NvidiaKernels
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -37,8 +37,8 @@ LAYERS = [
 
 
 @pytest.fixture(scope="module")
-def kernels() -> HopperKernels:
-    return HopperKernels("cuda")
+def kernels() -> NvidiaKernels:
+    return NvidiaKernels("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 256, 4099])
-def test_route_top_k(kernels: HopperKernels, tokens: int, renormalise: bool) -> None:
+def test_route_top_k(kernels: NvidiaKernels, tokens: int, renormalise: bool) -> None:
     logits, local = QWEN.logits(tokens).float(), QWEN.local()
     real = torch.arange(tokens, device="cuda") % 5 != 1
     mine, theirs = (torch.zeros(128, dtype=torch.int64, device="cuda") for _ in range(2))
@@ -63,7 +63,7 @@ def test_route_top_k(kernels: HopperKernels, tokens: int, renormalise: bool) -> 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 32, 100, 256, 3000])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.hidden}x{layer.inner}-{layer.experts}")
-def test_expert_mlp(kernels: HopperKernels, layer: Layer, tokens: int) -> None:
+def test_expert_mlp(kernels: NvidiaKernels, layer: Layer, tokens: int) -> None:
     (gate_up, down), x = layer.weights(), layer.tokens(tokens)
     weights, chosen = layer.chosen(tokens)
     if tokens > 1:
@@ -101,14 +101,14 @@ def test_long_lists_in_parts(layer: Layer, tokens: int, split: int) -> None:
     (gate_up, down), x = layer.weights(), layer.tokens(tokens)
     weights, chosen = layer.chosen(tokens)
     tiles = LongListTiles(Tiles(128, 256, 64, 4, 8), Tiles(128, 256, 64, 4, 8), split)
-    found = experts_tma_triton.expert_mlp(x, gate_up, down, weights, chosen, True, tiles)
+    found = grouped_tma.expert_mlp(x, gate_up, down, weights, chosen, True, tiles)
     expected = expert_mlp(x, gate_up, down, weights, chosen, True, all_experts=layer.experts)
     assert float((found - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
-    assert torch.equal(found, experts_tma_triton.expert_mlp(x, gate_up, down, weights, chosen, True, tiles))
+    assert torch.equal(found, grouped_tma.expert_mlp(x, gate_up, down, weights, chosen, True, tiles))
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 256, 4096])
-def test_one_graph_serves_every_routing(kernels: HopperKernels, tokens: int) -> None:
+def test_one_graph_serves_every_routing(kernels: NvidiaKernels, tokens: int) -> None:
     """From no expert at all to everybody's same expert."""
     (gate_up, down), x = QWEN.weights(), QWEN.tokens(tokens)
     logits, local = QWEN.logits(tokens), QWEN.local()

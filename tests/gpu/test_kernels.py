@@ -22,12 +22,10 @@ pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
     from models.kernels.attention.decode_tma import attend_many
-    from models.kernels.attention.rope_decode import Rotation
+    from models.kernels.interface import Rotation
     from models.kernels.matmul import candidates as product_candidates
-    from models.kernels.matmul import choice_table
-    from models.kernels.matmul import gemv as gemv_triton
-    from models.kernels.matmul import skinny as skinny_triton
-    from models.kernels.nvidia import HopperKernels
+    from models.kernels.matmul import choice_table, gemv, skinny
+    from models.kernels.nvidia import NvidiaKernels
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -36,13 +34,13 @@ ALL = [*HALF, torch.float32]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[HopperKernels]:
-    held = HopperKernels(DEVICE)
+def kernels() -> Iterator[NvidiaKernels]:
+    held = NvidiaKernels(DEVICE)
     # Workspaces hold garbage in real life; no kernel may read what it has not written.
-    held._partial.fill_(math.nan)
+    held.matmul._partial.fill_(math.nan)
     held._attention_partial.fill_(math.nan)
     yield held
-    assert not held._counters.any(), "a split-K launch left its counters set"
+    assert not held.matmul._counters.any(), "a split-K launch left its counters set"
     assert not held._attention_counters.any(), "a split attention launch left its counters set"
 
 
@@ -77,7 +75,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (3, 1024), (256, 4096), (17, 96), (2, 25600), (5, 5120)])
-def test_norms(kernels: HopperKernels, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_norms(kernels: NvidiaKernels, dtype: torch.dtype, rows: int, width: int) -> None:
     x, residual, weight = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype), randn(width, dtype=dtype)
     check(kernels.rms_norm(x, weight, 1e-6), normed(x, weight, 1e-6), dtype)
     total = x + residual
@@ -88,7 +86,7 @@ def test_norms(kernels: HopperKernels, dtype: torch.dtype, rows: int, width: int
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (256, 12288), (7, 40)])
-def test_silu_mul(kernels: HopperKernels, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_silu_mul(kernels: NvidiaKernels, dtype: torch.dtype, rows: int, width: int) -> None:
     gate_up = randn(rows, 2 * width, dtype=dtype)
     check(kernels.silu_mul(gate_up), swiglu(gate_up), dtype)
 
@@ -106,7 +104,7 @@ def scaled(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inner"), SHAPES)
-def test_linear(kernels: HopperKernels, dtype: torch.dtype, bias: bool, outputs: int, inner: int) -> None:
+def test_linear(kernels: NvidiaKernels, dtype: torch.dtype, bias: bool, outputs: int, inner: int) -> None:
     weight, offset = scaled(outputs, inner, dtype), randn(outputs, dtype=dtype) if bias else None
     for rows in (1, 2, 3, 4, 5, 8, 13, 16, 33, 64, 100, 256):
         x = randn(rows, inner, dtype=dtype)
@@ -118,7 +116,7 @@ def test_linear(kernels: HopperKernels, dtype: torch.dtype, bias: bool, outputs:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("outputs", "inner"), [(6144, 4096), (4096, 1024), (256, 384), (512, 5120)])
 def test_norm_folded_into_products(
-    kernels: HopperKernels, dtype: torch.dtype, add: bool, outputs: int, inner: int
+    kernels: NvidiaKernels, dtype: torch.dtype, add: bool, outputs: int, inner: int
 ) -> None:
     weight, norm, offset = scaled(outputs, inner, dtype), randn(inner, dtype=dtype), randn(outputs, dtype=dtype)
     for rows in (1, 2, 3, 4, 8, 32, 130):
@@ -138,7 +136,7 @@ def test_norm_folded_into_products(
 
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4])
-def test_every_gemv_candidate(kernels: HopperKernels, rows: int, gate_up: bool) -> None:
+def test_every_gemv_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) -> None:
     dtype, outputs, inner = torch.bfloat16, 512, 4096
     x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
     expected = x.double() @ weight.double().t()
@@ -146,25 +144,25 @@ def test_every_gemv_candidate(kernels: HopperKernels, rows: int, gate_up: bool) 
     candidates = product_candidates.gemv_candidates(shape)
     assert candidates
     for choice in candidates:
-        out = kernels._product(x, weight, None, choice, gate_up=gate_up)
+        out = kernels.matmul.run(x, weight, None, choice, gate_up=gate_up)
         check(out, swiglu(expected) if gate_up else expected, dtype)
 
 
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("rows", [2, 8, 11, 32, 64, 200])
-def test_every_skinny_candidate(kernels: HopperKernels, rows: int, gate_up: bool) -> None:
+def test_every_skinny_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) -> None:
     dtype, outputs, inner = torch.bfloat16, 1024, 3072
     x, residual, norm = randn(rows, inner, dtype=dtype), randn(rows, inner, dtype=dtype), randn(inner, dtype=dtype)
     weight = scaled(outputs, inner, dtype)
     total = x + residual
     expected = normed(total, norm, 1e-6) @ weight.double().t()
     shape = choice_table.LinearShape(rows, outputs, inner, dtype, normed=True, gate_up=gate_up).bucket
-    candidates = [c for c in kernels.candidates(shape) if isinstance(c, choice_table.Skinny)]
+    candidates = [c for c in kernels.matmul.candidates(shape) if isinstance(c, choice_table.Skinny)]
     assert any(c.split > 1 for c in candidates)
     assert any(c.fold for c in candidates) == (rows <= 32)
 
     def run(choice: choice_table.Skinny) -> tuple[Tensor, Tensor]:
-        return kernels._normed_product(x, residual.clone(), norm, 1e-6, weight, None, choice, gate_up=gate_up)
+        return kernels.matmul.run_normed(x, residual.clone(), norm, 1e-6, weight, None, choice, gate_up=gate_up)
 
     for choice in candidates:
         first, new_residual = run(choice)
@@ -176,7 +174,7 @@ def test_every_skinny_candidate(kernels: HopperKernels, rows: int, gate_up: bool
 
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("rows", [8, 11, 32, 64, 128, 200, 256])
-def test_every_wide_candidate(kernels: HopperKernels, rows: int, gate_up: bool) -> None:
+def test_every_wide_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) -> None:
     """Tiles of a power of two and of one and a half of it, K whole and split, the last rows missing."""
     dtype = torch.bfloat16
     seen = set()
@@ -185,29 +183,29 @@ def test_every_wide_candidate(kernels: HopperKernels, rows: int, gate_up: bool) 
         offset = None if gate_up else randn(outputs, dtype=dtype)
         expected = x.double() @ weight.double().t() + (0.0 if offset is None else offset.double())
         shape = choice_table.LinearShape(rows, outputs, inner, dtype, gate_up=gate_up).bucket
-        for choice in kernels.candidates(shape):
+        for choice in kernels.matmul.candidates(shape):
             if isinstance(choice, choice_table.Wide):
                 seen.add((choice.block_o & (choice.block_o - 1) == 0, choice.split > 1))
-                first = kernels._product(x, weight, offset, choice, gate_up=gate_up)
+                first = kernels.matmul.run(x, weight, offset, choice, gate_up=gate_up)
                 check(first, swiglu(expected) if gate_up else expected, dtype)
                 for _ in range(3):  # the same bits whichever program comes last
-                    assert torch.equal(first, kernels._product(x, weight, offset, choice, gate_up=gate_up))
+                    assert torch.equal(first, kernels.matmul.run(x, weight, offset, choice, gate_up=gate_up))
     whole = {(True, False), (False, False)} if rows <= 128 else set()  # at 256 these shapes are small: all split K
     assert seen == {(True, True), (False, True)} | whole
 
 
 @pytest.mark.parametrize("rows", [16, 128, 256])
-def test_every_cublaslt_algorithm(kernels: HopperKernels, rows: int) -> None:
+def test_every_cublaslt_algorithm(kernels: NvidiaKernels, rows: int) -> None:
     dtype, outputs, inner = torch.bfloat16, 1024, 3072
     x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
-    choices = kernels.candidates(choice_table.LinearShape(rows, outputs, inner, dtype))
+    choices = kernels.matmul.candidates(choice_table.LinearShape(rows, outputs, inner, dtype))
     choices = [c for c in choices if isinstance(c, choice_table.CublasLt)]
     assert choices
     for choice in choices:
-        check(kernels._product(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
+        check(kernels.matmul.run(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
 
 
-def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: HopperKernels) -> None:
+def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: NvidiaKernels) -> None:
     """Programmatic dependent launch overlaps kernels: each must still wait for what it reads."""
     dtype, width = torch.bfloat16, 1024
     for rows in (1, 4, 8, 32):
@@ -331,7 +329,7 @@ class Case:
      (40, 14, 2, 64, 64, False), (2, 3, 1, 80, 80, False)],
 )  # fmt: skip
 def test_rope_and_cache(
-    kernels: HopperKernels,
+    kernels: NvidiaKernels,
     dtype: torch.dtype,
     tokens: int,
     heads: int,
@@ -348,7 +346,7 @@ def test_rope_and_cache(
     kv = randn(2, tokens // page + 3, page, kv_heads, dim, dtype=dtype)
     slots = torch.randperm(kv.shape[1] * page, device=DEVICE)[:tokens]
     before = kv.clone()
-    q = kernels.rope_and_cache(qkv, heads, kv_heads, dim, q_norm, k_norm, 1e-6, table, positions, slots, kv)
+    q = kernels.rope_and_cache(qkv, heads, kv, Rotation(q_norm, k_norm, 1e-6, table, positions, slots))
     q0, k0, v0 = torch.split(qkv.view(tokens, -1, dim), [heads, kv_heads, kv_heads], 1)
     q1 = q0.double() if q_norm is None else normed(q0, q_norm, 1e-6)
     k1 = k0.double() if k_norm is None else normed(k0, k_norm, 1e-6)
@@ -387,7 +385,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_decode_attention(kernels: HopperKernels, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+def test_decode_attention(kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]) -> None:
     rows, heads, kv_heads, dim, page, most, query_len = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype, query_len)
     q = randn(rows * query_len, heads, dim, dtype=dtype)
@@ -400,7 +398,7 @@ def test_decode_attention(kernels: HopperKernels, dtype: torch.dtype, case: tupl
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c[-1] == 1], ids=str)
 def test_decode_attention_follows_lengths_changed_between_replays(
-    kernels: HopperKernels, dtype: torch.dtype, case: tuple[int, ...]
+    kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]
 ) -> None:
     rows, heads, kv_heads, dim, page, most, _ = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype)
@@ -417,7 +415,7 @@ def test_decode_attention_follows_lengths_changed_between_replays(
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c[-1] == 1], ids=str)
 def test_rotation_and_cache_write_folded_into_attention(
-    kernels: HopperKernels, dtype: torch.dtype, case: tuple[int, ...]
+    kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]
 ) -> None:
     rows, heads, kv_heads, dim, page, most, _ = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype)
@@ -425,13 +423,12 @@ def test_rotation_and_cache_write_folded_into_attention(
     norms = randn(dim, dtype=dtype), randn(dim, dtype=dtype)
     kv = made.kv.clone()
     positions, slots = made.last_positions, made.last_slots
-    q = kernels.rope_and_cache(qkv, heads, kv_heads, dim, *norms, 1e-6, made.cos_sin, positions, slots, kv)
+    turn = Rotation(*norms, 1e-6, made.cos_sin, positions, slots)
+    q = kernels.rope_and_cache(qkv, heads, kv, turn)
     expected = made.attention(q, dim**-0.5, kv)
 
     def run() -> Tensor:
-        return kernels.rope_cache_attend(
-            qkv, heads, kv_heads, dim, *norms, 1e-6, made.cos_sin, positions, slots, made.kv, made.inputs, dim**-0.5
-        )
+        return kernels.rope_cache_attend(qkv, heads, made.kv, turn, made.inputs, dim**-0.5)
 
     check(run(), expected, dtype, times=2)
     check(made.kv, kv, dtype)
@@ -444,7 +441,7 @@ def test_rotation_and_cache_write_folded_into_attention(
         slots[0] = seed % page  # a masked row writes to the trash page and reads what was there
         qkv.copy_(randn(*qkv.shape, dtype=dtype))
         kv.copy_(made.kv)
-        q = kernels.rope_and_cache(qkv, heads, kv_heads, dim, *norms, 1e-6, made.cos_sin, positions, slots, kv)
+        q = kernels.rope_and_cache(qkv, heads, kv, turn)
         expected = made.attention(q, dim**-0.5, kv)
         out.fill_(math.nan)
         replay()
@@ -453,7 +450,7 @@ def test_rotation_and_cache_write_folded_into_attention(
 
 
 @pytest.mark.parametrize("warps", [1, 2])
-def test_many_rows_give_the_same_bits_every_time(kernels: HopperKernels, warps: int) -> None:
+def test_many_rows_give_the_same_bits_every_time(kernels: NvidiaKernels, warps: int) -> None:
     """The newest key is written and read by the same program, TMA brings the others: a race would show in the bits."""
     rows, heads, kv_heads, dim, most, dtype = 384, 16, 8, 128, 700, torch.bfloat16
     made = Case(rows, heads, kv_heads, dim, 64, most, dtype)
@@ -467,16 +464,14 @@ def test_many_rows_give_the_same_bits_every_time(kernels: HopperKernels, warps: 
         made.kv.copy_(stale)  # with what was there before the newest keys
         found.append(launch(qkv, heads, made.kv, made.inputs, dim**-0.5, rotation=turn))
     assert all(torch.equal(one, found[0]) for one in found)
-    q = kernels.rope_and_cache(
-        qkv, heads, kv_heads, dim, *norms, 1e-6, made.cos_sin, made.last_positions, made.last_slots, stale
-    )
+    q = kernels.rope_and_cache(qkv, heads, stale, turn)
     alone = launch(q, heads, stale, made.inputs, dim**-0.5)
     off = (alone - found[0]).float().norm() / alone.float().norm()
     assert off < 2e-3, "q rounds elsewhere now and then; a key of the step before would be off by far more"
     assert not torch.equal(launch(q, heads, made.kv * 1.01, made.inputs, dim**-0.5), alone)
 
 
-def test_a_row_without_tokens_gives_a_finite_result(kernels: HopperKernels) -> None:
+def test_a_row_without_tokens_gives_a_finite_result(kernels: NvidiaKernels) -> None:
     made = Case(3, 8, 2, 128, 64, 300, torch.bfloat16)
     made.set_lengths([0, 5, 0])
     q = randn(3, 8, 128, dtype=torch.bfloat16)
@@ -484,26 +479,26 @@ def test_a_row_without_tokens_gives_a_finite_result(kernels: HopperKernels) -> N
     assert torch.isfinite(out).all()
 
 
-def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: HopperKernels, tmp_path: Any) -> None:
+def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: NvidiaKernels, tmp_path: Any) -> None:
     dtype = torch.bfloat16
     shapes = [
         choice_table.LinearShape(rows, 1536, 1024, dtype, normed, gate_up)
         for rows in (1, 16)
         for normed, gate_up in ((False, False), (True, False), (True, True))
     ]
-    fresh = HopperKernels(DEVICE)
-    fresh.choices = choice_table.ChoiceTable()
-    fresh.tune(shapes, tmp_path)
+    fresh = NvidiaKernels(DEVICE)
+    fresh.matmul.choices = choice_table.ChoiceTable()
+    fresh.matmul.tune(shapes, tmp_path)
     held = choice_table.load(choice_table.cache_file(tmp_path, torch.device(DEVICE)))
-    assert held == fresh.choices
+    assert held == fresh.matmul.choices
     for shape in shapes:
         x, weight = randn(shape.rows, shape.inner, dtype=dtype), scaled(shape.outputs, shape.inner, dtype)
         expected = x.double() @ weight.double().t()
-        out = fresh._product(x, weight, None, fresh.choice(shape), gate_up=shape.gate_up)
+        out = fresh.matmul.run(x, weight, None, fresh.matmul.choice(shape), gate_up=shape.gate_up)
         check(out, swiglu(expected) if shape.gate_up else expected, dtype)
 
 
 def test_workspace_arithmetic() -> None:
-    assert skinny_triton.workspace_floats(8, 4096, 8, 64, split=4) == 4 * (4096 + 64) * 8
-    assert skinny_triton.workspace_floats(8, 4096, 8, 64, split=1) == 0
-    assert gemv_triton.chunk_width(12288, 8192) == 4096
+    assert skinny.workspace_floats(8, 4096, 8, 64, split=4) == 4 * (4096 + 64) * 8
+    assert skinny.workspace_floats(8, 4096, 8, 64, split=1) == 0
+    assert gemv.chunk_width(12288, 8192) == 4096

@@ -20,27 +20,27 @@ from tests.gpu.test_kernels import ALL, DEVICE, HALF, Case, captured, check, ran
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.attention import prefill as prefill_triton
+    from models.kernels.attention import prefill as prefill_kernel
     from models.kernels.attention.prefill import Blocks, Tiles
-    from models.kernels.nvidia import HopperKernels
+    from models.kernels.nvidia import NvidiaKernels
 
 BF16 = torch.bfloat16
 NAMES = ["flashinfer", "triton"]
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, HopperKernels]:
+def held() -> dict[str, NvidiaKernels]:
     """Made when first asked for: a test of ours alone does not wait for nvcc."""
     return {}
 
 
 @pytest.fixture
-def kernels(request: pytest.FixtureRequest, held: dict[str, HopperKernels]) -> HopperKernels:
+def kernels(request: pytest.FixtureRequest, held: dict[str, NvidiaKernels]) -> NvidiaKernels:
     name = request.param
     if name not in held:
-        held[name] = HopperKernels(DEVICE, prefill=name)
+        held[name] = NvidiaKernels(DEVICE, prefill=name)
         held[name].prepare_prefill(BF16, 128)
-        held[name].settle(int)
+        held[name].agree_on_kernels(int)
         assert held[name].prefill_name == name
     return held[name]
 
@@ -78,7 +78,7 @@ PREFILL = [
 @pytest.mark.parametrize("kernels", NAMES, indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "rows", "dtype"), PREFILL)
 def test_prefill_attention(
-    kernels: HopperKernels,
+    kernels: NvidiaKernels,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -101,7 +101,7 @@ def test_prefill_attention(
 @pytest.mark.parametrize("kernels", NAMES, indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page"), [(32, 8, 128, 64), (14, 2, 64, 32)])
 def test_captured_prefill_is_planned_anew_for_each_replay(
-    kernels: HopperKernels, heads: int, kv_heads: int, dim: int, page: int
+    kernels: NvidiaKernels, heads: int, kv_heads: int, dim: int, page: int
 ) -> None:
     """One graph of 320 tokens and at most six rows; more plans than the ring holds, of other rows each time."""
     tokens, most = 320, 512
@@ -126,7 +126,7 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("seed", range(16))
-def test_random_rows_over_pages_with_nan_around_them(kernels: HopperKernels, dtype: torch.dtype, seed: int) -> None:
+def test_random_rows_over_pages_with_nan_around_them(kernels: NvidiaKernels, dtype: torch.dtype, seed: int) -> None:
     pick = random.Random(seed)
     kv_heads, group = pick.choice([1, 2, 8]), pick.choice([1, 2, 3, 4, 5, 7, 8, 16])
     dim, page = pick.choice([16, 24, 64, 80, 96, 128, 128, 192, 256]), pick.choice([1, 8, 16, 48, 64, 64, 96, 128])
@@ -144,7 +144,7 @@ def test_random_rows_over_pages_with_nan_around_them(kernels: HopperKernels, dty
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", HALF)
-def test_long_rows(kernels: HopperKernels, dtype: torch.dtype) -> None:
+def test_long_rows(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
     """Many full blocks, of which large scores and small ones alternate: the running maximum must be followed."""
     heads, kv_heads, dim, page = 32, 8, 128, 64  # more tiles than programs
     queries, lengths = (2048, 700), (2048, 6000)
@@ -160,7 +160,7 @@ def test_long_rows(kernels: HopperKernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", ALL)
-def test_ours_waits_for_the_launch_before_it(kernels: HopperKernels, dtype: torch.dtype) -> None:
+def test_ours_waits_for_the_launch_before_it(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
     """Programmatic dependent launch: queries come from a norm right before, the next norm reads what comes out."""
     heads, kv_heads, dim, page, tokens = 8, 2, 128, 64, 500
     made = Case(3, heads, kv_heads, dim, page, 1500, dtype)
@@ -200,14 +200,16 @@ def test_every_tile(blocks: tuple[int, int, int, int]) -> None:
     made.set_lengths(list(lengths))
     made.poison_beyond()
     q, one = randn(sum(queries), heads, dim, dtype=BF16), Blocks(*blocks)
-    listed = prefill_triton.list_tiles(queries, lengths, one.m // 4)
+    listed = prefill_kernel.list_tiles(queries, lengths, one.m // 4)
     tiles = Tiles(torch.tensor(listed, dtype=torch.int32, device=DEVICE))
-    out = prefill_triton.prefill_attention(q, made.kv, made.table, tiles, dim**-0.5, blocks=one, pdl=False)
+    out = prefill_kernel.prefill_attention(
+        q, made.kv, made.table, tiles, dim**-0.5, blocks=one, programs=528, pdl=False
+    )
     check(out, prefilled(made, q, queries, lengths, dim**-0.5), BF16)
 
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
-def test_more_than_there_is_room_for_is_refused(kernels: HopperKernels) -> None:
+def test_more_than_there_is_room_for_is_refused(kernels: NvidiaKernels) -> None:
     made = Case(2, 8, 2, 128, 64, 300, BF16)
     repeated = kernels.repeat_prefill(made.table, 64, 8, 2, made.kv)
     assert repeated is not None

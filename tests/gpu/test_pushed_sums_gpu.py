@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.dispatch import MOST_PUSHED_ROWS, PUSHING
-from models.kernels.nvidia import HopperKernels
+from models.kernels.matmul.dispatch import MAX_PUSHED_ROWS, PUSH_KERNELS
+from models.kernels.nvidia import NvidiaKernels
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from parallel.layers.linear import RowParallel
@@ -68,7 +68,7 @@ class Layer:
 
     def __init__(self, made: SymmetricCollectives, inner: int, width: int) -> None:
         self.made, self.inner, self.width = made, inner, width
-        self.kernels = HopperKernels(torch.device("cuda", made.rank), prefill="triton")
+        self.kernels = NvidiaKernels(torch.device("cuda", made.rank), prefill="triton")
         self.product = RowParallel(RANKS * inner, width, ShardContext(made, self.kernels, BF16), bias=True)
         torch.manual_seed(made.rank)
         self.product.weight.copy_(torch.randn(width, inner) * inner**-0.5)
@@ -86,20 +86,20 @@ class Layer:
 
     def choose(self, choice: Choice, rows: int) -> None:
         shape = LinearShape(rows, self.width, self.inner, BF16)
-        self.kernels.choose(shape, choice)
-        assert self.kernels.choice(shape) == choice, f"{choice} does not fit {shape.key}"
+        self.kernels.matmul.choose(shape, choice)
+        assert self.kernels.matmul.choice(shape) == choice, f"{choice} does not fit {shape.key}"
 
     def run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """As a model runs it."""
         part = self.product(x)
         assert isinstance(part, PendingAllReduce)
-        choice = self.kernels.choice(LinearShape(len(x), self.width, self.inner, BF16))
-        assert part.pushed == (isinstance(choice, PUSHING) and len(x) <= MOST_PUSHED_ROWS), choice
+        choice = self.kernels.matmul.choice(LinearShape(len(x), self.width, self.inner, BF16))
+        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= MAX_PUSHED_ROWS), choice
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         bias = self.product.bias if self.made.rank == 0 else None
-        part = self.made.sum_before_norm(self.kernels.linear(x, self.product.weight, bias))
+        part = self.made.all_reduce_before_norm(self.kernels.linear(x, self.product.weight, bias))
         assert isinstance(part, PendingAllReduce)
         assert not part.pushed
         return part.normed(residual, self.norm, EPS)

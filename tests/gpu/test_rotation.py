@@ -23,11 +23,10 @@ if INTERPRETED:
         "tests.models.kernels.interpreted_kernels"
     )  # mends the interpreter for today's numpy
 
-from models.kernels import nvidia as hopper  # noqa: E402
-from models.kernels.attention import rope_decode as rope_triton  # noqa: E402
-from models.kernels.attention import rope_prefill as rope_prefill_triton  # noqa: E402
-from models.kernels.attention.rope_decode import Rotation  # noqa: E402
+from models.kernels import nvidia  # noqa: E402
+from models.kernels.attention import rope_decode, rope_prefill  # noqa: E402
 from models.kernels.attention.rope_prefill import Blocks  # noqa: E402
+from models.kernels.interface import Rotation  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PDL = not INTERPRETED
@@ -39,8 +38,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def kernels() -> hopper.HopperKernels:
-    made: hopper.HopperKernels = interpreted.InterpretedKernels() if INTERPRETED else hopper.HopperKernels(DEVICE)
+def kernels() -> nvidia.NvidiaKernels:
+    made: nvidia.NvidiaKernels = interpreted.InterpretedKernels() if INTERPRETED else nvidia.NvidiaKernels(DEVICE)
     return made
 
 
@@ -134,7 +133,7 @@ def cases(count: int) -> list[tuple[Any, ...]]:
 def test_rotation_of_many_tokens(case: tuple[Any, ...]) -> None:
     tokens, heads, kv_heads, dim, norm, dtype, blocks = case
     made = Case.random(tokens, heads, kv_heads, dim, dim, norm, dtype)
-    made.check(made.run(rope_prefill_triton.rope_and_cache, blocks=blocks))
+    made.check(made.run(rope_prefill.rope_and_cache, blocks=blocks))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter adds in numpy's order")
@@ -143,9 +142,9 @@ def test_rotation_of_many_tokens(case: tuple[Any, ...]) -> None:
 def test_both_forms_give_the_same_bits(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     """Sums are taken in the same order, and products are folded into sums alike."""
     made = Case.random(1111, heads, kv_heads, dim, dim, True, dtype)
-    expected = made.run(rope_triton.token_by_token)
-    for blocks in (rope_prefill_triton.BLOCKS, Blocks(4, 4)):
-        for one, other in zip(made.run(rope_prefill_triton.rope_and_cache, blocks=blocks), expected, strict=True):
+    expected = made.run(rope_decode.rope_and_cache)
+    for blocks in (rope_prefill.BLOCKS, Blocks(4, 4)):
+        for one, other in zip(made.run(rope_prefill.rope_and_cache, blocks=blocks), expected, strict=True):
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
@@ -154,37 +153,34 @@ def test_both_forms_give_the_same_bits(dtype: torch.dtype, heads: int, kv_heads:
     [(9, 16, 16, True), (8, 16, 16, False), (9, 16, 8, False), (9, 24, 24, False)],
 )
 def test_the_form_follows_tokens_and_heads(
-    kernels: hopper.HopperKernels, tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: nvidia.NvidiaKernels, tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few tokens, and heads of which a part passes through or that are no power of two, go token by token."""
     asked: list[str] = []
 
-    def note(module: Any, name: str) -> None:
-        form = getattr(module, name)
+    def note(module: Any) -> None:
+        kernel = module.rope_and_cache
 
         def noted(*given: Any) -> Any:
-            asked.append(name)
-            return form(*given)
+            asked.append(module.__name__.rpartition(".")[2])
+            return kernel(*given)
 
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(module, "rope_and_cache", noted)
 
     def chosen(qkv: Tensor, heads: int, kv: Tensor, turn: Rotation, pdl: bool) -> Tensor:
         assert kernels.pdl == pdl
-        return kernels.rope_and_cache(
-            qkv, heads, kv.shape[3], kv.shape[4], turn.q_norm_D, turn.k_norm_D, turn.eps, turn.cos_sin_LR,
-            turn.positions_T, turn.kv_slots_T, kv,
-        )  # fmt: skip
+        return kernels.rope_and_cache(qkv, heads, kv, turn)
 
-    monkeypatch.setattr(hopper, "_MOST_FEW", 8)
-    note(rope_triton, "token_by_token")
-    note(rope_prefill_triton, "rope_and_cache")
+    monkeypatch.setattr(nvidia, "_MOST_FEW", 8)
+    note(rope_decode)
+    note(rope_prefill)
     made = Case.random(tokens, 3, 1, dim, rotary, True, torch.float32)
     made.check(made.run(chosen))
-    assert asked == ["rope_and_cache" if many else "token_by_token"]
+    assert asked == ["rope_prefill" if many else "rope_decode"]
 
 
 def test_no_tokens() -> None:
     made = Case.random(0, 2, 1, 16, 16, True, torch.float32)
-    q, kv = made.run(rope_prefill_triton.rope_and_cache)
+    q, kv = made.run(rope_prefill.rope_and_cache)
     assert q.shape == (0, 2, 16)
     assert kv.isnan().all()

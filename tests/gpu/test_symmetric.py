@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
-from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.peer_buffers import SENTINEL
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
@@ -86,7 +86,7 @@ def _in_rank_order(parts: list[Tensor]) -> Tensor:
 
 def _check(made: SymmetricCollectives, rows: int) -> None:
     parts = _parts(made, rows, seed=rows)
-    assert made.sums.of(parts[made.rank])
+    assert made.dispatch.kernel_for(parts[made.rank])
     summed = made.all_reduce(parts[made.rank])
     assert torch.equal(summed, _in_rank_order(parts)), f"{rows} rows"
     mine = summed.cpu().view(torch.uint8)  # over gloo, and to the bit of a zero's sign
@@ -100,7 +100,7 @@ def _check_beside_nccl(made: SymmetricCollectives) -> None:
     for rows in (1, 64, 256):
         _check(made, rows)
         large = torch.full((8 << 20,), float(made.rank + 1), dtype=torch.bfloat16, device="cuda")
-        assert made.sums.of(large) is None
+        assert made.dispatch.kernel_for(large) is None
         assert bool((made.all_reduce(large) == sum(range(1, made.size + 1))).all())
 
 
@@ -113,7 +113,7 @@ def _check_norm(made: SymmetricCollectives, rows: int, dtype: torch.dtype) -> No
     for before in (residual, None):
         total = made.all_reduce(x.clone())
         total = total if before is None else (total.float() + before.float()).to(dtype)
-        late = made.sum_before_norm(x)
+        late = made.all_reduce_before_norm(x)
         assert isinstance(late, PendingAllReduce)
         normed, kept = late.normed(before, norm, 1e-6)
         assert torch.equal(kept, total)
@@ -125,7 +125,7 @@ def _check_norm(made: SymmetricCollectives, rows: int, dtype: torch.dtype) -> No
 def _check_ways(made: SymmetricCollectives, extent: Extent) -> None:
     """One step and two give the same bits, whichever this size of group uses, and in whatever order they come."""
     norm = torch.rand(4096, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
-    ways = {"one step": made.sums.one_step, "two steps": made.sums.two_steps}
+    ways = {"one step": made.dispatch.one_shot, "two steps": made.dispatch.two_shot}
     given = {rows: _parts(made, rows, seed=rows) for rows in (1, 6, 33, 300)}
     found = []
     for turn in late_by_turns(made.rank, made.size, extent.ways, extent.late):
@@ -144,9 +144,9 @@ def _check_ways(made: SymmetricCollectives, extent: Extent) -> None:
 def _check_what_looks_empty(made: SymmetricCollectives) -> None:
     """Minus zero is what memory holds where nothing is: a rank that sent it would be waited for for ever."""
     for dtype in (torch.bfloat16, torch.float32):
-        halves = torch.full((33 * 4096 * dtype.itemsize // 2,), EMPTY, dtype=torch.int16, device="cuda")
+        halves = torch.full((33 * 4096 * dtype.itemsize // 2,), SENTINEL, dtype=torch.int16, device="cuda")
         x = halves.view(dtype).view(33, 4096)
-        for way in (made.sums.one_step, made.sums.two_steps, made.sums.one_step):
+        for way in (made.dispatch.one_shot, made.dispatch.two_shot, made.dispatch.one_shot):
             assert float(way(x)[0].abs().max()) < 1e-39, dtype
 
 

@@ -193,7 +193,7 @@ def _counting(engine: Engine, found: Found, name: str) -> Iterator[None]:
     else:
         yield
         names = Counter()
-    wanted = ("cuda", "Memcpy", "nccl", "_sum_kernel")
+    wanted = ("cuda", "Memcpy", "nccl", "_all_reduce_kernel")
     found[name] = {
         "grown": {counter: engine.counters[counter] - before[counter] for counter in COUNTED},
         "names": {event: count for event, count in sorted(names.items()) if event.startswith(wanted)},
@@ -231,7 +231,7 @@ def check_device(names: Counter[str], grown: dict[str, int], symmetric: bool) ->
     assert names["cudaDeviceSynchronize"] <= 2, "the profiler waits for the device when it stops, steps never do"
     assert not sum_of(names, "cudaMalloc")
     assert not sum_of(names, "cudaStreamBeginCapture")
-    through_nccl, in_one_kernel = sum_of(names, "ncclDevKernel_AllReduce"), names["_sum_kernel"]
+    through_nccl, in_one_kernel = sum_of(names, "ncclDevKernel_AllReduce"), names["_all_reduce_kernel"]
     assert (through_nccl == 0, in_one_kernel > 0) == (symmetric, symmetric), "sums went another way than asked for"
 
 

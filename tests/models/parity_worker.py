@@ -126,8 +126,11 @@ def main(folder: Path) -> None:
     if group is None:
         raise RuntimeError("no process group")
     collectives = GroupCollectives(group)
-    assert collectives.share(lambda: f"the choice of rank {collectives.rank}: größer") == "the choice of rank 0: größer"
-    assert collectives.share(str) == ""
+    assert (
+        collectives.broadcast_text(lambda: f"the choice of rank {collectives.rank}: größer")
+        == "the choice of rank 0: größer"
+    )
+    assert collectives.broadcast_text(str) == ""
     run_models(folder, collectives)
     dist.destroy_process_group()
 

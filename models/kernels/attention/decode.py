@@ -1,12 +1,12 @@
-"""Paged decode attention that needs no plan, with the query's norm, rotation and cache write folded in if wanted.
+"""Paged decode attention without a host-side plan, optionally fused with the query's norm, rotation and cache write.
 
-Knows: flash-decoding over the NHD pages [2, pages, S, K, D] of query_len causal tokens a row (Dao et al. 2023,
-"Flash-Decoding"). Does not know: how a query is made (query.py), or when this form is the best choice
+Knows: flash-decoding over the NHD pages [2, pages, S, K, D] for query_len causal tokens a row (Dao et al. 2023,
+"Flash-Decoding"). Does not know: how a query is made (query.py), when decode_tma.py is faster
 (models/kernels/nvidia.py).
 
-A program is (row, kv head, split). Splits divide the row's *live* length, read on the device, so the same captured
-launch balances any length. The last program of a (row, head) to finish adds the splits in split order: the result does
-not depend on which came last.
+A program is (row, kv head, split). Splits divide the row's *live* length, which is read on the device, so the same
+captured launch balances any length. The last program of a (row, head) to finish merges the splits in split order, so
+the result does not depend on which program is last.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -29,7 +29,7 @@ from models.kernels.attention.query import (
     rotation_arguments,
     steady_of_rotation,
 )
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.interface import Rotation
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _decode_attention_kernel(
     split = tl.program_id(0)
     dims = tl.arange(0, BLOCK_D)
     table_row = page_table_ptr + batch * table_width
-    # Read before the wait: the launch before this one made q, and never a length, a page or a position.
+    # Read before the wait: the predecessor wrote q, but never a length, a page or a position.
     length = tl.load(lengths_ptr + batch, cache_modifier=".cg")
     blocks = (length + BLOCK_N - 1) // BLOCK_N
     per_split = tl.maximum((blocks + SPLITS - 1) // SPLITS, 1)
@@ -85,14 +85,14 @@ def _decode_attention_kernel(
         cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, batch, head, K, D, BLOCK_D, ROTARY, ROPE, NORM
     )
     if PDL:
-        if begin < end:  # older keys and values are there already: their first block can travel to L2 meanwhile
+        if begin < end:  # older keys and values are in memory: prefetch their first block to L2
             block_to_l2(keys_ptr, values_ptr, table_row, begin, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
         gdc_wait()
         gdc_launch_dependents()
     if split < active:
         rows = tl.arange(0, ROWS)
         row_mask = rows < GROUP * QUERY_LEN
-        # Of a row's programs the one that reads the newest key is the one that writes it.
+        # The program that reads the row's newest key is the one that writes it.
         q = query(
             q_ptr, keys_ptr, values_ptr, steady, eps, batch, head, rows, split == active - 1, K, GROUP, QUERY_LEN, D,
             BLOCK_D, ROTARY, ROPE, NORM,
@@ -184,10 +184,10 @@ def _merge_splits(
 
 
 def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, programs: int) -> int:
-    """The largest power of two of splits that makes at most ``programs``, no more than a row has key blocks.
+    """Splits of a row: the largest power of two with at most ``programs`` programs, and no more than key blocks.
 
-    Where not even two would fit, two are made of up to ``programs`` pairs: two halves beside each other are faster than
-    one program that has a multiprocessor to itself.
+    Up to ``programs`` pairs of row and kv head get two splits even where these are more programs: two halves on one
+    multiprocessor are faster than one whole row that has it to itself.
     """
     most, pairs = power_of_two_above(-(-max_kv_length // block_n)), rows * kv_heads
     wanted = max(1, programs // pairs, 2 * programs // pairs if 2 * pairs > programs else 1)
@@ -195,7 +195,7 @@ def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, pr
 
 
 def workspace_floats(rows: int, kv_heads: int, query_rows: int, head_dim: int, splits: int) -> int:
-    """Floats of partial results that a launch needs; ``query_rows`` is group size * query_len."""
+    """Floats of workspace that a launch needs; ``query_rows`` is group size * query_len."""
     if splits == 1:
         return 0
     padded = power_of_two_above(query_rows)
@@ -218,11 +218,11 @@ def decode_attention(
     warps: int,
     pdl: bool,
 ) -> Tensor:
-    """As Kernels.decode_attention; with ``rotation`` (q_TX is the packed qkv then, and query_len 1) as
-    Kernels.rope_cache_attend.
+    """See Kernels.decode_attention, or with ``rotation`` Kernels.rope_cache_attend: q_TX is packed qkv then, and
+    query_len 1.
 
-    The launch before this one may have written q_TX, but not lengths, pages, positions or slots: with ``pdl`` those are
-    read while it still runs. Rows of length 0 give zeros. ``workspace`` float32 holds workspace_floats(...) at least;
+    The predecessor launch may write q_TX, but not lengths, pages, positions or slots: with ``pdl`` these are read while
+    it still runs. Rows of length 0 give zeros. ``workspace`` float32 holds workspace_floats(...) at least;
     ``counters`` int32 has an entry a (row, kv head), all zero, and is left zero; both are for one stream.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
@@ -231,7 +231,7 @@ def decode_attention(
     real_rows = power_of_two_above(group * inputs.query_len)
     block_d = padded_dim(head_dim)
     out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
-    merged = 8192 if real_rows < 16 else 4096  # sums at once: with more, a thread spills where splits are few
+    merged = 8192 if real_rows < 16 else 4096  # values merged at once; above, a thread spills where splits are few
     _decode_attention_kernel[(splits, kv_heads, rows)](
         q_TX,
         kv_layer[0],

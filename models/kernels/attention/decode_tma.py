@@ -1,18 +1,18 @@
-"""Paged decode attention of many rows, for as few watts as it takes: sm_90 and later.
+"""Paged decode attention of many rows by TMA, made to save energy: sm_90 and later.
 
-Knows: whole blocks of keys and values brought by the tensor memory accelerator (TMA), with keys as the tall operand of
-the tensor cores. Does not know: how a query is made (query.py), how a row is divided between programs
-(decode.py), or when this form is the better one (models/kernels/nvidia.py).
+Knows: whole blocks of keys and values loaded by the tensor memory accelerator (TMA), with keys as the tall operand of
+the tensor cores. Does not know: how a query is made (query.py), how a row is split between programs (decode.py), when
+this kernel is the better one (models/kernels/nvidia.py).
 
-A program has all keys of one (row, kv head). Where there are a thousand of these or more, memory is read as fast as it
-goes, and what is left to save is energy: such a step is held back by the GPU's power limit, so that a kernel which
-takes less of it leaves a higher clock to the products around it. Hence:
+A program has all keys of one (row, kv head). With a thousand pairs or more, memory bandwidth is saturated and the step
+runs into the GPU's power limit, so a kernel that draws less power leaves a higher clock to the matrix products around
+it. Hence:
 
-* Scores are keys x queries: a group of up to 8 query heads is padded to 8 columns, the other way around to 16 rows, so
-  tensor cores do half the work for the same keys.
-* TMA computes the addresses. The newest tokens' block, which is partly filled, and in which this program has just
-  written a key that TMA might not see yet, is loaded by pointers.
-* Sums of weights stay with the threads that made them until the end.
+* Scores are keys x queries: a group of up to 8 query heads is padded to 8 columns; queries x keys would pad it to 16
+  rows. The tensor cores do half the work for the same keys.
+* TMA computes addresses. The block of the newest tokens is loaded by pointers instead: it is partly filled, and this
+  program has just written a key into it that TMA might not see yet.
+* Sums of weights stay in the threads that made them until the end.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -35,17 +35,17 @@ from models.kernels.attention.query import (
     rotation_arguments,
     steady_of_rotation,
 )
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.interface import Rotation
 
-MOST_QUERY_ROWS = 16  # of a kv head; more have not been tried
+MOST_QUERY_ROWS = 16  # of a kv head; more were not tried
 _FEWEST_QUERY_ROWS = 8  # columns of the narrowest product
-HEAD_DIMS = (64, 128)  # 256 have not been tried
+HEAD_DIMS = (64, 128)  # 256 was not tried
 _LINE_BYTES = 128
 
 
 @triton.jit
 def _weights(scores, peak):
-    """(weights [keys, rows], the rows' new maximum, what older sums are multiplied by)."""
+    """Online softmax: (weights [keys, rows], the rows' new maximum, the factor of older sums)."""
     new_peak = tl.maximum(peak, tl.max(scores, 0))
     # A row that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
     shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -95,7 +95,7 @@ def _attend_many_kernel(
         cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM
     )
     if PDL:
-        if blocks > 0:  # the first block, and the one that TMA does not bring
+        if blocks > 0:  # the first block, and the one that TMA does not load
             block_to_l2(keys_ptr, values_ptr, table_row, 0, length, head, K, D, D, PAGE, BLOCK_N, LINES)
             block_to_l2(keys_ptr, values_ptr, table_row, blocks - 1, length, head, K, D, D, PAGE, BLOCK_N, LINES)
         gdc_wait()
@@ -111,7 +111,7 @@ def _attend_many_kernel(
     held = tl.load(table_row, mask=whole > 0, other=0)
     for block in tl.range(0, whole, num_stages=STAGES):
         first = held * PAGE + block * BLOCK_N % PAGE
-        # The page of the next block, a step ahead: or loads would wait for loads.
+        # The next block's page, one step ahead: otherwise loads would wait for loads.
         held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
         k = keys_desc.load([first, head * D])
         weights, peak, decay = _weights(tl.dot(k, across) * scale_log2e, peak)
@@ -139,7 +139,7 @@ def _attend_many_kernel(
 
 
 def supports(q_TX: Tensor, heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
-    """Whether ``attend_many`` takes these, with ``block_n`` keys a block; that a device has TMA is not looked at."""
+    """Whether ``attend_many`` takes these, with ``block_n`` keys a block; assumes a device with TMA."""
     _, _, page, kv_heads, head_dim = kv_layer.shape
     return (
         q_TX.dtype in (torch.bfloat16, torch.float16)
@@ -163,9 +163,9 @@ def attend_many(
     warps: int,
     pdl: bool,
 ) -> Tensor:
-    """As attention_triton.decode_attention, without splits, of what ``supports`` takes. Returns [T, H, D], fresh.
+    """decode.decode_attention without splits, for what ``supports`` accepts. Returns [T, H, D], fresh.
 
-    ``kv_layer`` is contiguous. The rules of early reads, and of rows of length 0, are the same.
+    ``kv_layer`` is contiguous. The same rules hold for early reads and for rows of length 0.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows = inputs.kv_lengths_B.shape[0]

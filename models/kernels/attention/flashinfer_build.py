@@ -1,7 +1,7 @@
-"""FlashInfer's prefill module on this machine's disk: whether it is built, and a build beside a run, for the next one.
+"""FlashInfer's compiled prefill module: whether it is in the cache on disk, and building it in the background.
 
-Knows: FlashInfer 0.6.13's cache of what it compiles (its jit/core.py): a ninja file, a lock and a library each module.
-Does not know: what the module computes (flashinfer.py), who asks for it (prefill_choice.py).
+Knows: how FlashInfer 0.6.13 caches what it compiles (its jit/core.py): a ninja file, a lock and a library a module.
+Does not know: what the module computes (flashinfer_prefill.py), who asks for it (prefill_choice.py).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from flashinfer.jit import cpp_ext, gen_batch_prefill_module
 from models.kernels.interface import FlashInferSwitches
 
 _BUILDER = Path(__file__).with_name("flashinfer_build_process.py")
-_NOTHING_TO_DO = "no work to do"  # ninja's words
+_NOTHING_TO_DO = "no work to do"  # ninja's message
 _PLAIN = (0, False, False, False)  # no position encoding, window, soft cap or fp16 accumulation
-_started: list[subprocess.Popen[bytes]] = []  # kept: Python complains of running processes that nobody holds
+_started: list[subprocess.Popen[bytes]] = []  # kept: Python warns about running processes without a reference
 
 
 def arguments(backend: str, dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
-    """What FlashInfer's wrapper asks a module for, which must be the same to the letter."""
+    """The arguments by which FlashInfer's wrapper looks up a module; they must be exactly the same."""
     return (backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, *_PLAIN)
 
 
 def spec_of(backend: str, dtype: torch.dtype, head_dim: int) -> Any:
-    """The JitSpec of a prefill module; its sources are written where FlashInfer looks for them. Any error of theirs."""
+    """The JitSpec of a prefill module; writes its sources into FlashInfer's cache. Raises any error of FlashInfer's."""
     return gen_batch_prefill_module(*arguments(backend, dtype, head_dim))
 
 
 def is_built(spec: Any) -> bool:
-    """Whether FlashInfer would load the module without compiling anything; takes no lock, and writes nothing.
+    """Whether FlashInfer would load the module without compiling anything. Takes no lock and writes nothing.
 
-    A library alone says little: it may be the half of one, or of other flags or headers. So the ninja file must be the
+    The library alone proves little: it may be half written, or of other flags or headers. So the ninja file must be the
     one that would be written now, and ninja must find nothing to do.
     """
     if spec.is_aot:
@@ -45,8 +45,8 @@ def is_built(spec: Any) -> bool:
     if not spec.is_compiled or not spec.ninja_path.exists() or spec.ninja_path.read_text() != _ninja_file(spec):
         return False
     command = ["ninja", "-n", "-C", str(spec.build_dir.resolve()), "-f", str(spec.ninja_path.resolve())]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    return told.returncode == 0 and _NOTHING_TO_DO in told.stdout
+    dry_run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return dry_run.returncode == 0 and _NOTHING_TO_DO in dry_run.stdout
 
 
 def obstacle(switches: FlashInferSwitches) -> str | None:
@@ -62,11 +62,11 @@ def obstacle(switches: FlashInferSwitches) -> str | None:
     return None if compiler.exists() else f"there is no {compiler}: set CUDA_HOME, or FLASHINFER_NVCC"
 
 
-def build_aside(spec: Any) -> Path:
-    """Begin to build at the lowest priority, in a process that ends with this one; returns the file of what it says.
+def build_in_background(spec: Any) -> Path:
+    """Starts a build at the lowest priority in a process that ends with this one; returns its log file.
 
-    What it has finished when it is cut off stays finished. Where another process builds the same, it does nothing. To
-    be called from a thread that lives as long as the process: Linux takes the end of it for the end of the process.
+    Finished objects survive an interruption. Does nothing where another process builds the same. Call it from a thread
+    that lives as long as the process: Linux signals the death of the parent thread, not of the process.
     """
     spec.build_dir.mkdir(parents=True, exist_ok=True)
     log = Path(spec.build_dir, "build-aside.log")
@@ -86,8 +86,8 @@ def build_aside(spec: Any) -> Path:
 
 
 def _ninja_file(spec: Any) -> str:
-    """What spec.write_ninja() would write."""
-    written: str = cpp_ext.generate_ninja_build_for_op(
+    """The text that spec.write_ninja() would write."""
+    text: str = cpp_ext.generate_ninja_build_for_op(
         name=spec.name,
         sources=spec.sources,
         extra_cflags=spec.extra_cflags,
@@ -96,4 +96,4 @@ def _ninja_file(spec: Any) -> str:
         extra_include_dirs=spec.extra_include_dirs,
         needs_device_linking=spec.needs_device_linking,
     )
-    return written
+    return text

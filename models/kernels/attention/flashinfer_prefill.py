@@ -3,11 +3,13 @@
 Knows: FlashInfer's argument orders, workspaces and limits. Does not know: whether it is built (flashinfer_build.py) and
 chosen (prefill_choice.py).
 
-Prefill plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so
-each of a small ring is filled again only after the device has passed its last plan (an event, not a stream).
+Plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so a
+buffer of a small ring is refilled only after the device has passed its last copy (an event, not a stream
+synchronisation).
 
-A captured prefill (RepeatedPaged) has one place on the device for its plan, which each replay's plan overwrites in the
-stream's order. Only fa3 can: its launch is the same for every plan, while fa2 launches as many programs as a plan has.
+A captured prefill (RepeatedPaged) has one device buffer for its plan, which each replay's plan overwrites in stream
+order. Only fa3 can be captured: its launch is the same for every plan, while fa2 launches as many programs as a plan
+has.
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ from models.inputs import PrefillAttention
 from models.kernels.attention.flashinfer_build import arguments
 
 _PREFILL_WORKSPACE = 256 << 20
-_WRAPPERS = 4  # more prefill steps than a chain keeps in flight
+_WRAPPERS = 4  # more prefill steps than are ever in flight
 
 
 @dataclass(slots=True)
 class _Planned:
-    """A wrapper of the ring and the event after which its pinned plan may be written again."""
+    """A wrapper of the ring, and the event after which its pinned plan may be overwritten."""
 
     wrapper: Any
     copied: torch.cuda.Event
 
 
 def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
-    """Build and load what the wrapper's ``plan`` asks for, where that is still to be done: FlashInfer remembers it."""
+    """Builds, where necessary, and loads the module that the wrapper's ``plan`` needs; FlashInfer caches it."""
     get_batch_prefill_module(*arguments(backend, dtype, head_dim))
 
 
 class PagedPrefill:
-    """Packed causal prefill by the module of ``backend``: fa3 on sm_90, fa2 on others. Takes 256 MiB of the device."""
+    """Packed causal prefill by FlashInfer's ``backend``: fa3 on sm_90, fa2 elsewhere. Takes 256 MiB."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         self._device, self._backend = device, backend
-        # Steps run in order on one stream, so the ring may share the workspace that only kernels touch.
+        # Steps run in stream order, so the ring may share the workspace, which only kernels touch.
         self._workspace = workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
         event: Any = torch.cuda.Event  # untyped in some versions of torch
         self._ring = itertools.cycle(
@@ -56,7 +58,7 @@ class PagedPrefill:
         )
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
-        """A planned wrapper for these rows. Lengths come from the host, page numbers from the device table."""
+        """A planned wrapper for these rows. Lengths come from the host, page numbers from the device's table."""
         page = kv_layer.shape[2]
         width = inputs.page_table_BP.shape[1]
         pages = [-(-length // page) for length in inputs.kv_lengths]
@@ -85,7 +87,7 @@ class PagedPrefill:
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedPaged | None:
-        """For launches that are captured; None where that cannot be (fa2)."""
+        """The plan of launches that are captured; None where they cannot be (fa2)."""
         if self._backend != "fa3":
             return None
         return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_heads, kv_layer)
@@ -102,9 +104,9 @@ class PagedPrefill:
 class RepeatedPaged:
     """A RepeatedPrefill over fa3: see the module.
 
-    FlashInfer's wrapper for CUDA graphs wants plans of exactly as many tokens as a launch has, and copies five small
-    arrays a plan that fa3 never reads. So the first plan is the wrapper's own, and later ones are made as it makes
-    them, by its module, without those.
+    FlashInfer's wrapper for CUDA graphs demands plans of exactly as many tokens as a launch has, and copies five small
+    arrays a plan that fa3 never reads. So only the first plan is the wrapper's own; later ones are made by its module
+    directly, without those.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class RepeatedPaged:
         rows, width = page_table_BP.shape
         _, _, page, _, head_dim = kv_layer.shape
         self._rows = rows
-        # A row's pages lie where the table has them: fa3 takes where each row begins, and its length, from the plan.
+        # Pages are read from the table in place: the plan gives fa3 each row's start and length.
         self._page_starts = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32)
         self._most_tokens = max_tokens
         self._shape = (heads, kv_heads, page, True, head_dim, head_dim, True, -1)
@@ -158,8 +160,7 @@ class RepeatedPaged:
         )
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
-        """See RepeatedPrefill. RuntimeError where FlashInfer would lay the plan out otherwise than captured launches
-        read it."""
+        """See RepeatedPrefill. Raises RuntimeError where FlashInfer's plan layout differs from the captured one."""
         wrapper, rows = self._wrapper, self._rows
         padding = (0,) * (rows - len(query_lengths))
         pinned, copied = next(self._ring)
@@ -180,8 +181,8 @@ class RepeatedPaged:
             raise RuntimeError(f"FlashInfer laid a prefill plan out as {list(layout)}, the first was {self._layout}")
 
     def run(self, q_THD: Tensor, keys_values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        """Launch over ``q_THD``, which may have more tokens than any plan: the rest of ``out`` stays as it is."""
-        self._wrapper._qo_indptr_last = q_THD.shape[0]  # what it would refuse
+        """Launches over ``q_THD``, which may have more tokens than the plan: the rest of ``out`` is left as it is."""
+        self._wrapper._qo_indptr_last = q_THD.shape[0]  # FlashInfer would refuse another number of tokens
         returned: Tensor = self._wrapper.run(q_THD, keys_values, out=out)
         return returned
 
@@ -191,5 +192,5 @@ def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
 
 
 def _pinned(values: tuple[int, ...] | list[int]) -> Tensor:
-    """int32 in pinned memory: its copy to the device is asynchronous, and FlashInfer reads it without a sync."""
+    """int32 in pinned memory: copied to the device asynchronously, and read by FlashInfer without a sync."""
     return torch.tensor(values, dtype=torch.int32).pin_memory()

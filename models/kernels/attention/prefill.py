@@ -1,13 +1,13 @@
-"""Paged causal prefill attention in Triton: for whatever FlashInfer does not take, and while it is not built yet.
+"""Paged causal prefill attention in Triton: for what FlashInfer does not take, and until FlashInfer is built.
 
 Knows: the tiles that a step's new tokens are cut into, how the host lists them, and the kernel over the NHD pages
-[2, pages, S, K, D], an online softmax (Milakov & Gimelshein 2018) over tiles (Dao 2023, "FlashAttention-2").
+[2, pages, S, K, D]: online softmax (Milakov & Gimelshein 2018) over tiles (Dao 2023, "FlashAttention-2").
 Does not know: when it is the best choice (models/kernels/attention/prefill_choice.py), decode (decode.py).
 
 A tile is a few consecutive new tokens of a row, for the query heads that share a key and value head: they need the same
-keys, so the product's tile is filled by tokens times heads. The host lists tiles (first token, tokens, position, row),
-those with the most keys first, and a few programs for each multiprocessor take them by turns. A captured launch looks
-at as many entries as its tokens could ever need, and passes over those without tokens.
+keys, so tokens times heads fill a tile of the matrix product. The host lists tiles (first token, tokens, position, row)
+with the most keys first, and a few programs a multiprocessor take them in turn. A captured launch scans as many entries
+as its tokens could ever need, and skips those without tokens.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -26,10 +26,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PrefillAttention
 from models.kernels.attention.query import LOG2_E, padded_dim
+from models.kernels.traits import DeviceTraits
 
-_FIELDS = 4  # of a tile
-_PROGRAMS = 4 * 132  # at most: by turns each gets long tiles and short ones
-_RING = 4  # more prefill steps than a chain keeps in flight
+_FIELDS = 4  # of a listed tile
+_PROGRAMS_A_MULTIPROCESSOR = 4  # at most: each takes long tiles and short ones in turn
+_RING = 4  # more prefill steps than are ever in flight
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -42,10 +43,10 @@ def _prefill_attention_kernel(
     out_ptr,
     scale_log2e,
     table_width,
-    items,  # tiles, times the parts that the heads are cut into
+    items,  # tiles times the parts that the heads are cut into
     K,
     GROUP: tl.constexpr,  # query heads of a key and value head
-    PACK: tl.constexpr,  # of these, how many share a tile: a divisor
+    PACK: tl.constexpr,  # of these, how many share a tile; divides GROUP
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -60,7 +61,7 @@ def _prefill_attention_kernel(
     parts = K * (GROUP // PACK)
     programs = tl.num_programs(0)
     for turn in tl.range(0, (items + programs - 1) // programs, disable_licm=True):
-        # There and back: whoever had the longest of one turn has the shortest of the next.
+        # Boustrophedon: the program with the longest tile of one turn gets the shortest of the next.
         place = tl.where(turn % 2 == 0, tl.program_id(0), programs - 1 - tl.program_id(0))
         item = turn * programs + place
         tile = tiles_ptr + item // parts * 4
@@ -77,9 +78,9 @@ def _prefill_attention_kernel(
             where = (query * K * GROUP + rows % PACK)[:, None] * D + dims[None, :]
             q = tl.load(q_ptr + first + where, mask=mask, other=0.0)
             head = part * PACK // GROUP * D
-            last = position + query  # key that each row of the tile sees last
+            last = position + query  # the last key that each row of the tile sees
             keys = position + count  # of the tile
-            full = (position + 1) // BLOCK_N * BLOCK_N  # that all rows see, in whole blocks
+            full = (position + 1) // BLOCK_N * BLOCK_N  # keys that all rows see, in whole blocks
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -115,23 +116,23 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    MASKED: tl.constexpr,  # a row may not see all of a block, and keys may end in it
+    MASKED: tl.constexpr,  # rows may see only a part of a block, and keys may end in it
 ):
-    """The keys [begin, end), ``begin`` a whole number of blocks: every row sees one of them, or has seen one before."""
+    """Attention over keys [begin, end), ``begin`` a multiple of BLOCK_N; every row sees or saw a key."""
     within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     offsets = within[:, None] * (K * D) + dims[None, :]
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         there = start + within < keys
         if PAGE % BLOCK_N == 0:
             page = tl.load(table_row + start // PAGE).to(tl.int64)
-            block = (page * PAGE + start % PAGE) * (K * D)  # added first: what is left is the same for each block
+            block = (page * PAGE + start % PAGE) * (K * D)  # added first: the offsets are the same for every block
             key_ptrs, value_ptrs = keys_ptr + block + offsets, values_ptr + block + offsets
         else:
             position = start + within
             pages = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
             where = (pages * PAGE + position % PAGE)[:, None] * (K * D) + dims[None, :]
             key_ptrs, value_ptrs = keys_ptr + where, values_ptr + where
-        if MASKED:  # what lies behind the last key may be anything, NaN too
+        if MASKED:  # memory behind the last key is uninitialised, maybe NaN
             mask = there[:, None] & (dims < D)[None, :]
             k = tl.load(key_ptrs, mask=mask, other=0.0)
             v = tl.load(value_ptrs, mask=mask, other=0.0)
@@ -155,7 +156,7 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows (tokens times heads) and keys of a product's tile, stages of the pipeline, warps of a program."""
+    """``m`` rows (tokens times heads) and ``n`` keys of a tile, pipeline stages, warps of a program."""
 
     m: int
     n: int
@@ -164,21 +165,21 @@ class Blocks:
 
 
 def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
-    """Fit for an H100 or H200 without a spilled register (tests/models/kernels/test_compiled_kernels.py)."""
-    if dtype == torch.float32:  # no tensor cores: the operands of its products are in registers, too
+    """Blocks that fit an H100 or H200 without spilling (tests/models/kernels/test_compiled_kernels.py)."""
+    if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
         return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
     return Blocks(64, 64, 3, 4) if head_dim <= 128 else Blocks(64, 64, 2, 8)
 
 
 def heads_of_a_tile(group: int, block_m: int) -> int:
-    """As many of ``group`` query heads as divide it and fit."""
+    """The most query heads that divide ``group`` and fit a tile of ``block_m`` rows."""
     return max(heads for heads in range(1, min(group, block_m) + 1) if group % heads == 0)
 
 
 def list_tiles(
     query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int
 ) -> list[tuple[int, int, int, int]]:
-    """Tiles of at most ``tokens``, those with the most keys first; see the module. Lengths as in PrefillAttention."""
+    """Tiles of at most ``tokens``, most keys first; see the module. Lengths as in PrefillAttention."""
     tiles, starts = [], itertools.accumulate(query_lengths, initial=0)
     for row, (start, new, length) in enumerate(zip(starts, query_lengths, kv_lengths, strict=False)):
         tiles += [
@@ -189,57 +190,67 @@ def list_tiles(
 
 
 def most_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
-    """Of ``tokens`` in up to ``rows`` rows."""
+    """The most tiles that ``tokens`` in up to ``rows`` rows can make."""
     return min(tokens, tokens // tile_tokens + rows)
 
 
 class TiledPrefill:
-    """Packed causal prefill for any half dtype and float32; heads of up to 256 dims."""
+    """Packed causal prefill for 16-bit dtypes and float32, heads of up to 256 dims."""
 
-    def __init__(self, device: torch.device, pdl: bool) -> None:
-        self._device, self._pdl = device, pdl
+    def __init__(self, device: torch.device, traits: DeviceTraits) -> None:
+        self._device, self._pdl = device, traits.dependent_launch
+        self._programs = _PROGRAMS_A_MULTIPROCESSOR * traits.multiprocessors
 
     @staticmethod
     def supports(head_dim: int) -> bool:
         return padded_dim(head_dim) <= 256
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> Tiles:
-        """The tiles of these rows, on their way to the device."""
+        """The tiles of these rows; their copy to the device is asynchronous."""
         listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, _tokens_of_a_tile(heads, kv_layer))
         tiles = torch.tensor(listed, dtype=torch.int32).view(-1, _FIELDS)
         if self._device.type == "cuda":
-            tiles = tiles.pin_memory()  # its copy does not wait for the device
+            tiles = tiles.pin_memory()  # an asynchronous copy needs pinned memory
         return Tiles(tiles.to(self._device, non_blocking=True))
 
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedTiles:
-        """For launches that are captured."""
+        """The planned tiles of launches that are captured."""
         return RepeatedTiles(self._device, len(page_table_BP), max_tokens, _tokens_of_a_tile(heads, kv_layer))
 
     def run(
         self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float
     ) -> Tensor:
-        """As Kernels.prefill_attention. ``planned``: of the same shapes."""
+        """See Kernels.prefill_attention. ``planned`` must be of the same shapes."""
         blocks = blocks_for(q_THD.dtype, q_THD.shape[-1])
-        return prefill_attention(q_THD, kv_layer, inputs.page_table_BP, planned, scale, blocks=blocks, pdl=self._pdl)
+        return prefill_attention(
+            q_THD,
+            kv_layer,
+            inputs.page_table_BP,
+            planned,
+            scale,
+            blocks=blocks,
+            programs=self._programs,
+            pdl=self._pdl,
+        )
 
 
 class Tiles:
-    """Of one step, [tiles, 4] on the device."""
+    """The tiles of one step, int32 [tiles, 4] on the device."""
 
     def __init__(self, tiles: Tensor) -> None:
         self.tiles = tiles
 
     def count(self, tokens: int) -> int:
-        """How many a launch over so many tokens looks at."""
+        """How many entries a launch over ``tokens`` scans."""
         return len(self.tiles)
 
 
 class RepeatedTiles:
-    """A RepeatedPrefill: a place on the device for the tiles of up to ``max_tokens`` in up to ``rows`` rows.
+    """A RepeatedPrefill: a device buffer for the tiles of up to ``max_tokens`` in up to ``rows`` rows.
 
-    Lists are copied there from a small ring of pinned ones, each of which is written again only after the device has
+    Each plan is copied there from a small ring of pinned buffers; a pinned buffer is reused only after the device has
     passed its last copy.
     """
 
@@ -275,7 +286,7 @@ class RepeatedTiles:
             copied.record()
 
     def count(self, tokens: int) -> int:
-        """How many a launch over so many tokens looks at: those of any plan that fits it."""
+        """How many entries a launch over ``tokens`` scans: enough for any plan that fits it."""
         return most_tiles(tokens, self._rows, self._tile_tokens)
 
 
@@ -287,15 +298,16 @@ def prefill_attention(
     scale: float,
     *,
     blocks: Blocks,
+    programs: int,
     pdl: bool,
 ) -> Tensor:
-    """As Kernels.prefill_attention, of the tiles of ``planned``: what it leaves out is undefined."""
+    """See Kernels.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
     _, _, page, kv_heads, _ = kv_layer.shape
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)
     q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     items = planned.count(tokens) * (heads // pack)
-    _prefill_attention_kernel[(min(items, _PROGRAMS),)](
+    _prefill_attention_kernel[(min(items, programs),)](
         q_THD,
         kv_layer[0],
         kv_layer[1],

@@ -1,11 +1,11 @@
-"""Prefill attention on NVIDIA GPUs: FlashInfer's or our own, and how the ranks of a job come to the same one.
+"""Prefill attention on NVIDIA GPUs: FlashInfer's or our Triton kernel, and how all ranks of a job agree on one.
 
-Knows: what each of the two can, and what it costs to have FlashInfer's. Does not know: how either works
-(flashinfer.py, attention/prefill.py).
+Knows: what each supports, and what it takes to have FlashInfer's. Does not know: how either works
+(flashinfer_prefill.py, prefill.py).
 
-FlashInfer compiles its prefill for each dtype and head_dim once a machine, with nvcc for more than a minute. Ours is
-slower, and compiled by Triton in a second. So FlashInfer's is taken where it is built; where it is not, ours runs at
-once, and FlashInfer's is built beside it for the next start (flashinfer_build.py).
+FlashInfer compiles its prefill for each dtype and head_dim once a machine, with nvcc, for more than a minute. Ours is
+slower, and Triton compiles it in a second. So FlashInfer's runs where it is built already. Elsewhere ours runs, and
+FlashInfer's is built in the background for the next start (flashinfer_build.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.kernels.attention.prefill import RepeatedTiles, TiledPrefill, Tiles
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
+from models.kernels.traits import DeviceTraits
 
 log = logging.getLogger(__name__)
 
@@ -29,43 +30,49 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Prefill:
-    """The prefill attention of one device. ``prepare``, then ``settle``, before the first plan."""
+    """The prefill attention of one device. Call ``prepare``, then ``agree``, before the first plan."""
 
     def __init__(
-        self, device: torch.device, wanted: PrefillWanted, switches: FlashInferSwitches = NO_SWITCHES, *, pdl: bool
+        self,
+        device: torch.device,
+        wanted: PrefillWanted,
+        traits: DeviceTraits,
+        switches: FlashInferSwitches = NO_SWITCHES,
     ) -> None:
-        self._device, self._wanted, self._switches = device, wanted, switches
-        self._backend = "fa2"  # of FlashInfer; fa3 on sm_90
-        self._tiled = TiledPrefill(device, pdl)
-        self._paged: Any = None  # a PagedPrefill, once it is settled that it runs
-        self._settled = False
+        self._device, self._wanted, self._traits, self._switches = device, wanted, traits, switches
+        self._backend = "fa2"  # FlashInfer's backend; fa3 on sm_90
+        self._tiled = TiledPrefill(device, traits)
+        self._paged: Any = None  # a PagedPrefill, once ranks agreed that it runs
+        self._agreed = False
         self._ready = False  # FlashInfer's module is loaded
-        self._reason: str | None = None  # why it is not
-        self._unbuilt: Any = None  # its JitSpec, where it is not built, but could be
+        self._reason: str | None = None  # why it is not loaded
+        self._unbuilt: Any = None  # its JitSpec, where it is not built but could be
         self._loader: threading.Thread | None = None
-        self._plain = False
+        self._reference_only = False
 
     @property
     def name(self) -> str:
-        """``flashinfer`` or ``triton``, or ``reference`` where neither can; before ``settle``, what this machine alone
-        would run. Waits for ``prepare``."""
-        if self._plain:
+        """``flashinfer`` or ``triton``, or ``reference`` where neither supports the head size.
+
+        Before ``agree`` it is what this machine alone would run. Waits for ``prepare``.
+        """
+        if self._reference_only:
             return "reference"
-        return "flashinfer" if (self._paged is not None if self._settled else self._loaded()) else "triton"
+        return "flashinfer" if (self._paged is not None if self._agreed else self._loaded()) else "triton"
 
     @staticmethod
     def supports(head_dim: int) -> bool:
-        """Whether either does, whatever the dtype."""
+        """Whether one of the two supports the head size, whatever the dtype."""
         return TiledPrefill.supports(head_dim)
 
     def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Begin to look for FlashInfer's module, and to load it, in a thread: compilers are other processes.
+        """Starts a thread that looks for FlashInfer's module and loads it.
 
-        Where it is asked for by name it is built, too, which the first plan waits for. FlashInfer's own file lock lets
-        one rank of a node build, and the others wait for it.
+        Where FlashInfer is asked for by name the thread also builds it, and the first plan waits for that. FlashInfer's
+        own file lock lets one rank of a node build while the others wait.
         """
-        self._plain = not self.supports(head_dim)
-        if self._wanted == "triton" or self._plain:
+        self._reference_only = not self.supports(head_dim)
+        if self._wanted == "triton" or self._reference_only:
             return
         if not _flashinfer_takes(dtype, head_dim):
             self._reason = (
@@ -73,9 +80,9 @@ class Prefill:
                 f"{', '.join(map(str, FLASHINFER_HEAD_DIMS))}, not {dtype} with head_dim {head_dim}"
             )
             return
-        self._backend = "fa3" if torch.cuda.get_device_capability(self._device)[0] == 9 else "fa2"
+        self._backend = "fa3" if self._traits.hopper else "fa2"
         if self._wanted == "auto" and self._backend != "fa3":
-            return  # there ours is captured in graphs, and FlashInfer's is not
+            return  # ours can be captured there, FlashInfer's fa2 cannot
         try:
             from models.kernels.attention import flashinfer_prefill  # noqa: F401  here: it need not be installed
         except (ImportError, OSError, RuntimeError) as missing:
@@ -84,59 +91,59 @@ class Prefill:
         self._loader = threading.Thread(target=self._load, args=(dtype, head_dim), name="load-prefill", daemon=True)
         self._loader.start()
 
-    def settle(self, agree_min: Callable[[int], int]) -> None:
-        """Choose the kernel, the same on all ranks: ``agree_min`` is the least of a number over them.
+    def agree(self, agree_min: Callable[[int], int]) -> None:
+        """Chooses the kernel, the same on all ranks: a collective call. ``agree_min`` is a minimum over ranks.
 
-        Waits for what ``prepare`` began. Tells in one line what is slower, why, and what happens.
+        Waits for ``prepare``. One warning says what is slower, why, and what will happen.
         """
-        if self._settled:
+        if self._agreed:
             return
         here = self._loaded()
         everywhere = bool(agree_min(int(here)))
-        self._settled = True
+        self._agreed = True
         if everywhere:
             from models.kernels.attention.flashinfer_prefill import PagedPrefill
 
             self._paged = PagedPrefill(self._device, self._backend)
-        elif self._plain:
+        elif self._reference_only:
             log.warning(
                 "prefill attention runs in plain torch, several times slower than it could: neither FlashInfer nor our "
                 "Triton kernel takes a head_dim of more than 256"
             )
         elif here:
-            _tell("another machine of this job does not have it ready")
+            _warn_slower("another machine of this job does not have it ready")
         elif self._unbuilt is not None:
-            self._build_aside()
+            self._build_in_background()
         elif self._reason is not None:
-            _tell(self._reason)
+            _warn_slower(self._reason)
 
     def plan(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
-        """As Kernels.plan_prefill. Who did not settle runs what this machine alone can."""
+        """See Kernels.plan_prefill. Without ``agree`` before it, this machine decides alone."""
         planned = self._planner(kv_layer).plan(inputs, heads, kv_heads, head_dim, kv_layer)
         return PrefillAttention(inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, planned)
 
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedPrefill | None:
-        """As Kernels.repeat_prefill; None where it is FlashInfer's fa2."""
+        """See Kernels.repeat_prefill; None for FlashInfer's fa2, which cannot be captured."""
         planned: RepeatedPrefill | None = self._planner(kv_layer).repeated(
             page_table_BP, max_tokens, heads, kv_heads, kv_layer
         )
         return planned
 
     def run(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
-        """As Kernels.prefill_attention, of a plan of either."""
+        """See Kernels.prefill_attention; ``inputs.planned`` says whose plan it is."""
         if isinstance(inputs.planned, Tiles | RepeatedTiles):
             return self._tiled.run(q_THD, kv_layer, inputs, inputs.planned, scale)
         out_THD: Tensor = self._paged.run(q_THD, kv_layer, inputs.planned, scale)
         return out_THD
 
     def _planner(self, kv_layer: Tensor) -> Any:
-        if not self._settled:
+        if not self._agreed:
             self.prepare(kv_layer.dtype, kv_layer.shape[-1])
-            self.settle(int)
+            self.agree(int)
         ours = self._paged is None or not _flashinfer_takes(kv_layer.dtype, kv_layer.shape[-1])
         return self._tiled if ours else self._paged
 
@@ -158,18 +165,18 @@ class Prefill:
                     return
             flashinfer_prefill.load_module(self._backend, dtype, head_dim)
             self._ready = True
-        except Exception as error:  # of its compilers, its files, its libraries: no class has them all
+        except Exception as error:  # of compilers, files or libraries: they share no base class
             self._reason = f"FlashInfer's for {dtype} with head_dim {head_dim} cannot be built or loaded: {error}"
 
-    def _build_aside(self) -> None:
+    def _build_in_background(self) -> None:
         from models.kernels.attention import flashinfer_build
 
         try:
-            said = flashinfer_build.build_aside(self._unbuilt)
+            said = flashinfer_build.build_in_background(self._unbuilt)
         except OSError as error:
-            _tell(f"it is not built here, and cannot be: {error}")
+            _warn_slower(f"it is not built here, and cannot be: {error}")
             return
-        _tell(
+        _warn_slower(
             "it is not built on this machine. It is built beside this run, at low priority, for the next start; what "
             f"is cut off goes on then ({said} has the compiler's words)"
         )
@@ -179,7 +186,7 @@ def _flashinfer_takes(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in FLASHINFER_DTYPES and head_dim in FLASHINFER_HEAD_DIMS
 
 
-def _tell(reason: str) -> None:
+def _warn_slower(reason: str) -> None:
     log.warning(
         "prefill attention runs in our Triton kernel, slower than FlashInfer's: %s. --prefill-attention flashinfer "
         "waits for FlashInfer's, triton never asks for it",

@@ -1,8 +1,8 @@
-"""What every form of decode attention does before its first score: the query of a program, and the newest key's place.
+"""The front of both decode attention kernels: a program's queries, and the cache write of the newest key and value.
 
 Knows: packed qkv (q heads | k heads | v heads), norm and rotation of its heads (rope_decode.py), the NHD pages
-[2, pages, S, K, D], and what of it the launch before did not write. Does not know: scores, or how keys are divided
-between programs (decode.py, decode_tma.py).
+[2, pages, S, K, D], and what the predecessor launch did not write. Does not know: scores, how keys are divided between
+programs (decode.py, decode_tma.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.kernels.attention.rope_decode import Rotation, angles, norm_weights, normed_and_rotated
+from models.kernels.attention.rope_decode import angles, norm_weights, normed_and_rotated
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.interface import Rotation
 
 LOG2_E = 1.4426950408889634
 
@@ -35,7 +36,7 @@ def steady_of_rotation(
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """What ``query`` needs and may be read before the wait, since the launch before made q, and never a position."""
+    """What ``query`` may read before the wait: the predecessor wrote q, but never a position or a slot."""
     cos, sin, slot = 0.0, 0.0, 0
     q_norm, q_partner_norm, k_norm, k_partner_norm = 0.0, 0.0, 0.0, 0.0
     if ROPE:
@@ -56,7 +57,7 @@ def query(
     eps,
     row,
     head,
-    rows,  # numbers of the program's query rows: token by token, the heads of the group of each
+    rows,  # indices of the program's query rows: token by token, the heads of the group
     newest,  # whether this program writes the row's newest key and value, when ROPE
     K,
     GROUP: tl.constexpr,
@@ -108,8 +109,7 @@ def block_to_l2(
     BLOCK_N: tl.constexpr,
     LINES: tl.constexpr,  # 128-byte lines of a head
 ):
-    """Ask for a block of one head's keys and values, as far as there are any: before the wait they are there already,
-    but for the newest."""
+    """Prefetches a block of one head's keys and values to L2. Before the wait all but the newest are already there."""
     ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.load(table_row + ahead // PAGE, mask=ahead < length, other=0, cache_modifier=".cg").to(tl.int64)
     starts = ((held * PAGE + ahead % PAGE) * K + head)[:, None] * D
@@ -124,14 +124,14 @@ def power_of_two_above(n: int) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """The head's width in a tile."""
+    """The width of a head in a tile."""
     return max(16, power_of_two_above(head_dim))
 
 
 def rotation_arguments(
     rotation: Rotation | None, unused: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-    """A kernel's (q norm, k norm, cos and sin, positions, slots, eps), ``unused`` in place of what there is not."""
+    """Kernel arguments (q norm, k norm, cos and sin, positions, slots, eps); ``unused`` stands for absent tensors."""
     if rotation is None:
         return unused, unused, unused, unused, unused, 0.0
     return (

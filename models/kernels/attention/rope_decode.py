@@ -1,14 +1,12 @@
-"""q/k norm, rotary embedding and the paged cache write of one packed qkv, in one Triton launch.
+"""q/k norm, rotary embedding (Su et al. 2021, RoFormer) and the paged cache write of packed qkv, in one Triton launch.
 
 Knows: the packed layout (q heads | k heads | v heads), the NHD page layout [2, pages, S, K, D].
-Does not know: attention, how slots were chosen, or when rope_prefill.py does the same faster (nvidia.py).
+Does not know: attention, how slots are chosen, when rope_prefill.py is faster (nvidia.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,10 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.interface import Rotation
+
 
 @triton.jit
 def partners(BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
-    """The dim that each dim is rotated with (NeoX halves of the first ROTARY dims; itself beyond)."""
+    """The dim that each dim is rotated with: NeoX halves of the first ROTARY dims, itself beyond them."""
     dims = tl.arange(0, BLOCK_D)
     half: tl.constexpr = ROTARY // 2
     return tl.where(dims < half, dims + half, tl.where(dims < ROTARY, dims - half, dims))
@@ -27,7 +27,7 @@ def partners(BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def angles(cos_sin_row_ptr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
-    """cos and signed sin of every dim of one position: x * cos + x[partner] * sin is the rotation."""
+    """cos and signed sin of every dim at one position: the rotation is x * cos + x[partner] * sin."""
     dims = tl.arange(0, BLOCK_D)
     half: tl.constexpr = ROTARY // 2
     cos = tl.load(cos_sin_row_ptr + dims % half, mask=dims < ROTARY, other=1.0)
@@ -52,7 +52,7 @@ def normed_and_rotated(
     """Heads [rows, BLOCK_D] in float32: RMS-normed if NORM, then the first ROTARY dims rotated."""
     dims = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (dims < D)[None, :]
-    # Each element's partner is loaded again (from L1): cheaper than a shuffle of the tile.
+    # Each element's partner is loaded again, from L1: cheaper than shuffling the tile.
     x = tl.load(base_ptr[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(base_ptr[:, None] + partners(BLOCK_D, ROTARY)[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
@@ -64,7 +64,7 @@ def normed_and_rotated(
 
 @triton.jit
 def norm_weights(norm_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
-    """A head norm's weights [BLOCK_D] in float32, in place and at each dim's partner."""
+    """A head norm's weights [BLOCK_D] in float32, of each dim and of its partner."""
     dims = tl.arange(0, BLOCK_D)
     own = tl.load(norm_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
     other = tl.load(norm_ptr + partners(BLOCK_D, ROTARY), mask=dims < D, other=0.0).to(tl.float32)
@@ -88,7 +88,7 @@ def _rope_and_cache_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr,
-    HEADS: tl.constexpr,  # heads of one kind a program
+    HEADS: tl.constexpr,  # heads of one kind that a program takes
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -131,25 +131,13 @@ def _rope_and_cache_kernel(
             tl.store(cache_ptr + value_offset + slot + where, v.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What Kernels.rope_and_cache is told of norms, angles and places; q and k are normed both or not at all."""
-
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    eps: float
-    cos_sin_LR: Tensor
-    positions_T: Tensor
-    kv_slots_T: Tensor
-
-
-def token_by_token(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool) -> Tensor:
-    """As Kernels.rope_and_cache, of heads of any size; a program has some heads of one token. Returns q [T, H, D]."""
+def rope_and_cache(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool) -> Tensor:
+    """See Kernels.rope_and_cache; takes heads of any size. A program has heads of one token. Returns q [T, H, D]."""
     tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if tokens == 0:
         return q_THD
-    # Few tokens: many small programs for latency. Many tokens: fewer, larger ones.
+    # Few tokens: many small programs, for latency. Many tokens: fewer, larger programs.
     heads_a_program = 4 if tokens <= 64 else 8
     blocks = triton.cdiv(heads, heads_a_program) + 2 * triton.cdiv(kv_heads, heads_a_program)
     _rope_and_cache_kernel[(tokens, blocks)](

@@ -1,12 +1,12 @@
-"""q/k norm, rotary embedding and the paged cache write of the many tokens of a prefill, in one Triton launch.
+"""q/k norm, rotary embedding and the paged cache write for the many tokens of a prefill, in one Triton launch.
 
-Knows: as rope_decode.py, for heads whose dims are all rotated and are a power of two.
-Does not know: how few tokens are too few for it (nvidia.py), or heads of other sizes (rope_decode.py).
+Knows: the same as rope_decode.py, for heads whose dims are all rotated and are a power of two.
+Does not know: how few tokens are too few for it (nvidia.py), or other head sizes (rope_decode.py).
 
-A thread keeps to one token and to the same dims of both halves of its heads. So what it needs besides them (angles,
-norm weights, addresses) is loaded once for all heads; the two dims that are rotated with each other are its own; each
-access moves 16 bytes; and nothing passes through shared memory. A program takes some heads of one kind (q, k or v) of
-some tokens and writes none before it has asked for all. Programs of the same tokens are neighbours.
+A thread keeps to one token and to the same dims of both halves of its heads. So angles, norm weights and addresses are
+loaded once for all heads; both dims of a rotation are the thread's own; each access moves 16 bytes; and nothing passes
+through shared memory. A program takes some heads of one kind (q, k or v) of some tokens, and loads all before it stores
+any. Programs of the same tokens are neighbours.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -21,15 +21,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.kernels.attention.rope_decode import Rotation
+from models.kernels.interface import Rotation
 
-_PIECE = 8  # dims of each half that a thread has: 16 bytes of a 16-bit dtype
+_PIECE = 8  # dims of each half in a thread: 16 bytes of a 16-bit dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """``heads``: the most that a program takes, in a 16-bit dtype. ``warps`` of a program: they say how many tokens it
-    has, 4 a warp where a head has 128 dims.
+    """``heads``: the most that a program takes, in a 16-bit dtype. ``warps`` of a program decide how many tokens it
+    has: 4 a warp where a head has 128 dims.
     """
 
     heads: int
@@ -73,7 +73,7 @@ def _store_rotated(
     PIECE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """What _load_heads gave: RMS-normed if NORM, rotated, and written. The order of sums is that of rope_decode.py."""
+    """Heads of ``_load_heads``: RMS-normed if NORM, rotated and stored. Sums are in the order of rope_decode.py."""
     dims = tl.arange(0, HALF)[None, :]
     angles_ptr = cos_sin_ptr + (position * (2 * HALF))[:, None] + dims
     cos, sin = tl.load(angles_ptr), tl.load(angles_ptr + HALF)
@@ -127,7 +127,7 @@ def _rope_and_cache_many_kernel(
         norm_ptr = q_norm_ptr
         if block >= q_blocks:
             norm_ptr = k_norm_ptr
-        # Once a token, so that a thread reads its own 16 bytes: of [1, HALF] most threads would get them from others.
+        # Broadcast to every token, so that a thread loads its own 16 bytes: of [1, HALF] most would be exchanged.
         norm_ptrs = norm_ptr + tl.broadcast_to(dims, (TOKENS, HALF))
         first = tl.load(norm_ptrs).to(tl.float32)
         second = tl.load(norm_ptrs + HALF).to(tl.float32)
@@ -135,7 +135,7 @@ def _rope_and_cache_many_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row_ptr = qkv_ptr + (token * ((H + 2 * K) * D))[:, None]
-    # Heads are asked for before any position or slot is waited for: what needs one stands behind them.
+    # Heads are loaded before any position or slot is needed: whatever depends on one comes after.
     if block < q_blocks:
         position = tl.load(positions_ptr + token, mask=here, other=0)
         q = _load_heads(row_ptr + block * (Q_HEADS * D), mask, Q_HEADS, HALF)
@@ -158,20 +158,20 @@ def _rope_and_cache_many_kernel(
 
 
 def supports(head_dim: int, rotary: int) -> bool:
-    """Whether heads are two halves of 8 to 256 dims, a power of two, and no dim passes through."""
+    """Whether a head is two halves of 8 to 256 dims, a power of two, all of them rotated."""
     return rotary == head_dim and 2 * _PIECE <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
 
 
 def rope_and_cache(
     qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool, blocks: Blocks = BLOCKS
 ) -> Tensor:
-    """As rope_triton.token_by_token, where ``supports``."""
+    """See Kernels.rope_and_cache; for what ``supports`` accepts."""
     tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
     half = head_dim // 2
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if tokens == 0:
         return q_THD
-    most = max(1, blocks.heads * 2 // qkv_TX.element_size())  # float32 would spill
+    most = max(1, blocks.heads * 2 // qkv_TX.element_size())  # more would spill in float32
     q_heads, k_heads = _divisor(heads, most), _divisor(kv_heads, most)
     a_program = max(1, blocks.warps * 32 * _PIECE // half)  # tokens
     grid = triton.cdiv(tokens, a_program) * (heads // q_heads + 2 * (kv_heads // k_heads))

@@ -1,16 +1,15 @@
-"""The experts of a layer as Triton kernels: grouped products over lists of tokens.
+"""The experts of a sparse layer as grouped GEMM in Triton: one product over each expert's list of tokens.
 
-Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: who chose what
-(route.py makes choices and lists), which tiles are fast, and for which lists streamed.py or
-grouped_tma.py is faster (tiles.py). Shape letters as in interface.py; a pair is t * C + c, a choice of a
-token.
+Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: routing and lists
+(route.py), which tiles are fast, for which lists streamed.py or grouped_tma.py is faster (tiles.py).
+Shape letters as in interface.py; a pair is t * C + c, one expert choice of one token.
 
-A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow; a program
-finds its block from the counts alone and leaves if there is none, so a captured graph serves every routing. Up to GROUP
-blocks of an expert pass a tile of its weights in programs next to each other: all but the first find it in the L2.
-Weights are the tall operand of each product and the tokens of a block the narrow one, as in skinny.py.
+A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow. A program
+finds its block from the counts on the device and exits if there is none, so one captured graph serves every routing. Up
+to GROUP blocks of an expert use a tile of its weights in neighbouring programs: all but the first find it in L2.
+Weights are the tall operand of each product and the tokens of a block the narrow one, as in matmul/skinny.py.
 
-A token's experts are added up in the order of its choices: no atomics, the same bits every run. ``pdl``: see
+A token's experts are summed in the order of its choices, without atomics: the same bits every run. ``pdl``: see
 dependent_launch.py.
 """
 
@@ -30,7 +29,7 @@ from models.kernels.experts.tiles import Tiles, default_tiles
 
 @triton.jit
 def _expert_of(counts_ptr, program, tiles, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, the program's number among its programs, length of its list); the expert is G or more past the last."""
+    """(expert, the program's index among the expert's, length of its list); expert >= G: nothing to do."""
     ids = tl.arange(0, BLOCK_G)
     counts = tl.load(counts_ptr + ids, mask=ids < G, other=0)
     programs = (counts + BLOCK_M - 1) // BLOCK_M * tiles
@@ -43,7 +42,7 @@ def _expert_of(counts_ptr, program, tiles, G, BLOCK_G: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
-    """Of a program of an expert: GROUP blocks at a time, all their tiles, on each tile one block after the other."""
+    """(block, tile) of an expert's program: GROUP blocks at a time; on each tile, one block after the other."""
     first = number // (GROUP * tiles) * GROUP
     together = tl.minimum((count + BLOCK_M - 1) // BLOCK_M - first, GROUP)
     within = number - first * tiles
@@ -81,9 +80,9 @@ def _grouped_kernel(
     expert, number, count = _expert_of(counts_ptr, tl.program_id(0), tiles, G, BLOCK_G, BLOCK_M)
     if expert < G:
         block, tile = block_and_tile(number, count, tiles, BLOCK_M, GROUP)
-        places = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        asked = places < count
-        pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + places, mask=asked, other=0)
+        within = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        asked = within < count
+        pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + within, mask=asked, other=0)
         rows = pairs // CHOICES if GATE_UP else pairs
         tile_rows = tl.arange(0, BLOCK_O)
         if GATE_UP:  # tile rows 2j and 2j+1 are gate row j and up row j
@@ -135,7 +134,7 @@ def _combine_kernel(
 
 
 def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
-    """Whether the kernels take weights of these shapes: tensor cores want multiples of 16."""
+    """Whether the kernels take weights of these shapes: tensor cores need multiples of 16."""
     return gate_up_G2IN.shape[2] % 16 == 0 and down_GNI.shape[2] % 16 == 0
 
 
@@ -150,14 +149,14 @@ def expert_mlp(
     *,
     all_experts: int,
 ) -> Tensor:
-    """See the Kernels protocol. ``tiles`` are those of gate-up and of down."""
+    """See the Kernels protocol. ``tiles``: of gate-up and of down; by default those of tiles.py."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
     experts, hidden, inner = down_GNI.shape
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
-    mean = tokens * choices / all_experts  # length of a list, wherever its expert is
+    mean = tokens * choices / all_experts  # average length of a list, over all ranks' experts
     up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
@@ -167,7 +166,7 @@ def expert_mlp(
 
 
 def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
-    """[T, N]: each token's sum of the S parts of the terms that belong to its choices on this rank."""
+    """Sums for each token the terms of its choices on this rank, each in S parts: [S, T * C, N] -> [T, N]."""
     (tokens, choices), (split, _, hidden) = local_TC.shape, terms_SPN.shape
     out_TN = terms_SPN.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -226,12 +225,12 @@ def _grouped(
 
 
 def most_programs(tokens: int, choices: int, experts: int, weight_rows: int, tiles: Tiles) -> int:
-    """One for every tile of every block that there can be."""
+    """The most programs that a launch can need: one for every tile of every possible block."""
     return weight_rows // tiles.block_o * most_blocks(tokens, choices, experts, tiles.block_m)
 
 
 def most_blocks(tokens: int, choices: int, experts: int, block_m: int) -> int:
-    """The most blocks that lists of ``tokens * choices`` pairs over ``experts`` can have, a token once in each list."""
+    """The most blocks that ``tokens * choices`` pairs over ``experts`` can make, each token at most once in a list."""
     pairs = tokens * choices
-    begun = min(experts, pairs)  # lists with anything in them: each may end in a block that is not full
+    begun = min(experts, pairs)  # lists that are not empty: each may end in a partly filled block
     return min(experts * -(-tokens // block_m), begun + (pairs - begun) // block_m)

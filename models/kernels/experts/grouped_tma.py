@@ -1,15 +1,14 @@
-"""The experts of a layer for long lists of tokens, tiles brought by the tensor memory accelerator (TMA): Hopper.
+"""The experts of a sparse layer for long lists of tokens: a persistent grouped GEMM with TMA, for Hopper.
 
-Knows: the arithmetic of grouped.py, over its lists. Does not know: for which lists it is the faster way
-(tiles.py, nvidia.py).
+Knows: the arithmetic of grouped.py, over its lists. Does not know: for which lists it is faster (tiles.py, nvidia.py).
 
-Tokens are copied into the order of the lists first, list behind list, so that a block of a list is one TMA box, and so
-is the tile of weights that it meets; gate and up rows come as one box of three dimensions. The box of a list's last
-block brings tokens of the next list as well, or zeros past the end: what they make is not stored. Tokens are the tall
-operand, weights the narrow one: the other way around from grouped.py, whose blocks are short.
+Tokens are first copied into list order, list after list, so that a block of a list is one TMA box, and so is the tile
+of weights it meets; gate and up rows come as one box of three dimensions. The box of a list's last block also loads
+tokens of the next list, or zeros past the end; the results for these are not stored. Tokens are the tall operand,
+weights the narrow one: the other way around from grouped.py, whose blocks are short.
 
-One program a multiprocessor goes through the tiles of all experts, and loads the first columns of its next tile while
-it writes the last one.
+One program a multiprocessor loops over the tiles of all experts, and loads the first columns of its next tile while it
+stores the last one.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -27,7 +26,7 @@ from models.kernels.experts.grouped import block_and_tile, combined, most_progra
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles
 
-_COPIED = 4  # tokens that a program copies
+_COPIED = 4  # tokens that a copying program has
 
 
 @triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
@@ -45,22 +44,22 @@ def _in_order_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ids = tl.arange(0, BLOCK_G)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     counts = tl.load(counts_ptr + ids, mask=ids < G, other=0)
     ends = tl.cumsum(counts, 0)
-    experts = tl.sum((ends[None, :] <= places[:, None]).to(tl.int32), 1)
+    experts = tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), 1)
     firsts = tl.sum(tl.where(ids[None, :] == experts[:, None], (ends - counts)[None, :], 0), 1)
     asked = experts < G
-    tokens = tl.load(order_ptr + experts.to(tl.int64) * capacity + places - firsts, mask=asked, other=0) // CHOICES
+    tokens = tl.load(order_ptr + experts.to(tl.int64) * capacity + rows - firsts, mask=asked, other=0) // CHOICES
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = asked[:, None] & (cols < N)[None, :]
         x = tl.load(x_ptr + tokens.to(tl.int64)[:, None] * N + cols[None, :], mask=mask)
-        tl.store(out_ptr + places.to(tl.int64)[:, None] * N + cols[None, :], x, mask=mask)
+        tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["capacity", "pairs"])
@@ -110,13 +109,13 @@ def _grouped_tma_kernel(
             else:
                 w = weight_desc.load([expert * outputs + col, k + step * BLOCK_K])
             acc = tl.dot(x, tl.trans(w), acc)
-        places = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        asked = places < count
+        within = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        asked = within < count
         if GATE_UP:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, width)), (0, 2, 1)))
-            result, rows = gate * tl.sigmoid(gate) * up, (first + places).to(tl.int64)
+            result, rows = gate * tl.sigmoid(gate) * up, (first + within).to(tl.int64)
         else:
-            chosen = tl.load(order_ptr + expert.to(tl.int64) * capacity + places, mask=asked, other=0)
+            chosen = tl.load(order_ptr + expert.to(tl.int64) * capacity + within, mask=asked, other=0)
             result = acc * tl.load(scale_ptr + chosen, mask=asked, other=0.0)[:, None]
             rows = chosen.to(tl.int64) + (piece // tiles).to(tl.int64) * pairs
         where = rows[:, None] * outputs + col + tl.arange(0, width)[None, :]
@@ -124,8 +123,8 @@ def _grouped_tma_kernel(
 
 
 def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
-    """Whether the kernels take weights of these shapes and type, which grouped.py has to take as well: two bytes
-    a number, for tensor cores that sum whole boxes, at addresses that TMA takes.
+    """Whether the kernels take these weights, beyond what grouped.py asks: a 16-bit dtype, contiguous, at addresses
+    that TMA can load from.
     """
     weights = (gate_up_G2IN, down_GNI)
     return all(w.element_size() == 2 and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
@@ -168,7 +167,7 @@ def expert_mlp(
     box = [2, tiles.gate_up.block_o // 2, tiles.gate_up.block_k]
     gate_up = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
     _grouped(ordered_PN, gate_up, None, hidden_PI, *lists, tiles.gate_up, tiles.programs)
-    del ordered_PN  # with down whole, terms take its memory: such a step needs no more than with short lists
+    del ordered_PN  # where down is not split, the terms reuse its memory, so that a step needs no more than grouped.py
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
     box = [tiles.down.block_o, tiles.down.block_k]
     down = TensorDescriptor(down_GNI, [experts * hidden, inner], [inner, 1], box)

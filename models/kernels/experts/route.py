@@ -1,11 +1,11 @@
-"""Top-k routing, and the tokens of each expert in order, in one Triton launch each.
+"""Routing: the top experts of each token, and the list of (token, choice) pairs of each expert.
 
-Knows: softmax, choice and renormalisation of one token; lists of (token, choice) pairs, expert by expert.
-Does not know: what an expert computes (grouped.py, streamed.py, grouped_tma.py). Shape
-letters as in interface.py; a pair is t * C + c, one choice of one token.
+Knows: softmax top-k over experts, and lists of fixed size with counts. Does not know: what an expert computes
+(grouped.py, streamed.py, grouped_tma.py). Shape letters as in interface.py; a pair is t * C + c, one expert choice of
+one token.
 
-Shapes are fixed: every expert has room for all tokens, and a count says how many there are. Lists are in the order of
-pairs, so the same choices make the same lists in every run and on every rank. ``pdl``: see dependent_launch.py.
+Shapes are fixed: every expert has room for all tokens, and a count says how many it got. Lists are in the order of
+pairs, so the same routing makes the same lists in every run and on every rank. ``pdl``: see dependent_launch.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program puts into a list, once it has counted those before them
-_CHUNKS = 32  # of so many pairs; of more, chunks are longer, since each program counts what is before its own
+_CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program sorts into a list, after counting those before them
+_CHUNKS = 32  # beyond so many chunks they get longer: each program counts all pairs before its own
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _route_kernel(
     logits = tl.load(logits_ptr + token.to(tl.int64) * E + ids, mask=ids < E, other=float("-inf")).to(tl.float32)
     scores = tl.exp(logits - tl.max(logits, 0))
     scores = scores / tl.sum(scores, 0)
-    # A broken token has NaN everywhere: it gets the first experts, with NaN weights. Padding and taken ones have -1.
+    # A token of NaN gets the first experts with NaN weights. Padding and experts already chosen have -1.
     left = tl.where(ids < E, tl.where(scores == scores, scores, 0.0), -1.0)
     weights = tl.zeros((BLOCK_C,), tl.float32)
     chosen = tl.zeros((BLOCK_C,), tl.int32)
@@ -133,9 +133,9 @@ def route_top_k(
 
 
 def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """int32 [G, T] and [G]: of each of ``experts`` local experts the pairs that chose it, ascending, and their number.
+    """int32 [G, T] and [G]: the pairs that chose each of ``experts`` local experts, ascending, and how many they are.
 
-    What lies past the number is garbage.
+    Entries past the count are undefined.
     """
     tokens, pairs = local_TC.shape[0], local_TC.numel()
     order_GT = torch.empty(experts, tokens, dtype=torch.int32, device=local_TC.device)

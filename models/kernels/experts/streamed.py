@@ -1,9 +1,9 @@
-"""The experts of a layer for a few tokens, as Triton kernels that read weights without making lists first.
+"""The experts of a sparse layer for very few tokens: each pair streams its expert's weights, without lists.
 
-Knows: as grouped.py. Does not know: for how many tokens it is the faster way (tiles.py).
+Knows: the arithmetic of grouped.py. Does not know: for how many tokens it is faster (tiles.py).
 
-With a handful of pairs every pair reads its expert's weights for itself: no lists, two launches. The second adds up a
-token's experts in the order of its choices, as grouped.py does: no atomics, the same bits every run.
+With a handful of pairs, every pair reads its expert's weights for itself: no lists, two launches. The second sums a
+token's experts in the order of its choices, without atomics, as grouped.py does: the same bits every run.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.tiles import largest_power
 
-_PROGRAMS = 512  # of a pair, or of all tokens: with fewer, smaller ones were faster on an H200
+_PROGRAMS = 512  # below so many programs of a pair, or of all tokens, smaller blocks were faster on an H200
 
 
 @triton.jit

@@ -1,8 +1,7 @@
-"""How the grouped products of experts are cut into tiles, and for how few tokens there are no lists to group.
+"""Tiles of the grouped GEMMs of experts, and for how few tokens lists do not pay.
 
-Knows: what was fast on an H200 for lists of a mean length, in bfloat16 (docs/measurements/experts.md). Does not know:
-the kernels that take them (grouped.py, grouped_tma.py), or the one without lists
-(streamed.py).
+Knows: what was fast on an H200 for lists of an average length, in bfloat16 (docs/measurements/experts.md). Does not
+know: the kernels that take them (grouped.py, grouped_tma.py, streamed.py).
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models.kernels.traits import H200, DeviceTraits
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of one grouped product: tokens a block, weight rows and columns a tile, loads in flight, warps, and how many
-    blocks of an expert pass a tile one right after the other.
+    """Tiles of one grouped GEMM: tokens a block, weight rows and columns a tile, pipeline stages, warps, and ``group``:
+    how many blocks of an expert use a tile of weights one right after the other.
     """
 
     block_m: int
@@ -29,32 +30,33 @@ class Tiles:
 
 _LONG = Tiles(128, 256, 64, 4, 8)
 
-# Of gate-up and of down, by the room that a list needs.
+# Tiles of gate-up and of down, by the room that a list needs.
 _BY_ROOM = {
     16: (Tiles(16, 64, 128, 3, 4), Tiles(16, 64, 128, 3, 4)),
     32: (Tiles(32, 64, 128, 3, 4), Tiles(32, 128, 64, 5, 4)),
     64: (Tiles(64, 128, 128, 4, 8), Tiles(64, 128, 128, 4, 8)),
     128: (Tiles(128, 128, 128, 3, 8), Tiles(128, 128, 128, 3, 8)),
-    256: (_LONG, Tiles(128, 128, 128, 3, 8)),  # several blocks; down has no registers for 256 rows
+    256: (_LONG, Tiles(128, 128, 128, 3, 8)),  # several blocks; 256 rows of down would not fit the registers
 }
-_MOST_WITHOUT_LISTS = 4  # tokens; 8 of 30B-A3B were slower, though their pairs ask nearly as many experts
-_MULTIPROCESSORS = 132  # of an H200
+_MOST_WITHOUT_LISTS = 4  # tokens; 8 of 30B-A3B were slower, though they ask for nearly as many experts as pairs
 _INNER_OF_HALVES = 4096  # 14336 was faster in halves, 768 was slower
 
 
 def without_lists(tokens: int, choices: int, experts: int) -> bool:
-    """Whether every pair of token and choice had better read its expert's weights for itself: where there are at most a
-    quarter more pairs than experts that they ask, which of all ``experts`` are as many as if choices were even.
+    """Whether each pair should stream its expert's weights for itself (streamed.py).
+
+    So it is where pairs outnumber the distinct experts that they are expected to choose by at most a quarter, if all
+    ``experts`` are equally likely.
     """
     asked = experts * (1 - (1 - choices / experts) ** tokens)
     return tokens <= _MOST_WITHOUT_LISTS and tokens * choices <= 1.25 * asked
 
 
 def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tiles, Tiles]:
-    """Of gate-up [G, 2 * inner, hidden] and down [G, hidden, inner], for lists of ``mean`` tokens on average: nearly
-    every list is one block, up to 128 tokens, since each block of an expert reads its weights again.
+    """Tiles of gate-up [G, 2 * inner, hidden] and down [G, hidden, inner] for lists of ``mean`` tokens on average.
 
-    In float32, which the tensor cores do not multiply, at most 64: larger tiles find neither registers nor memory.
+    Up to 128 tokens nearly every list is one block, since each block of an expert reads its weights again. float32,
+    without tensor cores, gets at most 64 rows: larger tiles fit neither registers nor shared memory.
     """
     room = room_for(mean)
     gate_up, down = _BY_ROOM[room]
@@ -65,31 +67,30 @@ def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = tor
 
 @dataclass(frozen=True, slots=True)
 class LongListTiles:
-    """Of both products over lists of many tokens (grouped_tma.py); down cuts its inner dimension into ``split``
-    parts, which the sum of a token's experts adds up. ``programs``: one for each multiprocessor.
+    """Tiles of both GEMMs over long lists (grouped_tma.py). ``split``: parts of down's inner dimension (split K), which
+    the sum over a token's experts adds up. ``programs``: one a multiprocessor.
     """
 
     gate_up: Tiles
     down: Tiles
     split: int = 1
-    programs: int = _MULTIPROCESSORS
+    programs: int = H200.multiprocessors
 
 
 def long_list_tiles(
-    mean: float, experts: int, hidden: int, inner: int, multiprocessors: int = _MULTIPROCESSORS
+    mean: float, experts: int, hidden: int, inner: int, traits: DeviceTraits = H200
 ) -> LongListTiles | None:
-    """For lists of ``mean`` tokens on average of so many experts; None where they are too short for these tiles.
+    """Tiles for ``experts`` lists of ``mean`` tokens on average; None where lists are too short for them.
 
-    Each multiprocessor, takes a tile of down in turns. With one to four turns, the last of
-    which few of them have, parts of half the length lose less, unless they are so short that it takes longer to write
-    and read them.
+    Each multiprocessor takes tiles of down in turn. With one to four turns, of which the last occupies only some, half
+    tiles waste less of it, unless they are so short that writing and adding them costs more.
     """
     if room_for(mean) < max(_BY_ROOM):
         return None
     gate_up, down = _dividing(_LONG, 2 * inner, hidden), _dividing(_LONG, hidden, inner)
-    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / multiprocessors
+    turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / traits.multiprocessors
     halves = inner >= _INNER_OF_HALVES and inner % (2 * down.block_k) == 0 and 1 < turns < 4
-    return LongListTiles(gate_up, down, 2 if halves else 1, multiprocessors)
+    return LongListTiles(gate_up, down, 2 if halves else 1, traits.multiprocessors)
 
 
 def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:
@@ -98,7 +99,7 @@ def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:
 
 
 def room_for(mean: float) -> int:
-    """The power of two from 16 to 256 that holds nearly every list: a list's variance is at most its mean."""
+    """The power of two from 16 to 256 that holds nearly every list: the variance of a length is at most its mean."""
     needed = mean + 2.5 * math.sqrt(mean)
     return next((room for room in _BY_ROOM if room >= needed), max(_BY_ROOM))
 

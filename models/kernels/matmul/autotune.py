@@ -1,8 +1,7 @@
-"""How long each kernel takes for a product: replays of a graph over more weights than the L2 holds, so that every one
-reads device memory.
+"""Times the candidate kernels of a matrix product with cold weights: graph replays over more weights than the L2 holds.
 
-Knows: how to time candidates fairly. Does not know: what they are (candidates.py) or how their table is kept
-(choice_table.py). Nothing here runs during a graph capture.
+Knows: how to time candidates fairly. Does not know: what they are (candidates.py) or how choices are stored
+(choice_table.py). Nothing here may run during a graph capture.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ Run = Callable[[Tensor, Tensor, Choice], Tensor]
 
 
 def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: torch.device) -> tuple[Choice, float]:
-    """The choice with the least median time and that time in microseconds, as ``measure`` tells it.
-
-    Raises RuntimeError if none of them runs.
-    """
+    """The choice with the least median time, and that time in microseconds. Raises RuntimeError if none runs."""
     timed = measure(shape, choices, run, device)
     us, index = min((us, index) for index, (_, us) in enumerate(timed))
     if us == float("inf"):
@@ -49,7 +45,7 @@ def measure(
         try:
             run(x, weights[0], choice)
             torch.cuda.synchronize(device)
-        except Exception:  # whatever a compiler or a launcher refuses with means the same here: not this one
+        except Exception:  # any error of a compiler or a launch means: not this candidate
             timed.append((choice, float("inf")))
             continue
         launch = functools.partial(_each, run, x, weights, choice)
@@ -63,7 +59,7 @@ def _each(run: Run, x: Tensor, weights: Tensor, choice: Choice) -> None:
 
 
 def median_graph_us(launch: Callable[[], Any], device: torch.device, replays: int = 12) -> float:
-    """Median microseconds of one replay of ``launch`` captured in a graph."""
+    """Median microseconds of one replay of a graph captured from ``launch``."""
     event: Any = torch.cuda.Event  # untyped in some versions of torch
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -71,7 +67,7 @@ def median_graph_us(launch: Callable[[], Any], device: torch.device, replays: in
         launch()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # other threads may be at work
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # other threads may use the device
         launch()
     graph.replay()
     pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(replays)]
@@ -85,6 +81,6 @@ def median_graph_us(launch: Callable[[], Any], device: torch.device, replays: in
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    """One for all measurements: cuBLAS keeps a workspace of 32 MiB for every stream that it has seen."""
+    """One stream for all measurements: cuBLAS keeps a 32 MiB workspace for every stream it has seen."""
     stream: Any = torch.cuda.Stream  # untyped in some versions of torch
     return stream(device)

@@ -1,6 +1,6 @@
-"""Which kernels are worth a try for a product, and which one is fair without any.
+"""Candidate kernels for a matrix product: which tiles to time for a shape, and the default without timing.
 
-Knows: what tiles and splits fit a shape and fill an H200. Does not know: which of them wins (autotune.py).
+Knows: which tiles and splits fit a shape and fill a GPU. Does not know: which of them is fastest (autotune.py).
 """
 
 from __future__ import annotations
@@ -12,56 +12,61 @@ from collections.abc import Iterable
 import torch
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
+from models.kernels.traits import H200, DeviceTraits
 
-FIRST_WAVE = 1056  # programs of a GEMV that an H200 holds at once, about
-_DECODE_ROWS = 256  # more are a prefill's
+_DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
 _PREFETCH_ELEMENTS = 12 << 20  # 24 MiB of 16-bit weights
-_MULTIPROCESSORS = 132  # of an H200
-_SHARED_BYTES = 227 << 10  # of one of them
-_TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program of wide.py
-_MOST_SUMS = {4: 128, 8: 192, 16: 128}  # a thread's, by the warps of a program; half of them where K is split
+_TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
+_MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 
-# (block_o, block_k, stages, warps): what won somewhere on an H200, out of a wider search.
+# (block_o, block_k, stages, warps): the winners of a wider search on an H200.
 _SKINNY_TILES = ((64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (32, 128, 5, 2), (16, 256, 4, 1))
 _SKINNY_TILES_OF_MANY_ROWS = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), (128, 128, 3, 8))
 
 
-def default_choice(shape: LinearShape) -> Choice:
-    """A fair choice without measuring: GEMV for 1 or 2 rows, the skinny kernel to 32, cuBLAS beyond, for large weights
-    from 8 rows, and for shapes that fit neither.
+def default_choice(shape: LinearShape, traits: DeviceTraits = H200) -> Choice:
+    """A fair choice without measuring: GEMV for 1 or 2 rows, the skinny kernel up to 32, cuBLAS for more rows, for
+    large weights from 8 rows, and for shapes that fit neither kernel.
     """
     rows = shape.bucket.rows
     if rows > 32 or (rows >= 8 and shape.outputs * shape.inner >= _LARGE_WEIGHT):
         return Blas()
-    fitting = candidates_for(shape.bucket)
+    fitting = candidates_for(shape.bucket, traits)
     return fitting[0] if fitting else Blas()
 
 
 def worth_measuring(shape: LinearShape) -> bool:
-    """Decode steps, and the prefill step of a full budget if that is a power of two: cuBLASLt's algorithms are good for
-    one number of rows, and prefill steps of any other have too many different ones.
+    """Whether tuning pays: for decode steps, and for prefill steps of a full budget that is a power of two.
+
+    A cuBLASLt algorithm is good for one number of rows, and other prefill steps have too many different ones.
     """
     return shape.rows <= _DECODE_ROWS or shape.rows == shape.bucket.rows
 
 
-def quick_candidates(shape: LinearShape, lt: Iterable[Choice]) -> list[Choice]:
-    """What a start-up can afford to try: nothing that has to be compiled for the sake of the trial. ``lt``: cuBLASLt's
-    algorithms, of which the first are the likeliest.
+def quick_candidates(shape: LinearShape, lt: Iterable[Choice], traits: DeviceTraits = H200) -> list[Choice]:
+    """What a start-up can afford to time: nothing that would have to be compiled first.
+
+    ``lt``: cuBLASLt's algorithms, the likeliest first.
     """
-    default = default_choice(shape)
+    default = default_choice(shape, traits)
     return [*([] if isinstance(default, Blas) else [default]), Blas(), *itertools.islice(lt, _QUICK_ALGORITHMS)]
 
 
-def candidates_for(shape: LinearShape) -> list[Choice]:
-    """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; none where the shape does not fit them."""
-    gemv, skinny = gemv_candidates(shape), skinny_candidates(shape)
-    return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv, *wide_candidates(shape)]
+def candidates_for(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; empty where the shape fits none."""
+    gemv, skinny = gemv_candidates(shape, traits), skinny_candidates(shape, traits)
+    return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv, *wide_candidates(shape, traits)]
 
 
-def gemv_candidates(shape: LinearShape) -> list[Choice]:
-    """Block sizes that fit: a chunk a power of two that divides the inner width, at most 64 weights a thread."""
+def first_wave(traits: DeviceTraits) -> int:
+    """About how many programs of a GEMV run at once."""
+    return 8 * traits.multiprocessors
+
+
+def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """Block sizes that fit: the chunk is a power of two that divides the inner width; at most 64 weights a thread."""
     if shape.rows > 4:
         return []
     widest = shape.inner & -shape.inner
@@ -73,28 +78,34 @@ def gemv_candidates(shape: LinearShape) -> list[Choice]:
             weights_a_thread = block_o * halves * chunk // (warps * 32)
             fits = chunk <= widest and (shape.outputs // halves) % block_o == 0
             if fits and weights_a_thread <= 64 and weights_a_thread * shape.rows <= 128:
-                rows_at_once = min(shape.outputs, block_o * halves * FIRST_WAVE)
+                rows_at_once = min(shape.outputs, block_o * halves * first_wave(traits))
                 found.append(Gemv(block_o, chunk, warps))
                 ahead.append(Gemv(block_o, chunk, warps, prefetch_columns(rows_at_once, shape.inner - chunk)))
     return [*found, *(choice for choice in ahead if choice not in found)]
 
 
-def skinny_candidates(shape: LinearShape) -> list[Choice]:
+def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Tiles and splits of K that give most multiprocessors one to four programs."""
     if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
+    multiprocessors = traits.multiprocessors
+    most = 3 * multiprocessors // 4 + 1  # more than three quarters of them
     block_m = min(128, max(8, shape.rows))
     tiles_to_try = _SKINNY_TILES_OF_MANY_ROWS if shape.rows > 64 else _SKINNY_TILES
     found: list[Skinny] = []
     for block_o, block_k, stages, warps in tiles_to_try:
         if shape.outputs % block_o or shape.inner % block_k:
             continue
-        warps = max(warps, block_m // 32)  # one warp has no registers for 64 rows
+        warps = max(warps, block_m // 32)  # one warp lacks registers for 64 rows
         tiles, steps = shape.outputs // block_o * -(-shape.rows // block_m), shape.inner // block_k
-        if tiles > 1056 and block_o < 64:
+        if tiles > 8 * multiprocessors and block_o < 64:
             continue
         for split in (1, 2, 3, 4, 8):
-            if steps % split == 0 and steps // split >= 2 and (split == 1 or 100 <= tiles * split <= 528):
+            if (
+                steps % split == 0
+                and steps // split >= 2
+                and (split == 1 or most <= tiles * split <= 4 * multiprocessors)
+            ):
                 chosen = Skinny(block_m, block_o, block_k, split, stages, warps, min(256, block_k))
                 found.append(chosen)
                 if shape.normed and shape.rows <= 32:
@@ -102,27 +113,27 @@ def skinny_candidates(shape: LinearShape) -> list[Choice]:
                 far = prefetch_columns(shape.outputs * split, shape.inner // split)
                 if shape.rows <= 32 and far > chosen.prefetch:
                     found.append(dataclasses.replace(chosen, prefetch=far))
-    # A program for every multiprocessor first, then the fewest splits.
-    found.sort(key=lambda c: (shape.outputs // c.block_o * c.split < 100, c.split, c.fold or c.prefetch > 256))
+    # First those that fill most multiprocessors, then the fewest splits.
+    found.sort(key=lambda c: (shape.outputs // c.block_o * c.split < most, c.split, c.fold or c.prefetch > 256))
     return list(found)
 
 
-def wide_candidates(shape: LinearShape) -> list[Choice]:
-    """Tiles and splits of K that give every multiprocessor of an H200 one program, or two, and few none."""
+def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """Tiles and splits of K that give nearly every multiprocessor one program, or two."""
     if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
-    block_m = max(64, shape.rows)
+    multiprocessors, block_m = traits.multiprocessors, max(64, shape.rows)
     found: list[Choice] = []
     for block_o, block_k, split in itertools.product(_TILES, (64, 128), (1, 2, 3, 4)):
         programs, columns = shape.outputs // block_o * split, shape.inner // split
         if shape.outputs % block_o or shape.inner % (block_k * split) or columns < 8 * block_k:
             continue
-        if not any(0.75 * held <= programs <= held for held in (_MULTIPROCESSORS, 2 * _MULTIPROCESSORS)):
+        if not any(0.75 * held <= programs <= held for held in (multiprocessors, 2 * multiprocessors)):
             continue
-        if block_m > 4 * block_o:  # every program reads the tokens: from the L2, but that is not free
+        if block_m > 4 * block_o:  # every program reads all tokens, from L2, which is not free
             continue
-        together = -(-programs // _MULTIPROCESSORS)
-        stages = min(8, (_SHARED_BYTES // together - 1024) // (2 * block_k * (block_m + block_o)))
+        together = -(-programs // multiprocessors)
+        stages = min(8, (traits.shared_bytes // together - 1024) // (2 * block_k * (block_m + block_o)))
         if stages < 3:
             continue
         prefetch = min(256, prefetch_columns(shape.outputs * split, columns))
@@ -133,6 +144,6 @@ def wide_candidates(shape: LinearShape) -> list[Choice]:
 
 
 def prefetch_columns(rows: int, columns: int) -> int:
-    """Columns of ``rows`` weight rows to bring to L2 ahead of time: a power of two, all of them under half the L2."""
+    """Columns of ``rows`` weight rows to prefetch to L2: a power of two; all rows together take under half the L2."""
     most = min(columns, _PREFETCH_ELEMENTS // rows)
     return 1 << (most.bit_length() - 1) if most >= 64 else 0

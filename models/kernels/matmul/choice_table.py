@@ -1,9 +1,10 @@
-"""Which kernel multiplies by a weight, by shape: a table, filled from a shipped file, a cache on disk, or measurement.
+"""Which kernel computes a matrix product, by shape: a table from a shipped file, a cache on disk, or measurement.
 
-Knows: shapes, choices and their names on disk. Does not know: how they are measured (autotune.py), what there is to
-choose from (candidates.py), or the kernels themselves.
+Knows: shapes, choices and their names on disk. Does not know: how choices are measured (autotune.py), the candidates
+(candidates.py), the kernels themselves.
 
-A table is plain data. Ranks of one job must use the same one: measure on one rank, hand ``to_json`` to the others.
+A table is plain data. All ranks of a job must use the same one: measure on one rank, and hand ``to_json`` to the
+others.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class LinearShape:
 
     @property
     def bucket(self) -> LinearShape:
-        """The same with rows rounded up to a power of two: what a choice is kept for."""
+        """The same shape with rows rounded up to a power of two: choices are kept by bucket."""
         return dataclasses.replace(self, rows=1 << max(0, self.rows - 1).bit_length())
 
     @property
     def key(self) -> str:
-        form = ("normed " if self.normed else "") + ("gate_up " if self.gate_up else "")
-        return f"{str(self.dtype).removeprefix('torch.')} {self.outputs}x{self.inner} {form}x{self.bucket.rows}"
+        variant = ("normed " if self.normed else "") + ("gate_up " if self.gate_up else "")
+        return f"{str(self.dtype).removeprefix('torch.')} {self.outputs}x{self.inner} {variant}x{self.bucket.rows}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """models/kernels/matmul/skinny.py with these block sizes; ``fold``: a norm in front is part of it, not a launch."""
+    """models/kernels/matmul/skinny.py with these block sizes; ``fold``: a norm in front is fused, not a launch."""
 
     block_m: int
     block_o: int
@@ -121,11 +122,11 @@ class ChoiceTable:
         self.choices[shape.key] = choice
 
     def update(self, other: ChoiceTable) -> None:
-        """Take over every choice of ``other``, replacing its own."""
+        """Takes every choice of ``other``, replacing its own."""
         self.choices.update(other.choices)
 
     def fill(self, other: ChoiceTable) -> None:
-        """Take over the choices of ``other`` for which it has none of its own."""
+        """Takes the choices of ``other`` for which it has none."""
         self.choices = other.choices | self.choices
 
     def to_json(self) -> str:
@@ -147,7 +148,7 @@ class ChoiceTable:
 
 
 def cache_file(folder: Path, device: torch.device) -> Path:
-    """Where this GPU model's measured choices are kept under ``folder``; torch's version is part of the name."""
+    """The cache of this GPU model's measured choices under ``folder``; torch's version is part of its name."""
     name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
     return folder / "kernels" / f"{name}-torch-{torch.__version__}.json"
 
@@ -158,7 +159,7 @@ def load(path: Path) -> ChoiceTable:
 
 
 def save(path: Path, table: ChoiceTable) -> None:
-    """Write ``table`` so that a reader sees the old file or the new one, never a part."""
+    """Writes ``table`` atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(table.to_json())
@@ -166,7 +167,7 @@ def save(path: Path, table: ChoiceTable) -> None:
 
 
 def recall(path: Path) -> ChoiceTable:
-    """``load`` of a cache: what cannot be read is told, and measured again."""
+    """``load`` of a cache: an unreadable one is logged, and measured again."""
     try:
         return load(path)
     except (OSError, ValueError) as error:
@@ -175,7 +176,7 @@ def recall(path: Path) -> ChoiceTable:
 
 
 def keep(path: Path, table: ChoiceTable) -> None:
-    """``save`` of a cache: where nothing can be written, the next start measures again."""
+    """``save`` of a cache: where it cannot be written, the next start measures again."""
     try:
         save(path, table)
     except OSError as error:

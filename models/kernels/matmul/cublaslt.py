@@ -1,7 +1,7 @@
-"""x @ W^T by a chosen algorithm of cuBLASLt: its heuristic lists several, and the first is not always the fastest.
+"""x @ W^T by a chosen algorithm of cuBLASLt: its heuristic returns several, and the first is not always the fastest.
 
-Knows: the few calls of cuBLASLt that one row-major product needs (through ctypes; torch has loaded the library).
-Does not know: which algorithm wins (choice_table.py).
+Knows: the few cuBLASLt calls that one row-major product needs (through ctypes; torch has loaded the library).
+Does not know: which algorithm is fastest (choice_table.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class CublasLtError(RuntimeError):
 
 
 class Linear:
-    """Products on one device and one stream at a time. Raises OSError where the library cannot be loaded, and
-    CublasLtError where it does not start."""
+    """Matrix products on one device, one stream at a time.
+
+    Raises OSError where the library cannot be loaded, CublasLtError where it cannot be initialised.
+    """
 
     def __init__(self, device: torch.device, workspace_bytes: int = 64 << 20) -> None:
         self._library = _load()
@@ -57,7 +59,7 @@ class Linear:
         self._problems: dict[tuple[int, int, int, torch.dtype], _Problem] = {}
 
     def algorithms(self, rows: int, outputs: int, inner: int, dtype: torch.dtype, most: int = 16) -> list[str]:
-        """Algorithms that the heuristic offers for this shape, its favourite first, as hexadecimal bytes."""
+        """The algorithms that the heuristic returns for this shape, best guess first, as hexadecimal bytes."""
         problem = self._problem(rows, outputs, inner, dtype)
         preference = c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
@@ -116,7 +118,7 @@ class Linear:
             operation = c_void_p()
             self._call("cublasLtMatmulDescCreate", byref(operation), _COMPUTE_32F, _REAL_32F)
             self._call("cublasLtMatmulDescSetAttribute", operation, _DESC_TRANSA, byref(c_int(_OP_T)), c_size_t(4))
-            # cuBLASLt thinks in columns: y^T [O, M] = (W^T)^T [O, K] x^T [K, M].
+            # cuBLASLt is column-major: y^T [O, M] = (W^T)^T [O, K] x^T [K, M].
             self._problems[key] = _Problem(
                 operation,
                 self._layout(dtype, inner, outputs),
@@ -139,7 +141,7 @@ class Linear:
 
 
 class _Problem:
-    """The descriptors of one shape. They live as long as the process: a captured graph does not need them."""
+    """The descriptors of one shape, kept as long as the process; a captured graph does not need them."""
 
     def __init__(self, operation: c_void_p, weight: c_void_p, inputs: c_void_p, outputs: c_void_p) -> None:
         self.operation, self.weight, self.inputs, self.outputs = operation, weight, inputs, outputs

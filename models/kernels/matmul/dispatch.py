@@ -1,8 +1,8 @@
-"""Norms and matrix products on NVIDIA GPUs, and the choice of a kernel for each shape of a product.
+"""Matrix products on NVIDIA GPUs: the choice of a kernel for each shape, and its launch.
 
-Knows: tables of choices, how a shape without one is measured, and the workspaces that split products share.
-Does not know: attention and experts (nvidia.py), how a product is computed (gemv.py, skinny.py,
-wide.py, cublaslt.py), how candidates are measured (autotune.py).
+Knows: choice tables, when a shape is measured, and the workspaces that split-K kernels share. Does not know: the other
+operations of a model (nvidia.py), how a product is computed (gemv.py, skinny.py, wide.py, cublaslt.py), how candidates
+are timed (autotune.py).
 """
 
 from __future__ import annotations
@@ -15,65 +15,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.interface import Kernels
-from models.kernels.matmul import autotune, choice_table
-from models.kernels.matmul import gemv as gemv_triton
-from models.kernels.matmul import norm as norm_triton
-from models.kernels.matmul import skinny as skinny_triton
-from models.kernels.matmul import wide as wide_triton
-from models.kernels.matmul.candidates import candidates_for, default_choice, quick_candidates, worth_measuring
+from models.kernels.matmul import autotune, choice_table, gemv, norm, skinny, wide
+from models.kernels.matmul.candidates import (
+    candidates_for,
+    default_choice,
+    first_wave,
+    quick_candidates,
+    worth_measuring,
+)
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
+from models.kernels.traits import DeviceTraits
 from parallel.comm.peer_buffers import PeerBuffers
 
 log = logging.getLogger(__name__)
 
 SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 PARTIAL_BYTES = 64 << 20
-_ALGORITHMS = 40  # of cuBLASLt, where everything is tried; a start-up takes the first few
-PUSHING = (Gemv, Skinny)  # whose kernels can put results into other ranks' places where a sum follows
-MOST_PUSHED_ROWS = 32  # steps of two H200s: with 128 and 256 they were longer
+_ALGORITHMS = 40  # of cuBLASLt, in a full search; a start-up tries the first few
+PUSH_KERNELS = (Gemv, Skinny)  # can push results into peer buffers where an all-reduce follows
+MAX_PUSHED_ROWS = 32  # on two H200s steps of 128 and 256 rows got longer by pushing
 
 
-class HopperProducts(Kernels):
-    """The part of HopperKernels that depends on a table of choices. ``choices`` overrules the shipped one."""
+class MatmulDispatch:
+    """Matrix products of one device and one stream, each by the kernel that the choice table has for its shape.
 
-    def __init__(self, device: torch.device, choices: ChoiceTable | None = None) -> None:
+    ``choices`` overrules the shipped table. Takes 128 MiB of device memory for workspaces.
+    """
+
+    def __init__(self, device: torch.device, traits: DeviceTraits, choices: ChoiceTable | None = None) -> None:
         self.device = device
-        self.pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        self.traits = traits
+        self.pdl = traits.dependent_launch
         self.choices = shipped_choices(device)
         if choices is not None:
             self.choices.update(choices)
         self._resolved: dict[LinearShape, Choice] = {}  # choices, looked up once a shape
         self._lt = _open_cublaslt(device)
         self._partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(skinny.COUNTERS, dtype=torch.int32, device=device)
 
-    # -- rows ---------------------------------------------------------------------------------------------------------
-
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-        return norm_triton.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)
-
-    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return norm_triton.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, self.pdl), residual_TN
-
-    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        return norm_triton.silu_mul(gate_up_T2I, self.pdl)
-
-    # -- products -----------------------------------------------------------------------------------------------------
+    # The operations below are those of the Kernels protocol (models/kernels/interface.py).
 
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         shape = LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype)
-        return self._product(x_TN, weight_ON, bias_O, self.choice(shape), gate_up=False)
+        return self.run(x_TN, weight_ON, bias_O, self.choice(shape), gate_up=False)
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
-        pushed = isinstance(choice, PUSHING) and x_TN.shape[0] <= MOST_PUSHED_ROWS
-        into = places if pushed else None
-        return self._product(x_TN, weight_ON, bias_O, choice, gate_up=False, places=into), pushed
+        pushed = isinstance(choice, PUSH_KERNELS) and x_TN.shape[0] <= MAX_PUSHED_ROWS
+        into = buffers if pushed else None
+        return self.run(x_TN, weight_ON, bias_O, choice, gate_up=False, buffers=into), pushed
 
     def add_norm_linear(
         self,
@@ -86,12 +81,12 @@ class HopperProducts(Kernels):
     ) -> tuple[Tensor, Tensor]:
         shape = LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype, normed=True)
         choice = self.choice(shape)
-        return self._normed_product(x_TN, residual_TN, norm_N, eps, weight_ON, bias_O, choice, gate_up=False)
+        return self.run_normed(x_TN, residual_TN, norm_N, eps, weight_ON, bias_O, choice, gate_up=False)
 
     def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
         rows, (outputs, inner) = x_TN.shape[0], gate_up_2IN.shape
         shape = LinearShape(rows, outputs, inner, x_TN.dtype, gate_up=True)
-        return self._product(x_TN, gate_up_2IN, None, self.choice(shape), gate_up=True)
+        return self.run(x_TN, gate_up_2IN, None, self.choice(shape), gate_up=True)
 
     def add_norm_gate_up(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
@@ -99,42 +94,43 @@ class HopperProducts(Kernels):
         rows, (outputs, inner) = x_TN.shape[0], gate_up_2IN.shape
         shape = LinearShape(rows, outputs, inner, x_TN.dtype, normed=True, gate_up=True)
         choice = self.choice(shape)
-        return self._normed_product(x_TN, residual_TN, norm_N, eps, gate_up_2IN, None, choice, gate_up=True)
+        return self.run_normed(x_TN, residual_TN, norm_N, eps, gate_up_2IN, None, choice, gate_up=True)
 
     def choice(self, shape: LinearShape) -> Choice:
-        """The kernel for a product: measured if the table has it, else the default, and cuBLAS where it cannot run."""
+        """The kernel for a product: the table's, else the default one; cuBLAS where that cannot run."""
         held = self._resolved.get(shape)
         if held is None:
             held = self._resolved[shape] = self._resolve(shape)
         return held
 
     def choose(self, shape: LinearShape, choice: Choice) -> None:
-        """Use ``choice`` for the bucket of ``shape`` from here on (graphs already captured keep what they have)."""
+        """Uses ``choice`` for the bucket of ``shape`` from now on; graphs already captured keep theirs."""
         self.choices.put(shape, choice)
         self._resolved.clear()
 
     def _resolve(self, shape: LinearShape) -> Choice:
-        found = self.choices.get(shape) or default_choice(shape)
+        found = self.choices.get(shape) or default_choice(shape, self.traits)
         return found if self._fits(shape, found) else Blas()
 
     def tune(self, shapes: Iterable[LinearShape], folder: Path | None = None, *, quick: bool = False) -> int:
-        """Measure every shape whose bucket has no choice yet, and return how many those were; ``folder`` keeps and
-        recalls measurements. ``quick`` tries only what needs no compiling. A shape that cannot be measured, for which
-        memory is too small for instance, keeps its default.
+        """Measures every shape whose bucket has no choice yet, and returns how many were measured.
 
-        Host-synchronous, for start-up only. In a job of several ranks call it on one and give its ``choices`` to the
-        others, so that all of them run the same kernels.
+        ``folder`` caches measurements on disk. ``quick`` tries only kernels that need no compilation. A shape that
+        cannot be measured, for want of memory for instance, keeps its default. Synchronises with the device: for
+        start-up only. With several ranks, call it on one and hand its ``choices`` to the others, so that all run the
+        same kernels.
         """
         path = None if folder is None else choice_table.cache_file(folder, self.device)
         kept = ChoiceTable() if path is None else choice_table.recall(path)
-        self.choices.fill(kept)  # the shipped table, measured in whole layers, knows better
+        self.choices.fill(kept)  # the shipped table wins: it was measured in whole layers
         self._resolved.clear()
         missing = {shape.bucket.key: shape.bucket for shape in shapes if self.choices.get(shape) is None}
         measured = 0
         for shape in missing.values():
             try:
-                tried = quick_candidates(shape, self._lt_choices(shape)) if quick else self.candidates(shape)
-                choice, us = autotune.fastest(shape, tried, self._run_candidate(shape), self.device)
+                lt = self._lt_choices(shape)
+                tried = quick_candidates(shape, lt, self.traits) if quick else self.candidates(shape)
+                choice, us = autotune.fastest(shape, tried, self.runner(shape), self.device)
             except RuntimeError as error:
                 log.warning("%s: not measured, its default kernel stays: %s", shape.key, error)
                 continue
@@ -147,6 +143,7 @@ class HopperProducts(Kernels):
         return measured
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
+        """See the Kernels protocol."""
         seen = [shape for shape in self._resolved if worth_measuring(shape)]
         measured = 0
 
@@ -162,7 +159,7 @@ class HopperProducts(Kernels):
     def candidates(self, shape: LinearShape) -> list[Choice]:
         """Every choice that can run ``shape``, cuBLAS included."""
         found: list[Choice] = [Blas(), *self._lt_choices(shape)]
-        return found + [choice for choice in candidates_for(shape) if self._fits(shape, choice)]
+        return found + [choice for choice in candidates_for(shape, self.traits) if self._fits(shape, choice)]
 
     def _lt_choices(self, shape: LinearShape) -> list[Choice]:
         if self._lt is None or shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
@@ -170,13 +167,13 @@ class HopperProducts(Kernels):
         names = self._lt.algorithms(shape.rows, shape.outputs, shape.inner, shape.dtype, most=_ALGORITHMS)
         return [CublasLt(name, self._lt.version) for name in names]
 
-    def _run_candidate(self, shape: LinearShape) -> autotune.Run:
+    def runner(self, shape: LinearShape) -> autotune.Run:
         if not shape.normed:
-            return lambda x, weight, choice: self._product(x, weight, None, choice, gate_up=shape.gate_up)
+            return lambda x, weight, choice: self.run(x, weight, None, choice, gate_up=shape.gate_up)
         residual = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=self.device)
-        norm = torch.ones(shape.inner, dtype=shape.dtype, device=self.device)
-        return lambda x, weight, choice: self._normed_product(
-            x, residual, norm, 1e-6, weight, None, choice, gate_up=shape.gate_up
+        norm_weight = torch.ones(shape.inner, dtype=shape.dtype, device=self.device)
+        return lambda x, weight, choice: self.run_normed(
+            x, residual, norm_weight, 1e-6, weight, None, choice, gate_up=shape.gate_up
         )[0]
 
     def _fits(self, shape: LinearShape, choice: Choice) -> bool:
@@ -194,16 +191,16 @@ class HopperProducts(Kernels):
         return self._lt is not None and choice.version == self._lt.version and shape.rows == shape.bucket.rows
 
     def _skinny_fits(self, shape: LinearShape, choice: Skinny) -> bool:
-        floats = skinny_triton.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
+        floats = skinny.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
         tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
-        return floats <= self._partial.numel() and (choice.split == 1 or tiles <= skinny_triton.COUNTERS)
+        return floats <= self._partial.numel() and (choice.split == 1 or tiles <= skinny.COUNTERS)
 
     def _wide_fits(self, shape: LinearShape, choice: Wide) -> bool:
-        floats = wide_triton.workspace_floats(shape.outputs, choice.block_m, choice.split)
-        enough = floats <= self._partial.numel() and shape.outputs // choice.block_o <= skinny_triton.COUNTERS
+        floats = wide.workspace_floats(shape.outputs, choice.block_m, choice.split)
+        enough = floats <= self._partial.numel() and shape.outputs // choice.block_o <= skinny.COUNTERS
         return self.pdl and shape.rows <= choice.block_m and enough
 
-    def _product(
+    def run(
         self,
         x_MK: Tensor,
         weight_OK: Tensor,
@@ -211,25 +208,29 @@ class HopperProducts(Kernels):
         choice: Choice,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> Tensor:
-        """linear, followed by silu_mul where ``gate_up``. ``places``, for a choice that is PUSHING: the result goes
-        there, too."""
+        """``linear`` by ``choice``, with SiLU-mul behind it where ``gate_up``.
+
+        ``buffers``, for a choice of PUSH_KERNELS: the kernel pushes its result there, too.
+        """
         x_MK = x_MK.contiguous()
         match choice:
             case Gemv():
-                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
+                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, buffers=buffers)[0]
             case Skinny():
-                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, places=places)[0]
+                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, buffers=buffers)[
+                    0
+                ]
             case Wide():
                 return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
             case CublasLt() if bias_O is None and self._lt is not None:
                 out_MO = self._lt.run(x_MK, weight_OK, choice.algorithm)
             case _:
                 out_MO = F.linear(x_MK, weight_OK, bias_O)
-        return self.silu_mul(out_MO) if gate_up else out_MO
+        return norm.silu_mul(out_MO, self.pdl) if gate_up else out_MO
 
-    def _normed_product(
+    def run_normed(
         self,
         x_MK: Tensor,
         residual_MK: Tensor | None,
@@ -241,14 +242,18 @@ class HopperProducts(Kernels):
         *,
         gate_up: bool,
     ) -> tuple[Tensor, Tensor]:
-        """_product of rms_norm(x + residual), and the sum; one kernel where the choice allows."""
+        """(``run`` of rms_norm(x + residual), x + residual), in one kernel where ``choice`` fuses them.
+
+        May overwrite ``residual_MK``.
+        """
         x_MK = x_MK.contiguous()
         if isinstance(choice, Gemv):
             return self._gemv(x_MK, residual_MK, norm_K, eps, weight_OK, bias_O, choice, gate_up=gate_up)
         if isinstance(choice, Skinny) and choice.fold:
             return self._skinny(x_MK, residual_MK, norm_K, eps, weight_OK, bias_O, choice, gate_up=gate_up)
-        hidden_MK, residual_MK = self._add_norm(x_MK, residual_MK, norm_K, eps)
-        return self._product(hidden_MK, weight_OK, bias_O, choice, gate_up=gate_up), residual_MK
+        hidden_MK = norm.rms_norm(x_MK, residual_MK, norm_K, eps, self.pdl)
+        total_MK = x_MK if residual_MK is None else residual_MK
+        return self.run(hidden_MK, weight_OK, bias_O, choice, gate_up=gate_up), total_MK
 
     def _gemv(
         self,
@@ -261,9 +266,9 @@ class HopperProducts(Kernels):
         choice: Gemv,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return gemv_triton.gemv(
+        return gemv.gemv(
             x_MK,
             weight_OK,
             bias_O,
@@ -275,7 +280,8 @@ class HopperProducts(Kernels):
             chunk=choice.chunk,
             warps=choice.warps,
             prefetch=choice.prefetch,
-            places=places,
+            first_wave=first_wave(self.traits),
+            buffers=buffers,
             pdl=self.pdl,
         )
 
@@ -290,9 +296,9 @@ class HopperProducts(Kernels):
         choice: Skinny,
         *,
         gate_up: bool,
-        places: PeerBuffers | None = None,
+        buffers: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return skinny_triton.skinny(
+        return skinny.skinny(
             x_MK,
             weight_OK,
             bias_O,
@@ -309,12 +315,12 @@ class HopperProducts(Kernels):
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
-            places=places,
+            buffers=buffers,
             pdl=self.pdl,
         )
 
     def _wide(self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Wide, *, gate_up: bool) -> Tensor:
-        return wide_triton.wide(
+        return wide.wide(
             x_MK,
             weight_OK,
             bias_O,
@@ -341,6 +347,6 @@ def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
 
 
 def shipped_choices(device: torch.device) -> ChoiceTable:
-    """Choices measured ahead for this GPU model, an empty table for others."""
+    """The choices shipped for this GPU model; an empty table for other models."""
     name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
     return choice_table.load(SHIPPED_CHOICES / f"{name}.json")

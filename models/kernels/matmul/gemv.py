@@ -1,11 +1,11 @@
-"""x @ W^T for one to four rows: a weight-streaming product with the norm folded in front and SiLU-mul behind.
+"""x @ W^T for one to four rows: a GEMV that streams weights, with RMSNorm fused in front and SiLU-mul behind.
 
 Knows: the arithmetic of one to four activation rows against a row-major weight [O, K].
 Does not know: when it is the best choice (choice_table.py).
 
-A program owns a few rows of W and the whole of K, so there is nothing to reduce between programs. Before ``gdc_wait``
-it loads its first weights and prefetches more to L2: weights are constant, so memory works while the predecessor
-drains. RMSNorm costs no pass of its own: sum(h^2) is accumulated beside the product and scales the finished sums.
+A program owns a few rows of W and the whole of K, so programs need no reduction between them. Before ``gdc_wait`` it
+loads its first weights and prefetches more to L2: weights are constant, so memory works while the predecessor drains.
+RMSNorm needs no pass of its own: sum(h^2) is accumulated beside the product and scales the finished sums.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.matmul.candidates import FIRST_WAVE
-from parallel.comm.matmul_push_triton import counted, push
+from models.kernels.matmul.epilogue import store_rows
+from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 
@@ -36,8 +36,8 @@ def _gemv_kernel(
     eps,
     M,
     outputs,  # rows of the output; a gate-up weight has 2 * outputs rows
-    memory,  # of all ranks, where PUSH (parallel/comm/peer_buffers.py)
-    exchanges_ptr,
+    memory,  # addresses of all ranks' peer buffers, where PUSH
+    use_counts_ptr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,  # a power of two that divides K
     BLOCK_M: tl.constexpr,
@@ -47,8 +47,8 @@ def _gemv_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns after the first chunk to prefetch, a power of two or 0
-    PREFETCH_PROGRAMS: tl.constexpr,  # later programs start when there is nothing left to wait for
-    PUSH: tl.constexpr,  # the result into the other ranks' places, too
+    PREFETCH_PROGRAMS: tl.constexpr,  # later programs start after the predecessor has ended
+    PUSH: tl.constexpr,  # also push the result into the peers' buffers
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,7 +63,7 @@ def _gemv_kernel(
         weight_rows = pid * BLOCK_O + tile // 2 + (tile % 2) * outputs
     else:
         weight_rows = outs
-    # Everything is [rows, weight rows, columns] from the start: loads of one layout need no exchange between warps.
+    # All tensors are [rows, weight rows, columns]: one layout needs no exchange between warps.
     cols = tl.arange(0, CHUNK)[None, None, :]
     rows = tl.arange(0, BLOCK_M)
     row_mask = (rows < M)[:, None, None]
@@ -80,9 +80,10 @@ def _gemv_kernel(
             prefetch_to_l2(weight_ptr + weight_rows.to(tl.int64)[:, None] * K + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
+    use_counts = 0
     if PUSH:
-        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
-    # A thread's 8 neighbouring products are summed at once: an eighth of the registers that a tile of sums would take.
+        use_counts = load_use_counts(use_counts_ptr, rows, M)  # early, so that it has arrived when the tile is done
+    # A thread sums 8 neighbouring products at once: an eighth of the registers of a whole tile of sums.
     acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // 8), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, CHUNK // 8), tl.float32)
     for chunk in tl.static_range(chunks):
@@ -106,16 +107,10 @@ def _gemv_kernel(
     result = tl.sum(acc, 2)
     if NORM:
         result = result * tl.rsqrt(tl.sum(squares, 2) / K + eps)
-    if GATE_UP:
-        gate, up = tl.split(tl.reshape(result, (BLOCK_M, BLOCK_O, 2)))
-        result = gate * tl.sigmoid(gate) * up
-    if BIAS:
-        result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
-    where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
-    result = result.to(out_ptr.dtype.element_ty)
-    if PUSH:
-        push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
-    tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
+    store_rows(
+        result, rows, outs, out_ptr, bias_ptr, M, outputs, use_counts, memory, GATE_UP, BIAS, PUSH, RANK, WORLD, ROWS,
+        ROW_BYTES,
+    )  # fmt: skip
 
 
 def chunk_width(inner: int, widest: int) -> int:
@@ -136,14 +131,16 @@ def gemv(
     chunk: int,
     warps: int,
     prefetch: int = 0,
-    places: PeerBuffers | None = None,
+    first_wave: int = 0,
+    buffers: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
 
     ``block_o`` must divide the output's width and ``chunk`` (a power of two) the inner width; ``prefetch`` is 0 or a
-    power of two from 64, at most the columns after the first chunk. residual' is x unless a
-    residual is given, and then a fresh tensor: no input is overwritten, because every program reads all of them.
+    power of two from 64, at most the columns after the first chunk, and only the first ``first_wave`` programs
+    prefetch. residual' is x, or a fresh tensor where a residual is given: every program reads all inputs, so none is
+    overwritten.
     """
     rows, inner = x_MK.shape
     out_width = weight_OK.shape[0] // (2 if gate_up else 1)
@@ -169,8 +166,8 @@ def gemv(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
-        PREFETCH_PROGRAMS=FIRST_WAVE,
-        **push_arguments(places),
+        PREFETCH_PROGRAMS=first_wave,
+        **push_arguments(buffers),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

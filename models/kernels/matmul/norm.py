@@ -1,6 +1,6 @@
 """RMSNorm with an optional residual add, and SiLU-mul, one Triton launch each.
 
-Knows: row kernels over contiguous [T, N] activations. Does not know: who norms what, or which graph captures it.
+Knows: row kernels over contiguous [T, N] activations. Does not know: models, or which norms are fused elsewhere.
 
 ``pdl``: see models/kernels/dependent_launch.py.
 """

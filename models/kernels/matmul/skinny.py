@@ -1,11 +1,11 @@
-"""x @ W^T for a few to a few hundred rows on the tensor cores: weights are the tall operand, tokens the narrow one.
+"""x @ W^T for a few to a few hundred rows on tensor cores: weights are the tall operand, tokens the narrow one.
 
-Knows: the product as W [O, K] times x^T [K, M], split along K so that every multiprocessor streams weights.
+Knows: the product W [O, K] times x^T [K, M], with split K so that every multiprocessor streams weights.
 Does not know: when it is the best choice (choice_table.py).
 
-The split is deterministic: partial sums go to a workspace, and the last program of a tile (told by a counter) adds
-them in split order, so a result never depends on which program came last. The counter returns to zero by itself, which
-keeps a captured graph replayable. Weights are prefetched to L2 before ``gdc_wait``.
+The split is deterministic: partial sums go to a workspace, and the last program of a tile (found by a counter) adds
+them in split order, so the result does not depend on which program is last. The counter returns to zero, so a captured
+graph can be replayed. Weights are prefetched to L2 before ``gdc_wait``.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -19,13 +19,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from parallel.comm.matmul_push_triton import counted, push
+from models.kernels.matmul.epilogue import store_rows
+from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 COUNTERS = 8192  # tiles a launch may have when it splits K
 
 
-@triton.jit(do_not_specialize_on_alignment=["M"])  # steps of any number of rows run the code of their bucket
+@triton.jit(do_not_specialize_on_alignment=["M"])  # any number of rows runs the code of its bucket
 def _skinny_kernel(
     x_ptr,
     residual_ptr,
@@ -40,8 +41,8 @@ def _skinny_kernel(
     eps,
     M,
     outputs,
-    memory,  # of all ranks, where PUSH (parallel/comm/peer_buffers.py)
-    exchanges_ptr,
+    memory,  # addresses of all ranks' peer buffers, where PUSH
+    use_counts_ptr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; the output has half as many columns when GATE_UP
@@ -53,7 +54,7 @@ def _skinny_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
-    PUSH: tl.constexpr,  # the result into the other ranks' places, too
+    PUSH: tl.constexpr,  # also push the result into the peers' buffers
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -83,8 +84,9 @@ def _skinny_kernel(
             prefetch_to_l2(weight_row_ptrs + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
+    use_counts = 0
     if PUSH:
-        exchanges = counted(exchanges_ptr, rows, M)  # early: its trip is over when the tile is done
+        use_counts = load_use_counts(use_counts_ptr, rows, M)  # early, so that it has arrived when the tile is done
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -109,7 +111,7 @@ def _skinny_kernel(
         tl.store(partial_ptr + (part * tiles + here).to(tl.int64) * area + within, acc)
         if NORM:
             tl.store(squares_ptr + (part * tiles + here) * BLOCK_M + tl.arange(0, BLOCK_M), squares)
-        tl.debug_barrier()  # every thread's partial sums are written before one thread counts them
+        tl.debug_barrier()  # all threads have stored their partial sums before one counts them
         last = tl.atomic_add(counter_ptr + here, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
             acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
@@ -127,20 +129,14 @@ def _skinny_kernel(
         result = tl.trans(acc)
         if NORM:
             result = result * tl.rsqrt(squares / K + eps)[:, None]
-        if GATE_UP:
-            gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
-            result = gate * tl.sigmoid(gate) * up
-        if BIAS:
-            result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
-        where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
-        result = result.to(out_ptr.dtype.element_ty)
-        if PUSH:
-            push(result, rows, outs, (rows < M)[:, None], exchanges, memory, RANK, WORLD, ROWS, ROW_BYTES)
-        tl.store(out_ptr + where, result, mask=(rows < M)[:, None])
+        store_rows(
+            result, rows, outs, out_ptr, bias_ptr, M, outputs, use_counts, memory, GATE_UP, BIAS, PUSH, RANK, WORLD,
+            ROWS, ROW_BYTES,
+        )  # fmt: skip
 
 
 def workspace_floats(rows: int, weight_rows: int, block_m: int, block_o: int, split: int) -> int:
-    """Floats of partial sums that a launch needs."""
+    """Floats of workspace that a launch needs."""
     return 0 if split == 1 else split * (weight_rows + weight_rows // block_o) * triton.cdiv(rows, block_m) * block_m
 
 
@@ -162,11 +158,11 @@ def skinny(
     stages: int,
     warps: int,
     prefetch: int,
-    places: PeerBuffers | None = None,
+    buffers: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y, residual') as models/kernels/matmul/gemv.py ``gemv``: y = x @ W^T + bias [M, O] with, where given,
-    rms_norm(x + residual) in front and SiLU-mul behind; residual' is x or, with a residual, a fresh tensor.
+    """(y, residual') as gemv.py's ``gemv``: y = x @ W^T + bias [M, O] with, where given, rms_norm(x + residual) in
+    front and SiLU-mul behind; residual' is x or, with a residual, a fresh tensor.
 
     ``block_o`` must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32 holds
     workspace_floats(...) at least, ``counters`` int32 [COUNTERS] is zero and is left zero; both are for one stream.
@@ -202,7 +198,7 @@ def skinny(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
-        **push_arguments(places),
+        **push_arguments(buffers),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -1,12 +1,12 @@
-"""x @ W^T for up to 256 rows, tiles brought by the tensor memory accelerator (TMA): sm_90 and later.
+"""x @ W^T for up to 256 rows with tiles loaded by the tensor memory accelerator (TMA): sm_90 and later.
 
-Knows: one program keeps all rows and a tile of the weight's rows that need not be a power of two (192 of 24576 make 128
+Knows: one program keeps all rows and a tile of weight rows that need not be a power of two (192 of 24576 make 128
 programs, one wave of an H200's 132 multiprocessors), and may split K. Does not know: when it is the best choice
 (choice_table.py).
 
-Tokens are the tall operand, weights the narrow one: the other way around from skinny.py, so few rows waste
-tensor cores, which have nothing else to do while weights arrive. Rows beyond the last one are zeros that TMA makes up.
-With SiLU-mul behind it, a tile holds as many gate rows as up rows, which one TMA box of three dimensions brings.
+Tokens are the tall operand, weights the narrow one: the other way around from skinny.py. Few rows waste tensor cores,
+which would be idle anyway while weights arrive. TMA fills rows beyond the last with zeros. With SiLU-mul behind, a tile
+holds as many gate rows as up rows, loaded as one TMA box of three dimensions.
 
 A split is summed as in skinny.py: by the last program of a tile, in split order. Weights are prefetched to L2
 before ``gdc_wait``.
@@ -37,7 +37,7 @@ def _prefetch(
     PREFETCH: tl.constexpr,
     GATE_UP: tl.constexpr,
 ):
-    """PREFETCH columns from ``start`` on of the TILE weight rows that make output columns from ``first`` on."""
+    """Prefetches PREFETCH columns from ``start`` of the TILE weight rows behind the output columns from ``first``."""
     tile_rows = tl.arange(0, TILE)
     if GATE_UP:
         tile_rows = tile_rows % (TILE // 2) + tile_rows // (TILE // 2) * outputs
@@ -47,7 +47,7 @@ def _prefetch(
 
 @triton.jit
 def _tile(weight_desc, first, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr, GATE_UP: tl.constexpr):
-    """Weight rows [TILE, BLOCK_K]; where GATE_UP, half of them gate rows and half up rows."""
+    """Weight rows [TILE, BLOCK_K]; with GATE_UP half of them are gate rows, half up rows."""
     if GATE_UP:
         rows = weight_desc.load([0, first, k]).reshape(TILE, BLOCK_K)
     else:
@@ -85,7 +85,7 @@ def _finish(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Write the output columns from ``first`` on."""
+    """Stores the output columns from ``first``."""
     width: tl.constexpr = TILE // 2 if GATE_UP else TILE
     result = acc
     if GATE_UP:
@@ -99,7 +99,7 @@ def _finish(
     tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None])
 
 
-@triton.jit(do_not_specialize_on_alignment=["M"])  # steps of any number of rows run the code of their bucket
+@triton.jit(do_not_specialize_on_alignment=["M"])  # any number of rows runs the code of its bucket
 def _wide_kernel(
     x_desc,  # boxes of [BLOCK_M, BLOCK_K]
     first_desc,  # boxes of [FIRST, BLOCK_K], or [2, FIRST / 2, BLOCK_K] of [gate | up, outputs, K] when GATE_UP
@@ -152,7 +152,7 @@ def _wide_kernel(
         _keep(acc, partial_ptr, part, tile, tiles, FIRST, BLOCK_M)
         if REST > 0:
             _keep(more, rest_ptr, part, tile, tiles, REST, BLOCK_M)
-        tl.debug_barrier()  # every thread's partial sums are written before one thread counts them
+        tl.debug_barrier()  # all threads have stored their partial sums before one counts them
         last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
             acc = _total(partial_ptr, tile, tiles, FIRST, BLOCK_M, SPLIT)
@@ -166,7 +166,7 @@ def _wide_kernel(
 
 
 def sums_of(block_o: int) -> tuple[int, int]:
-    """A tile's weight rows as (FIRST, REST): a power of two, and half of it or nothing. ValueError for another size."""
+    """A tile's weight rows as (FIRST, REST): a power of two, and half of it or 0. Raises ValueError for other sizes."""
     first = 1 << (block_o.bit_length() - 1)
     if block_o not in (first, first + first // 2):
         raise ValueError(f"a tile of {block_o} weight rows is neither a power of two nor one and a half of it")
@@ -174,7 +174,7 @@ def sums_of(block_o: int) -> tuple[int, int]:
 
 
 def workspace_floats(weight_rows: int, block_m: int, split: int) -> int:
-    """Floats of partial sums that a launch needs."""
+    """Floats of workspace that a launch needs."""
     return 0 if split == 1 else split * weight_rows * block_m
 
 

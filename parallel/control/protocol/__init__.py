@@ -1,1 +1,1 @@
-"""State machines of leader and follower: what is agreed each step, and how disagreement is named."""
+"""Pure state machines of leader and follower: what is agreed each step, and how a divergence is explained."""

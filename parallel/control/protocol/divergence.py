@@ -1,10 +1,10 @@
-"""What two ranks say to each other when their digests differ: the first decision in which they part.
+"""Explains a divergence: the first decision in which two ranks whose digests differ disagree.
 
-Knows: how a ring of decisions is shortened for the wire, how two of them are compared, who is the odd one.
+Knows: how a ring of decisions is shortened for the wire, how two of them are compared, which rank to blame.
 Does not know: who noticed, when, or what happens then (states.py); what a decision means (runtime/schedule).
 
-Digests are chains, so "the digest after decision i is equal" says "all decisions up to i are equal". The first number
-whose digests differ, after one whose digests do not, is therefore the first differing decision.
+Digests are chained, so equal digests after decision i mean that all decisions up to i are equal. The first decision
+whose digests differ, after one whose digests are equal, is therefore the first that differs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from parallel.control.errors import Cause, Verdict
 from parallel.control.protocol.group_digests import GroupDigests
 from parallel.control.wire.frames import DecisionSummary
 
-# number, step, kind, decision, digest after it: runtime/schedule/digest.py's Decision is one
+# (number, step, kind, decision, digest after it), as runtime/schedule/digest.py's Decision
 Recent = Callable[[], Iterable[tuple[int, int, str, "tuple[int, ...] | bytes", int]]]
 
-SUMMARIES = 64  # decisions told
-HEAD = 64  # integers told of each
+SUMMARIES = 64  # decisions sent
+HEAD = 64  # integers sent of each
 _SHOWN = 12  # integers printed of each
 
 
@@ -29,9 +29,10 @@ _Said = TypeVar("_Said")
 
 
 def odd_one(reference: int, said: Mapping[int, _Said], size: int) -> int:
-    """Who is to blame when ranks of a group of ``size`` do not say the same; ``said`` has the reference, too.
+    """The rank to blame when ranks of a group of ``size`` differ; ``said`` includes the reference.
 
-    The first that differs from the reference, or the reference itself where most of the group are against it.
+    The first rank that differs from the reference, or the reference itself where a majority of the group agree against
+    it.
     """
     against = {rank: what for rank, what in sorted(said.items()) if what != said[reference]}
     first = next(iter(against))
@@ -41,7 +42,7 @@ def odd_one(reference: int, said: Mapping[int, _Said], size: int) -> int:
 
 @dataclass(slots=True)
 class Divergence:
-    """What is known while the ranks of ``group`` explain their digests of ``step``, ``since`` a time in seconds."""
+    """A divergence of ``group`` in ``step``, known ``since`` a time in seconds, and the decisions that ranks sent."""
 
     group: GroupDigests
     step: int
@@ -50,7 +51,7 @@ class Divergence:
 
     @property
     def digest(self) -> int:
-        """The reference's."""
+        """The reference's digest."""
         digest = self.group.at(self.group.reference, self.step)
         assert digest is not None
         return digest
@@ -60,7 +61,7 @@ class Divergence:
         return next(r for r, digest in self.group.votes(self.step, reached).items() if digest != self.digest)
 
     def waits(self, reached: Mapping[int, int], gone: Collection[int]) -> bool:
-        """Whether a rank that is there has not voted, or one of the two sides has not explained itself."""
+        """Whether a connected rank's digest is missing, or one of the two sides has not sent its decisions."""
         sides = {self.odd(reached), self.group.reference} - self.explained.keys()
         silent = set(self.group.ranks[1:]) - self.group.votes(self.step, reached).keys()
         return not (sides | silent) <= set(gone)
@@ -82,17 +83,17 @@ class Divergence:
 
 
 def nothing() -> tuple[tuple[int, int, str, tuple[int, ...], int], ...]:
-    """The ring of a rank that keeps none."""
+    """The empty ring of a rank that keeps no decisions."""
     return ()
 
 
 def summaries(recent: Recent, until: int | None) -> tuple[DecisionSummary, ...]:
     """The last decisions before the digest was ``until`` (all of the ring when that is no longer in it)."""
-    told = list(recent())
-    cut = next((i + 1 for i, decision in enumerate(told) if decision[4] == until), len(told))
+    kept = list(recent())
+    cut = next((i + 1 for i, decision in enumerate(kept) if decision[4] == until), len(kept))
     return tuple(
         DecisionSummary(number, step, kind, len(decision), tuple(decision[:HEAD]), value)
-        for number, step, kind, decision, value in told[max(0, cut - SUMMARIES) : cut]
+        for number, step, kind, decision, value in kept[max(0, cut - SUMMARIES) : cut]
     )
 
 

@@ -1,4 +1,4 @@
-"""The follower's machine: takes each record once, in its turn, and compares digests with the leader.
+"""The follower's machine: takes each record once, in its turn, and compares its digest with the leader's.
 
 Knows: states.py's rules and FOLLOWER_TABLE. Times are seconds of any steady local clock, passed in.
 Does not know: sockets. Frames to send to the leader wait in ``outbox`` until the plane takes them.
@@ -20,7 +20,7 @@ from parallel.control.protocol.states import (
     Limits,
     following,
 )
-from parallel.control.wire.frame_template import Form
+from parallel.control.wire.frame_template import FrameTemplate
 from parallel.control.wire.frames import STOP, Codec, Decisions, Frame, Kind, Numbers
 
 # Names, since a member of an Enum costs as much as a call to look up (Python 3.11), and a turn takes ten of them.
@@ -28,16 +28,18 @@ _WAITING = FollowerState.WAITING
 _TURN, _RECORD, _EFFECT = FollowerInput.TURN, FollowerInput.RECORD, FollowerInput.EFFECT
 _RECORD_KIND = Kind.RECORD
 
-_REMEMBERED = 256  # turns whose own digest is kept beyond those still to compare, to explain ourselves
-_MAX_STORED = 4096  # records ahead of our turn; the leader cannot get that far ahead of a rank it needs
+_REMEMBERED = 256  # own digests kept beyond those still to compare, for DECISIONS frames
+_MAX_STORED = 4096  # records ahead of our turn; the leader cannot get so far ahead of a rank it needs
 
 
 class Follower:
-    """Agreement as follower ``rank`` sees it. ``effect`` holds what takes effect in the current turn once it is known.
+    """Agreement as follower ``rank`` sees it.
 
-    ``maximum`` is what was agreed on last; None while this rank has proposed and the leader has not answered.
-    ``groups``: runs of world / groups ranks that plan alike; only those of the leader's compare digests with it.
-    ``verdict`` is set once agreement has ended: the leader's, or this rank's own when the leader is silent or gone.
+    ``effect``: the payload that takes effect in the current turn, None until its record is here. ``maximum``: the last
+    one agreed on, None while this rank has proposed and the leader has not answered. ``groups``: runs of world / groups
+    ranks that plan alike; a follower compares digests with the leader if both are of one group. ``verdict`` is set once
+    agreement has ended: the leader's, or this rank's own when the leader is silent or gone. ``ignored`` counts records
+    that came twice or for a turn that is over. Raises ValueError for a horizon below 1.
     """
 
     def __init__(
@@ -64,20 +66,24 @@ class Follower:
         self.effect: bytes | None = None
         self.maximum: Proposed | None = None
         self.outbox: deque[bytes] = deque()
-        self.ignored = 0  # records that came twice, or for a turn that is over
+        self.ignored = 0
         self._digests: dict[int, int] = {}
         self._records: dict[int, Frame] = {}
         size = codec.world // groups
         self._reference = rank // size * size  # the rank that our digest is compared with
-        self._acknowledgement = Form(codec, Kind.ACK, rank)
+        self._acknowledgement = FrameTemplate(codec, Kind.ACK, rank)
         self._proposal = -1, b""  # the step of our last one, and its frame
-        self._teller = ReliableSender(self.limits.resend)
-        self._started = False  # until the leader is heard of, it may still be loading
-        self._dispute = 0, 0  # step and the leader's digest, once they differ
+        self._sender = ReliableSender(self.limits.resend)
+        self._started = False  # the leader has been heard; until then it may still be loading the model
+        self._divergence = 0, 0  # step and the leader's digest, once digests differ
         self._heard = 0.0
         self._asked = 0.0
 
     # ---- the engine's side ----
+
+    def explain_with(self, recent: Recent) -> None:
+        """``recent`` returns this rank's last decisions, for the report of a divergence."""
+        self.recent = recent
 
     def turn(self, step: int, digest: int, now: float) -> None:
         """Begins turn ``step`` and acknowledges it. ``effect`` is set now, or when the record is received."""
@@ -91,11 +97,14 @@ class Follower:
         self._digests.pop(step - self.horizon - _REMEMBERED, None)
         self._heard = self._asked = now
         self.outbox.append(acknowledgement)
-        self._tell(self._teller.due(now))
+        self._queue_messages(self._sender.due(now))
         self._take()
 
     def propose(self, step: int, numbers: Sequence[int], now: float) -> None:
-        """This rank's numbers for turn ``step``, in which it is. ``maximum`` is set when the leader answers."""
+        """This rank's numbers for its current turn ``step``. ``maximum`` is set when the leader answers.
+
+        Raises ValueError for another step, a second proposal, or numbers that cannot be agreed on.
+        """
         if step != self.step or step == self._proposal[0]:
             raise ValueError(
                 f"control plane: agree_max of step {step} in turn {self.step}, last of step {self._proposal[0]}; "
@@ -108,19 +117,19 @@ class Follower:
         self._heard = self._asked = now
         self.outbox.append(proposal)
 
-    def tell(self, payload: bytes, now: float) -> None:
-        """Bytes for the leader's engine. Raises as ``ReliableSender.tell``."""
-        self._tell(self._teller.tell(payload, now))
+    def send_message(self, payload: bytes, now: float) -> None:
+        """A message for the leader's engine. Raises as ``ReliableSender.send``."""
+        self._queue_messages(self._sender.send(payload, now))
 
     @property
-    def untaken(self) -> bool:
-        """Whether the leader's engine has not taken all that was told."""
-        return self._teller.untaken
+    def unacknowledged(self) -> bool:
+        """Whether the leader's engine has not taken all messages."""
+        return self._sender.unacknowledged
 
     @property
-    def untold(self) -> bool:
-        """Whether something that was told waits for the leader to take what came before it."""
-        return self._teller.unsent > 0
+    def unsent(self) -> bool:
+        """Whether a message still waits for the send window."""
+        return self._sender.unsent > 0
 
     def leave(self, cause: Cause, text: str) -> None:
         """This rank ends the job (or, after the agreed stop, just leaves)."""
@@ -146,18 +155,16 @@ class Follower:
             self._enter(FollowerInput.ALIVE)
             self._heard = now
             self._started = True
-            waits_for_record = self.state is FollowerState.WAITING
-            if (
-                waits_for_record and frame.step < self.step - self.horizon
-            ):  # else its record was made, sent, and is missing here
+            record_missing = frame.step >= self.step - self.horizon  # the leader made and sent it
+            if self.state is FollowerState.WAITING and not record_missing:
                 self._asked = now
         elif kind is Kind.AGREED and isinstance(frame.body, Numbers):
             self._heard = now
             self._started = True
             self._agree(frame.step, frame.body.numbers)
-        elif kind is Kind.HEARD:
+        elif kind is Kind.MESSAGE_ACK:
             self._heard = now
-            self._were_taken(frame.step, now)
+            self._messages_taken(frame.step, now)
         elif kind is Kind.EXPLAIN:
             self._enter(FollowerInput.EXPLAIN)
             self._heard = now
@@ -178,21 +185,21 @@ class Follower:
         self._end(FollowerInput.LOST, Verdict(Cause.LOST, self.leader, max(self.step, 0), text))
 
     def bad(self, error: FrameError) -> None:
-        """The leader sent what is no frame."""
+        """The leader sent bytes that are no legal frame."""
         text = f"rank {self.leader} broke the protocol: {error}"
         self._end(FollowerInput.VERDICT, Verdict(Cause.FRAME, self.leader, max(self.step, 0), text))
 
     def give_up(self, verdict: Verdict) -> None:
-        """This rank ends the job over another rank that only it can see (a rank of its node)."""
+        """This rank ends the job because of another rank that only it can see (a rank of its node)."""
         self._enter(FollowerInput.LEAVE)
         if self.verdict is None:
             self.verdict = verdict
             self.outbox.append(self.codec.encode(Kind.END, self.rank, verdict.step, body=verdict))
 
     def tick(self, now: float) -> None:
-        """Looks at the time: asks again for a record that is missing, gives up on a leader that is silent."""
-        if self.state is FollowerState.DISPUTED:
-            if now - self._heard > 2 * self.limits.dispute:
+        """Looks at the time: asks again for a missing record or answer, gives up on a silent leader."""
+        if self.state is FollowerState.DIVERGED:
+            if now - self._heard > 2 * self.limits.divergence:
                 self._give_up_on_leader(self._unanswered())
         elif self.state in (FollowerState.WAITING, FollowerState.AGREEING, FollowerState.FINISHING):
             waits_for_record = self.state is FollowerState.WAITING
@@ -210,10 +217,10 @@ class Follower:
                 digest = self._digests[self.step]
                 self.outbox.append(self.codec.encode(Kind.ACK, self.rank, self.step, digest))
         if self.state is not FollowerState.ENDED:
-            self._tell(self._teller.due(now))
+            self._queue_messages(self._sender.due(now))
 
     def decisions(self, step: int) -> bytes:
-        """The frame that explains our digest at ``step``. It only reads, so that another thread may ask for it."""
+        """The DECISIONS frame that explains our digest at ``step``. Only reads: the watchdog's thread may call it."""
         digest = self._digests.get(step)
         body = Decisions(summaries(self.recent, digest))
         return self.codec.encode(Kind.DECISIONS, self.rank, step, digest or 0, body=body)
@@ -230,13 +237,13 @@ class Follower:
             self.verdict = verdict
 
     def _unanswered(self) -> Verdict:
-        """What a follower knows of a disagreement when the leader, busy or hung, does not speak."""
-        step, theirs = self._dispute
+        """The verdict of a follower that knows of a divergence and hears no more from the leader."""
+        step, theirs = self._divergence
         ours = self._digests.get(step, 0)
         other = f"rank {self._reference}" if self._reference != self.rank else "another rank of its group"
         text = (
             f"ranks disagree at step {step}: rank {self.rank} has digest {ours:#018x}, {other} has "
-            f"{theirs:#018x}, and rank {self.leader} did not say more within {2 * self.limits.dispute:g} s"
+            f"{theirs:#018x}, and rank {self.leader} did not say more within {2 * self.limits.divergence:g} s"
         )
         return Verdict(Cause.DISAGREEMENT, self.rank, step, text)
 
@@ -245,7 +252,7 @@ class Follower:
         self._give_up_on_leader(Verdict(Cause.DEADLINE, self.leader, max(self.step, 0), text))
 
     def _give_up_on_leader(self, verdict: Verdict) -> None:
-        """If the leader was only slow, it and all the others end with the same words."""
+        """Ends with ``verdict`` and sends it: a leader that was only slow then ends every rank with the same text."""
         self._end(FollowerInput.LATE, verdict)
         self.outbox.append(self.codec.encode(Kind.END, self.rank, verdict.step, body=verdict))
 
@@ -269,7 +276,7 @@ class Follower:
             self._records[step] = frame
 
     def _take(self) -> None:
-        """Takes the record of the current turn, if it is here."""
+        """Takes the record of the current turn, if it has arrived."""
         wanted = self.step - self.horizon
         if wanted < 0:
             self._enter(FollowerInput.EFFECT)
@@ -286,7 +293,7 @@ class Follower:
         self.effect = frame.payload
 
     def _agree(self, step: int, maximum: Proposed) -> None:
-        """Takes the answer to the proposal that waits for it; an echo of an earlier answer says nothing new."""
+        """Takes the answer to the proposal that waits for it; one that came before says nothing new."""
         proposed, _ = self._proposal
         if step > proposed:
             self.bad(FrameError("step", f"a maximum of step {step}, for which rank {self.rank} proposed nothing"))
@@ -296,16 +303,16 @@ class Follower:
         else:
             self.ignored += 1
 
-    def _tell(self, told: Iterable[tuple[int, bytes]]) -> None:
-        for number, payload in told:
-            self.outbox.append(self.codec.encode(Kind.TELL, self.rank, number, payload=payload))
+    def _queue_messages(self, messages: Iterable[tuple[int, bytes]]) -> None:
+        for number, payload in messages:
+            self.outbox.append(self.codec.encode(Kind.MESSAGE, self.rank, number, payload=payload))
 
-    def _were_taken(self, taken: int, now: float) -> None:
+    def _messages_taken(self, taken: int, now: float) -> None:
         try:
-            self._tell(self._teller.heard(taken, now))
+            self._queue_messages(self._sender.acknowledged(taken, now))
         except FrameError as error:
             self.bad(error)
 
     def _explain(self, step: int, theirs: int) -> None:
-        self._dispute = step, theirs
+        self._divergence = step, theirs
         self.outbox.append(self.decisions(step))

@@ -1,6 +1,6 @@
-"""The digests of one group of ranks, which must be the same: each is compared with that of the group's reference.
+"""The digests of one group of ranks, which must be equal: each is compared with that of the group's reference.
 
-Knows: who can be compared with whom once a digest is known, whoever comes first. Pure.
+Knows: which ranks can be compared once a digest is known, in any order of arrival. Pure.
 Does not know: what a difference leads to (leader.py, divergence.py), other groups, frames.
 """
 
@@ -22,7 +22,7 @@ class GroupDigests:
         self._at: dict[int, dict[int, int]] = {}  # step -> rank -> digest
 
     def add(self, rank: int, step: int, digest: int) -> Sequence[int]:
-        """Notes ``rank``'s digest of ``step``; the ranks that can be compared with the reference because of it."""
+        """Adds ``rank``'s digest of ``step``; returns the ranks that can now be compared with the reference."""
         known = self._at.setdefault(step, {})
         known.setdefault(rank, digest)
         if rank == self.reference:
@@ -39,9 +39,9 @@ class GroupDigests:
         return self._at.get(step, {}).get(rank)
 
     def votes(self, step: int, reached: Mapping[int, int]) -> dict[int, int]:
-        """The other ranks' digests of ``step``, in order of ranks. ``reached``: the step in which a rank is.
+        """The other ranks' digests of ``step``, in rank order. ``reached``: the step of each rank.
 
-        Whoever is past this step, and is not known, agreed in it: its acknowledgement would have differed otherwise.
+        A rank past this step whose digest is unknown agreed in it: its acknowledgement would have differed otherwise.
         """
         known = self._at[step]
         ours = known[self.reference]

@@ -1,7 +1,7 @@
-"""The handshake: before anything else, every rank shows that it is of the same job, code, configuration and model.
+"""The handshake: every rank proves that it has the same job, code, configuration and model before anything else runs.
 
-Knows: what must be equal, the order of the messages, how a clock offset is measured. Two pure machines: no sockets and
-no clock, connections are opaque keys and times are passed in.
+Knows: what must be equal, the order of frames, how a clock offset is measured. Two pure machines without sockets or
+clock: connections are opaque keys, times are passed in.
 Does not know: how frames travel (uds.py, zeromq.py) or what follows (states.py).
 
     follower                         leader
@@ -12,8 +12,8 @@ Does not know: how frames travel (uds.py, zeromq.py) or what follows (states.py)
     READY my clock's offset   -->                      when all ranks are ready on all channels:
                               <--    START all offsets
 
-A refusal ends the start of the whole job, on every rank, with one text. Bytes that are no frame at all raise
-FrameError: the driver closes that connection and the others go on.
+A refusal ends the start of the whole job, on every rank, with the same text. Bytes that are no frame raise FrameError:
+the caller closes that connection, and the others go on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from parallel.control.errors import Cause, FrameError, Verdict
-from parallel.control.wire import frames as record
-from parallel.control.wire.frames import EVERYONE, Codec, Frame, Hello, Kind, Probe, Ready, Start
+from parallel.control.wire.frames import CLOCK_REPLY, EVERYONE, Codec, Frame, Hello, Kind, Probe, Ready, Start
 
-CHANNELS = ("step", "watch")  # records and acks; heartbeats
+CHANNELS = ("step", "watch")  # records and acknowledgements; the watchdog's heartbeats
 
 _WHAT_TO_DO = {
     "version": "install the same Lockstride on every node",
@@ -46,9 +45,9 @@ _WHAT_TO_DO = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What all ranks of a job have in common. ``config``, ``model`` and ``code`` are digests, compared as text.
+    """What all ranks of a job must have in common. ``config``, ``model`` and ``code`` are digests, compared as text.
 
-    ``groups``: runs of world / groups consecutive ranks; those of one run make identical plans.
+    ``groups``: runs of world / groups consecutive ranks; the ranks of one run make identical plans.
     """
 
     job: int
@@ -69,14 +68,14 @@ class Identity:
 
 
 def refusal(rank: int, field: str, ours: object, theirs: object, leader: int = 0) -> Verdict:
-    """The verdict on a rank that differs: who, in what, both values, and what to do about it."""
+    """The verdict on a rank that differs: the rank, the field, both values, and what to do about it."""
     who = f"rank {rank}" if 0 <= rank < EVERYONE else "a process of unknown rank"
     text = f"{who} differs from rank {leader} in {field}: rank {leader} has {ours!r}, {who} has {theirs!r}"
     return Verdict(Cause.REFUSED, max(rank, 0), 0, f"handshake refused: {text}; {_WHAT_TO_DO[field]}")
 
 
 class Greeting(StrEnum):
-    """Where one connection stands. The same states on both sides."""
+    """The state of one connection; the same states on both sides."""
 
     NEW = "new"
     GREETED = "greeted"  # HELLO was sent / accepted
@@ -130,7 +129,7 @@ class LeaderHandshake(Generic[Connection]):
         self.verdict: Verdict | None = None
         self.offset_ns: dict[int, int] = {}
         self.connections: dict[tuple[str, int], Connection] = {}
-        self.seen: set[int] = set()  # ranks that said anything
+        self.seen: set[int] = set()  # ranks that sent anything
         self._states: dict[Connection, Greeting] = {}
 
     @property
@@ -140,7 +139,8 @@ class LeaderHandshake(Generic[Connection]):
         return tuple((c, r) for r in sorted(self.expected) for c in CHANNELS if (c, r) not in ready)
 
     def receive(self, connection: Connection, data: bytes, now_ns: int) -> list[bytes]:
-        """Raises FrameError when the bytes are no frame, or one out of order: close the connection, nothing changed."""
+        """The frames to answer with. Raises FrameError for bytes that are no frame, or one out of order: nothing
+        changed, close the connection."""
         try:
             frame = self.codec.decode(data)
         except FrameError as error:
@@ -158,7 +158,7 @@ class LeaderHandshake(Generic[Connection]):
             replies = self._greet(connection, frame, frame.body)
         elif isinstance(frame.body, Probe):
             answer = Probe(frame.body.asked, now_ns)
-            replies = [self.codec.encode(Kind.PROBE, frame.rank, flags=record.CLOCK_REPLY, body=answer)]
+            replies = [self.codec.encode(Kind.PROBE, frame.rank, flags=CLOCK_REPLY, body=answer)]
         elif isinstance(frame.body, Ready):
             self.offset_ns[frame.rank] = frame.body.offset_ns
         elif isinstance(frame.body, Verdict):
@@ -168,13 +168,13 @@ class LeaderHandshake(Generic[Connection]):
         return replies
 
     def lost(self, connection: Connection) -> None:
-        """The connection closed: its rank may connect again until the deadline."""
+        """A connection closed: its rank may connect again until the deadline."""
         self._states.pop(connection, None)
         for key in [k for k, c in self.connections.items() if c == connection]:
             del self.connections[key]
 
     def start(self, offsets_ns: Mapping[int, int]) -> bytes:
-        """The frame that lets every rank go, once nobody is ``missing``."""
+        """The START frame for every rank. Raises ValueError while ranks are ``missing``."""
         if self.missing:
             raise ValueError(f"handshake: START with {self.missing} missing")
         for connection in self.connections.values():
@@ -183,7 +183,7 @@ class LeaderHandshake(Generic[Connection]):
         return self.codec.encode(Kind.START, EVERYONE, body=body)
 
     def refuse(self, verdict: Verdict) -> bytes:
-        """Ends the handshake with ``verdict``: the frame for everybody who is connected."""
+        """Ends the handshake with ``verdict``; returns the frame for every connected rank."""
         self.verdict = verdict
         return self.codec.encode(Kind.END, EVERYONE, body=verdict)
 
@@ -226,7 +226,7 @@ class FollowerHandshake:
         return self.codec.encode(Kind.HELLO, self.rank, body=self.hello)
 
     def receive(self, data: bytes, now_ns: int) -> list[bytes]:
-        """A frame from the leader; the frames to answer with. Raises FrameError for no frame, or one out of order."""
+        """The frames to answer with. Raises FrameError for bytes that are no frame, or one out of order."""
         try:
             frame = self.codec.decode(data)
         except FrameError as error:

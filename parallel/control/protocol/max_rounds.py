@@ -1,6 +1,6 @@
-"""The maximum that all ranks agree on in a step: what is proposed, whether it fits together, and what comes of it.
+"""Rounds of agreement on a maximum: the ranks' proposals for a step, whether they match, and the result.
 
-Knows: which numbers may be proposed, what contradicts what, who is missing. Pure.
+Knows: which numbers may be proposed, which proposals contradict each other, which ranks are missing. Pure.
 Does not know: what the numbers mean (runtime/groups/step_sync.py), states (states.py), frames, sockets.
 """
 
@@ -11,25 +11,27 @@ from dataclasses import dataclass, field
 
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.protocol.divergence import odd_one
-from parallel.control.wire.frames import MOST, MOST_NUMBERS
+from parallel.control.wire.frames import MAX_NUMBER, MAX_NUMBERS
 
 Proposed = tuple[int, ...]
 
 
 def checked(numbers: Sequence[int]) -> Proposed:
-    """``numbers`` as they are proposed. Raises ValueError for one below 0 or above MOST, and for too many."""
-    if len(numbers) > MOST_NUMBERS:
-        raise ValueError(f"control plane: {len(numbers)} numbers to agree on, the limit is {MOST_NUMBERS}")
-    if numbers and not 0 <= min(numbers) <= max(numbers) <= MOST:
-        raise ValueError(f"control plane: {tuple(numbers)} cannot be agreed on: only numbers from 0 to {MOST} can")
+    """``numbers`` as a proposal. Raises ValueError for one below 0 or above MAX_NUMBER, and for too many."""
+    if len(numbers) > MAX_NUMBERS:
+        raise ValueError(f"control plane: {len(numbers)} numbers to agree on, the limit is {MAX_NUMBERS}")
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER:
+        raise ValueError(
+            f"control plane: {tuple(numbers)} cannot be agreed on: only numbers from 0 to {MAX_NUMBER} can"
+        )
     return tuple(numbers)
 
 
 @dataclass(slots=True)
 class Round:
-    """The proposals for one step. ``by_group``: what the first rank of a group that spoke has proposed.
+    """The proposals for one step. ``by_group``: the first proposal of each group.
 
-    ``contradicted``: since when, in seconds, they are known not to fit together.
+    ``contradicted``: the time in seconds at which a contradiction was seen.
     """
 
     by_rank: dict[int, Proposed] = field(default_factory=dict)
@@ -38,7 +40,7 @@ class Round:
 
 
 class MaxRounds:
-    """The leader's view of all ranks' proposals, for as many steps as ranks are ahead. Groups are runs of ``size``."""
+    """All ranks' proposals, for as many steps as ranks are ahead. Groups are runs of ``size`` ranks."""
 
     def __init__(self, world: int, size: int) -> None:
         self.world = world
@@ -46,7 +48,7 @@ class MaxRounds:
         self._rounds: dict[int, Round] = {}
 
     def add(self, rank: int, step: int, numbers: Proposed, now: float) -> None:
-        """Notes a proposal. It may come again; raises FrameError when it is another one then."""
+        """Adds a proposal. It may come again; raises FrameError when it differs from the first."""
         found = self._rounds.get(step)
         if found is None:
             found = self._rounds[step] = Round()
@@ -58,7 +60,7 @@ class MaxRounds:
             found.contradicted = now
 
     def maximum(self, step: int) -> Proposed | None:
-        """The elementwise maximum, which ends this round; None until all ranks have proposed what fits together."""
+        """The elementwise maximum, which ends the round; None until all ranks have made matching proposals."""
         found = self._rounds[step]
         if len(found.by_rank) < self.world or found.contradicted is not None:
             return None
@@ -71,14 +73,14 @@ class MaxRounds:
         return tuple(rank for rank in range(self.world) if rank not in found)
 
     def left_open(self, step: int) -> tuple[int, int]:
-        """Who proposed for the earliest step for which there is no maximum, and that step; (-1, step) for nobody."""
+        """(rank, step) of a proposal for the earliest step without a maximum; (-1, ``step``) where there is none."""
         if not self._rounds:
             return -1, step
         earliest = min(self._rounds)
         return next(iter(self._rounds[earliest].by_rank)), earliest
 
     def contradiction(self, now: float, patience: float) -> Verdict | None:
-        """What does not fit together, once all who matter have spoken or ``patience`` seconds after it was seen."""
+        """The verdict on a contradiction, once all ranks concerned have proposed or after ``patience`` seconds."""
         for step, found in self._rounds.items():
             if found.contradicted is not None:
                 return self._verdict(step, found, patient=now - found.contradicted < patience)
@@ -106,7 +108,7 @@ def _disagree(who: str, step: int, culprit: int, said: dict[int, Proposed]) -> V
 
 
 def one_sided(proposes: int, other: int, culprit: int, step: int) -> Verdict:
-    """A rank proposes numbers for a step in which another one went on without."""
+    """The verdict where a rank proposes numbers for a step and another goes on without."""
     text = (
         f"ranks disagree at step {step}: rank {proposes} proposes numbers for it, rank {other} goes on to step "
         f"{step + 1} without. Rank {culprit} is the odd one"

@@ -1,12 +1,12 @@
-"""What ranks tell the leader: bytes, in order, none lost, and never a reason to wait.
+"""Reliable messages from a follower to the leader's engine: in order, none lost, and sending never waits.
 
-Knows: numbers, what is kept until it was taken, what is sent again, and what bounds all of it. Two pure machines.
+Knows: message numbers, the send window, resends, and the bounds of every buffer. Two pure machines.
 Does not know: what the bytes mean, frames (frames.py), sockets.
 
-A rank numbers what it tells and keeps it until the leader says that its engine took it. Not more than a window of it is
-on the way, so the leader holds a window a rank, however long its engine does not look. The rank holds the rest: what
-its engine tells in the few turns that it can take without the leader. More than MAX_KEPT is refused: that is an engine
-which tells, and a leader that never asks.
+The sender numbers each message and keeps it until the leader acknowledges that its engine took it. At most one window
+of messages is in flight, so the leader buffers at most a window a rank, however long its engine does not look. The
+sender buffers the rest, which is what an engine sends in the few turns it can take without the leader. Above MAX_KEPT
+bytes it refuses: an engine that sends, and a leader that never takes, is a bug.
 """
 
 from __future__ import annotations
@@ -16,61 +16,61 @@ from collections import deque
 from parallel.control.errors import FrameError
 from parallel.control.wire.frames import MAX_PAYLOAD
 
-WINDOW = 256  # told and not taken, on the way or with the leader
-WINDOW_BYTES = 4 << 20  # ... or so many bytes, or one that is larger
-MAX_KEPT = 8 * MAX_PAYLOAD  # bytes that a rank keeps
-_SLOWEST = 16  # a resend comes at least every so many resend times
+WINDOW = 256  # messages in flight: sent and not acknowledged
+WINDOW_BYTES = 4 << 20  # bytes in flight; a single larger message is let through
+MAX_KEPT = 8 * MAX_PAYLOAD  # bytes that a sender buffers
+_MAX_BACKOFF = 16  # resend times; the longest pause between two resends
 
 
 def refuse_oversized(payload: bytes) -> None:
     """Raises ValueError when ``payload`` does not fit a frame."""
     if len(payload) > MAX_PAYLOAD:
         raise ValueError(
-            f"control plane: {len(payload)} bytes told at once, the limit is {MAX_PAYLOAD}: tell them in parts"
+            f"control plane: a message of {len(payload)} bytes, the limit is {MAX_PAYLOAD}: send it in parts"
         )
 
 
 class ReliableSender:
-    """A rank's side. Its methods return what is to be sent now, as (number, payload). ``resend``: seconds."""
+    """The follower's side. Its methods return the messages to send now, as (number, payload). ``resend``: seconds."""
 
     def __init__(self, resend: float) -> None:
         self.kept = 0  # bytes
         self._resend = resend
         self._kept: deque[bytes] = deque()
-        self._taken = 0  # the number of the first that is kept
-        self._sent = 0  # the number of the first that was not sent
-        self._sent_bytes = 0  # of those that were, and are kept
-        self._patience = resend
-        self._asked = 0.0
+        self._taken = 0  # the number of the first message that is kept
+        self._sent = 0  # the number of the first that was never sent
+        self._sent_bytes = 0  # in flight
+        self._backoff = resend
+        self._sent_at = 0.0
 
     @property
-    def untaken(self) -> bool:
-        """Whether anything is kept."""
+    def unacknowledged(self) -> bool:
+        """Whether the leader's engine has not taken all messages."""
         return bool(self._kept)
 
     @property
     def unsent(self) -> int:
-        """How many payloads wait for the window."""
+        """How many messages wait for the window."""
         return self._taken + len(self._kept) - self._sent
 
-    def tell(self, payload: bytes, now: float) -> list[tuple[int, bytes]]:
-        """Raises ValueError for a payload larger than a frame, BufferError when nothing was taken for too long."""
+    def send(self, payload: bytes, now: float) -> list[tuple[int, bytes]]:
+        """Queues a message. Raises ValueError when it is larger than a frame, BufferError above MAX_KEPT bytes."""
         refuse_oversized(payload)
         if self.kept + len(payload) > MAX_KEPT:
             raise BufferError(
-                f"control plane: {self.kept} bytes were told and not taken, and {len(payload)} more make more than "
-                f"{MAX_KEPT}: the leader's engine must call told() in every turn"
+                f"control plane: {self.kept} bytes of messages were not taken, and {len(payload)} more make more than "
+                f"{MAX_KEPT}: the leader's engine must call take_messages() in every turn"
             )
         if not self._kept:
-            self._asked = now
+            self._sent_at = now
         self._kept.append(payload)
         self.kept += len(payload)
-        return self._send()
+        return self._fill_window()
 
-    def heard(self, taken: int, now: float) -> list[tuple[int, bytes]]:
-        """The leader took all below ``taken``. Raises FrameError when that is more than was sent."""
+    def acknowledged(self, taken: int, now: float) -> list[tuple[int, bytes]]:
+        """The leader's engine took all messages below ``taken``. Raises FrameError when so many were never sent."""
         if taken > self._sent:
-            raise FrameError("step", f"{taken} taken, {self._sent} told")
+            raise FrameError("step", f"{taken} taken, {self._sent} sent")
         if taken <= self._taken:
             return []
         while self._taken < taken:
@@ -78,17 +78,17 @@ class ReliableSender:
             self.kept -= size
             self._sent_bytes -= size
             self._taken += 1
-        self._asked, self._patience = now, self._resend
-        return self._send()
+        self._sent_at, self._backoff = now, self._resend
+        return self._fill_window()
 
     def due(self, now: float) -> list[tuple[int, bytes]]:
-        """The oldest again, when nothing was taken for long; ever more seldom, for the leader may just be busy."""
-        if self._sent == self._taken or now - self._asked <= self._patience:
+        """The oldest message again, when nothing was acknowledged for long; with backoff, as the leader may be busy."""
+        if self._sent == self._taken or now - self._sent_at <= self._backoff:
             return []
-        self._asked, self._patience = now, min(2 * self._patience, _SLOWEST * self._resend)
+        self._sent_at, self._backoff = now, min(2 * self._backoff, _MAX_BACKOFF * self._resend)
         return [(self._taken, self._kept[0])]
 
-    def _send(self) -> list[tuple[int, bytes]]:
+    def _fill_window(self) -> list[tuple[int, bytes]]:
         sent = []
         while (at := self._sent - self._taken) < len(self._kept):
             payload = self._kept[at]
@@ -101,33 +101,33 @@ class ReliableSender:
 
 
 class ReliableReceiver:
-    """The leader's side for one rank: puts in order what came, and keeps it until it is taken."""
+    """The leader's side for one follower: puts messages in order and keeps them until they are taken."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.taken = 0  # the number of the first that was not
-        self._here: dict[int, bytes] = {}
+        self.taken = 0  # the number of the first message that was not taken
+        self._waiting: dict[int, bytes] = {}
         self._bytes = 0
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something to take."""
-        return self.taken in self._here
+        """Whether ``take`` has something to return."""
+        return self.taken in self._waiting
 
-    def hear(self, number: int, payload: bytes) -> bool:
-        """Whether it is new. Raises FrameError when it is more than a rank may send before something was taken."""
-        if number < self.taken or number in self._here:
+    def receive(self, number: int, payload: bytes) -> bool:
+        """Whether the message is new. Raises FrameError when it lies beyond the window."""
+        if number < self.taken or number in self._waiting:
             return False
         if number >= self.taken + WINDOW or self._bytes + len(payload) > WINDOW_BYTES + MAX_PAYLOAD:
-            raise FrameError("step", f"told number {number}, but only {self.taken} were taken")
-        self._here[number] = payload
+            raise FrameError("step", f"message {number}, but only {self.taken} were taken")
+        self._waiting[number] = payload
         self._bytes += len(payload)
         return True
 
     def take(self) -> list[bytes]:
-        """All that is here without a gap."""
+        """All messages up to the first gap."""
         found = []
-        while (payload := self._here.pop(self.taken, None)) is not None:
+        while (payload := self._waiting.pop(self.taken, None)) is not None:
             self._bytes -= len(payload)
             self.taken += 1
             found.append(payload)

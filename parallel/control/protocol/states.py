@@ -1,6 +1,6 @@
-"""The agreement: its rules, and the states of a leader and of a follower as two tables.
+"""The agreement protocol: its rules, and the state machines of leader and follower as two tables.
 
-Knows: which input is legal in which state, what follows, and the time limits.
+Knows: which input is legal in which state, the state that follows, and the time limits.
 Does not know: what the machines do then (leader.py, follower.py: pure, no sockets, no clock, no threads), how frames
 travel (control/interface.py, uds.py, zeromq.py), what the events in a payload mean.
 
@@ -11,19 +11,19 @@ Rules
  3. The digest of step N is the rolling digest a rank has when it begins turn N: after plan(N-1), before any event of
     turn N. The leader's travels in record N, a follower's in its acknowledgement of step N.
  4. A follower compares when it takes a record; the leader compares when it reads an acknowledgement (or, if the
-    follower is ahead, when it gets there itself). Whoever sees a difference first, the leader asks for the follower's
-    last decisions, lets every rank speak for a moment, and ends the job with one verdict that all ranks raise.
+    follower is ahead, when it reaches that step itself). Whoever sees a divergence first, the leader asks for the last
+    decisions, waits a moment for every rank's, and ends the job with one verdict that all ranks raise.
  5. Stopping is agreed like an event: a record with the STOP flag, in effect L turns later.
- 6. Frames may come late, twice, out of order or not at all: a record is taken once, in its turn, or not at all.
-    A follower that misses one asks again; the leader keeps what some rank may still need.
+ 6. Frames may be delayed, duplicated, reordered or lost. A record is taken once, in its turn. A follower that misses
+    one asks again; the leader keeps every record that some rank may still need.
  7. Ranks form groups, runs of consecutive ranks. Those of one group make the same plans and have the same digest: it is
     compared within the group, with the group's *reference*: the leader, or the group's first rank.
- 8. After its turn began, and at most once a turn, all ranks may agree on the elementwise maximum of numbers. Everybody
-    proposes, the leader answers when it has heard all. What ranks propose must fit: equally many numbers, the same
-    ones within a group, in the same step. The answer to a step is the same however often it is asked for.
- 9. What a rank tells the leader is numbered and kept until the leader's engine has taken it.
-10. Time only ends things: a rank that is silent for ``deadline`` seconds ends the job by name. Times are the local
-    clock of the rank, passed in; only differences are used, so clocks may disagree by any amount.
+ 8. After its turn began, and at most once a turn, all ranks may agree on the elementwise maximum of numbers. Every rank
+    proposes; the leader answers when it has all proposals. Proposals must match: equally many numbers, the same ones
+    within a group, in the same step. The answer for a step is the same however often it is asked for.
+ 9. A follower's message to the leader is numbered, and kept until the leader's engine has taken it.
+10. Time only ends things: a rank that is silent for ``deadline`` seconds ends the job and is named. Times are of the
+    rank's local clock, passed in; only differences are used, so clocks may disagree by any amount.
 
 Everything that changes a state goes through the two tables below. An input that the table has no entry for raises
 IllegalInput, which names state and input, and nothing has changed. docs/draw_control.py draws the tables.
@@ -41,17 +41,17 @@ from parallel.control.errors import IllegalInput
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All times of the control plane, in seconds.
+    """All time limits of the control plane, in seconds.
 
-    ``deadline``: longest silence of a live rank. ``resend``: a follower asks again for a missing record this often.
-    ``dispute``: how long the leader waits for the other side's decisions. ``spin``: how long a receive polls before it
-    sleeps; spinning is quickest but keeps a core busy. ``start``: the handshake, which waits for the slowest import,
-    and then each rank's first turn, which waits for the slowest model load.
+    ``deadline``: the longest silence of a live rank. ``resend``: how often a follower asks again for a missing record.
+    ``divergence``: how long the leader waits for the ranks' decisions once digests differ. ``spin``: how long a receive
+    polls before it sleeps; spinning has the lowest latency but keeps a core busy. ``start``: the handshake, which waits
+    for the slowest import, and then each rank's first turn, which waits for the slowest model load.
     """
 
     deadline: float = 30.0
     resend: float = 1.0
-    dispute: float = 2.0
+    divergence: float = 2.0
     spin: float = 50e-6
     start: float = 120.0
 
@@ -64,7 +64,7 @@ class Limits:
 class LeaderState(StrEnum):
     RUNNING = "running"
     AGREEING = "agreeing"  # waiting for all ranks' numbers
-    DISPUTED = "disputed"  # digests differ; waiting for what the ranks have to say
+    DIVERGED = "diverged"  # digests differ; waiting for the ranks' decisions
     STOPPED = "stopped"  # the agreed stop is in effect
     FINISHING = "finishing"  # agreeing, in the last turn
     ENDED = "ended"  # there is a verdict
@@ -80,13 +80,13 @@ class LeaderInput(StrEnum):
     PROPOSE = "propose"  # this rank has its numbers
     PROPOSED = "proposed"  # a rank sent its numbers
     AGREED = "agreed"  # all numbers are here
-    CONTRADICTS = "contradicts"  # they do not fit together
-    EXPLAINED = "explained"  # a rank told its decisions
-    SETTLED = "settled"  # the dispute has its verdict
+    CONTRADICTS = "contradicts"  # they do not match
+    EXPLAINED = "explained"  # a rank sent its decisions
+    RESOLVED = "resolved"  # the divergence has its verdict
     LEFT = "left"  # a rank closed its connection after the agreed stop took effect for it
     LOST = "lost"  # a rank closed it before
     LATE = "late"  # a rank's deadline passed
-    END = "end"  # a rank says that it ends, or sent what is no frame
+    END = "end"  # a rank announced its end, or sent an illegal frame
     LEAVE = "leave"  # this rank ends
 
 
@@ -97,12 +97,12 @@ LEADER_TABLE: Final[Mapping[LeaderState, Mapping[LeaderInput, LeaderState]]] = {
         _LI.STOP_TURN: _L.STOPPED,
         _LI.SUBMIT_STOP: _L.RUNNING,
         _LI.SAME: _L.RUNNING,
-        _LI.DIFFERS: _L.DISPUTED,
+        _LI.DIFFERS: _L.DIVERGED,
         _LI.RESEND: _L.RUNNING,
         _LI.PROPOSE: _L.AGREEING,
         _LI.PROPOSED: _L.RUNNING,
         _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.EXPLAINED: _L.DIVERGED,
         _LI.LEFT: _L.RUNNING,
         _LI.LOST: _L.ENDED,
         _LI.LATE: _L.ENDED,
@@ -112,38 +112,38 @@ LEADER_TABLE: Final[Mapping[LeaderState, Mapping[LeaderInput, LeaderState]]] = {
     _L.AGREEING: {
         _LI.SUBMIT_STOP: _L.AGREEING,
         _LI.SAME: _L.AGREEING,
-        _LI.DIFFERS: _L.DISPUTED,
+        _LI.DIFFERS: _L.DIVERGED,
         _LI.RESEND: _L.AGREEING,
         _LI.PROPOSED: _L.AGREEING,
         _LI.AGREED: _L.RUNNING,
         _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.EXPLAINED: _L.DIVERGED,
         _LI.LOST: _L.ENDED,
         _LI.LATE: _L.ENDED,
         _LI.END: _L.ENDED,
         _LI.LEAVE: _L.ENDED,
     },
-    _L.DISPUTED: {
-        _LI.SAME: _L.DISPUTED,
-        _LI.DIFFERS: _L.DISPUTED,
-        _LI.RESEND: _L.DISPUTED,
-        _LI.PROPOSED: _L.DISPUTED,
-        _LI.CONTRADICTS: _L.DISPUTED,
-        _LI.EXPLAINED: _L.DISPUTED,
-        _LI.SETTLED: _L.ENDED,
-        _LI.LEFT: _L.DISPUTED,
-        _LI.LOST: _L.DISPUTED,  # the rank in dispute may have given up already; the verdict still comes
-        _LI.END: _L.DISPUTED,
+    _L.DIVERGED: {
+        _LI.SAME: _L.DIVERGED,
+        _LI.DIFFERS: _L.DIVERGED,
+        _LI.RESEND: _L.DIVERGED,
+        _LI.PROPOSED: _L.DIVERGED,
+        _LI.CONTRADICTS: _L.DIVERGED,
+        _LI.EXPLAINED: _L.DIVERGED,
+        _LI.RESOLVED: _L.ENDED,
+        _LI.LEFT: _L.DIVERGED,
+        _LI.LOST: _L.DIVERGED,  # the diverging rank may have given up already; the verdict still comes
+        _LI.END: _L.DIVERGED,
         _LI.LEAVE: _L.ENDED,
     },
     _L.STOPPED: {
         _LI.SAME: _L.STOPPED,
-        _LI.DIFFERS: _L.DISPUTED,
+        _LI.DIFFERS: _L.DIVERGED,
         _LI.RESEND: _L.STOPPED,
         _LI.PROPOSE: _L.FINISHING,
         _LI.PROPOSED: _L.STOPPED,
         _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.EXPLAINED: _L.DIVERGED,
         _LI.LEFT: _L.STOPPED,
         _LI.LOST: _L.ENDED,
         _LI.LATE: _L.ENDED,
@@ -152,12 +152,12 @@ LEADER_TABLE: Final[Mapping[LeaderState, Mapping[LeaderInput, LeaderState]]] = {
     },
     _L.FINISHING: {
         _LI.SAME: _L.FINISHING,
-        _LI.DIFFERS: _L.DISPUTED,
+        _LI.DIFFERS: _L.DIVERGED,
         _LI.RESEND: _L.FINISHING,
         _LI.PROPOSED: _L.FINISHING,
         _LI.AGREED: _L.STOPPED,
         _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DISPUTED,
+        _LI.EXPLAINED: _L.DIVERGED,
         _LI.LOST: _L.ENDED,
         _LI.LATE: _L.ENDED,
         _LI.END: _L.ENDED,
@@ -183,7 +183,7 @@ class FollowerState(StrEnum):
     PLANNING = "planning"  # between turns
     WAITING = "waiting"  # in a turn whose record is not here
     AGREEING = "agreeing"  # in a turn whose maximum is not here
-    DISPUTED = "disputed"  # our digest differs; waiting for the leader's verdict
+    DIVERGED = "diverged"  # our digest differs; waiting for the leader's verdict
     STOPPED = "stopped"
     FINISHING = "finishing"  # agreeing, in the last turn
     ENDED = "ended"
@@ -191,8 +191,8 @@ class FollowerState(StrEnum):
 
 class FollowerInput(StrEnum):
     TURN = "turn"  # the engine begins a turn
-    RECORD = "record"  # one arrived and lies in store
-    ALIVE = "alive"  # the leader is there and has nothing to run
+    RECORD = "record"  # one arrived
+    ALIVE = "alive"  # the leader is alive and has nothing to run
     EFFECT = "effect"  # the turn's record is here: its events take effect
     STOP_EFFECT = "stop effect"  # ... and it is the last
     DIFFERS = "differs"  # the record's digest is not ours
@@ -212,7 +212,7 @@ FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerStat
         _FI.PROPOSE: _F.AGREEING,
         _FI.RECORD: _F.PLANNING,
         _FI.ALIVE: _F.PLANNING,
-        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.EXPLAIN: _F.DIVERGED,
         _FI.VERDICT: _F.ENDED,
         _FI.LOST: _F.ENDED,
         _FI.LEAVE: _F.ENDED,
@@ -222,8 +222,8 @@ FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerStat
         _FI.ALIVE: _F.WAITING,
         _FI.EFFECT: _F.PLANNING,
         _FI.STOP_EFFECT: _F.STOPPED,
-        _FI.DIFFERS: _F.DISPUTED,
-        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.DIFFERS: _F.DIVERGED,
+        _FI.EXPLAIN: _F.DIVERGED,
         _FI.VERDICT: _F.ENDED,
         _FI.LOST: _F.ENDED,
         _FI.LATE: _F.ENDED,
@@ -233,16 +233,16 @@ FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerStat
         _FI.RECORD: _F.AGREEING,
         _FI.ALIVE: _F.AGREEING,
         _FI.AGREED: _F.PLANNING,
-        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.EXPLAIN: _F.DIVERGED,
         _FI.VERDICT: _F.ENDED,
         _FI.LOST: _F.ENDED,
         _FI.LATE: _F.ENDED,
         _FI.LEAVE: _F.ENDED,
     },
-    _F.DISPUTED: {
-        _FI.RECORD: _F.DISPUTED,
-        _FI.ALIVE: _F.DISPUTED,
-        _FI.EXPLAIN: _F.DISPUTED,
+    _F.DIVERGED: {
+        _FI.RECORD: _F.DIVERGED,
+        _FI.ALIVE: _F.DIVERGED,
+        _FI.EXPLAIN: _F.DIVERGED,
         _FI.VERDICT: _F.ENDED,
         _FI.LOST: _F.ENDED,
         _FI.LATE: _F.ENDED,
@@ -261,7 +261,7 @@ FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerStat
         _FI.RECORD: _F.FINISHING,
         _FI.ALIVE: _F.FINISHING,
         _FI.AGREED: _F.STOPPED,
-        _FI.EXPLAIN: _F.DISPUTED,
+        _FI.EXPLAIN: _F.DIVERGED,
         _FI.VERDICT: _F.ENDED,
         _FI.LOST: _F.ENDED,
         _FI.LATE: _F.ENDED,

@@ -1,1 +1,1 @@
-"""Sockets that carry frames: Unix sockets in a node, ZeroMQ between nodes, and how ranks join."""
+"""Transports of frames: Unix sockets inside a node, ZeroMQ between nodes, and the rendezvous over each."""

@@ -1,7 +1,7 @@
-"""Unix sockets and a ZeroMQ socket side by side: rank 0's links to its node and to the others, and waiting for both.
+"""Rank 0's links over Unix sockets (its own node) and ZeroMQ (other nodes) as one, and waiting for both.
 
-Knows: which of the two reaches a rank, and how to sleep until either has something.
-Does not know: anything of a frame.
+Knows: which of the two reaches a rank, and how to sleep until either is readable.
+Does not know: the contents of frames.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.control.transport.zeromq import ZmqLeaderLink
 
 
 class EitherReady:
-    """Sleeps until ``far`` or one of the connections of ``near`` has something to read, or ended."""
+    """Sleeps until ``far`` or a connection of ``near`` is readable or closed."""
 
     def __init__(self, near: UdsLeaderLink, far: zmq.Socket[bytes]) -> None:
         self._near = near
@@ -25,9 +25,9 @@ class EitherReady:
         self._poller = zmq.Poller()
 
     def wait(self, seconds: float, spin: float = 0.0) -> None:
-        """``spin``: for so long it polls before it sleeps. May return early, with nothing there."""
+        """Waits up to ``seconds``; polls for the first ``spin`` of them. May return early with nothing readable."""
         near = self._near.descriptors
-        if near != self._watched:  # a connection that ended is closed, and its number may be another's soon
+        if near != self._watched:  # a closed connection's descriptor may soon be reused
             self._watched = near
             self._poller = zmq.Poller()
             for source in (self._far, *near):
@@ -43,7 +43,7 @@ class EitherReady:
 
 
 class CombinedLinks:
-    """A LeaderLink over a near one (Unix sockets) and a far one (ZeroMQ)."""
+    """A LeaderLink over ``near`` (Unix sockets) and ``far`` (ZeroMQ)."""
 
     def __init__(self, near: UdsLeaderLink, far: ZmqLeaderLink) -> None:
         self.near = near

@@ -1,6 +1,6 @@
-"""How the ranks of one node meet: the handshake machines of handshake.py driven over the sockets of uds.py.
+"""The rendezvous of one node's ranks: the handshake machines of handshake.py driven over the sockets of uds.py.
 
-Knows: the listener's life, deadlines of the start, turning away what is no rank of ours.
+Knows: the listener's lifetime, the deadlines of the start, and when to turn a connection away.
 Does not know: what is compared (handshake.py), other nodes (zeromq.py), what follows the start (control/interface.py).
 """
 
@@ -23,14 +23,14 @@ from parallel.control.protocol.states import Limits
 from parallel.control.transport.uds import PacketSocket, accept, connect, listen
 from parallel.control.transport.uds_links import UdsFollowerLink, UdsLeaderLink
 
-_SPARE = 64  # connections that may hang about unidentified, on top of those we expect
+_SPARE = 64  # unidentified connections that are allowed beside the expected ones
 
 
 class LocalRendezvous:
     """The leader's side: listens at ``path`` for the followers ``ranks`` of this node.
 
-    ``gather`` returns when all are there and the same as we; ``start`` lets them go. In between a leader of one node
-    among several asks rank 0 (zeromq.py). After either the path is gone and nobody else can connect.
+    ``gather`` returns when all are there with our identity; ``start`` sends START. In between, a node leader other than
+    rank 0 asks rank 0 (rendezvous_nodes.py). After either the socket's path is removed and nobody else can connect.
     """
 
     def __init__(self, path: Path, identity: Identity, leader: int, ranks: tuple[int, ...], limits: Limits) -> None:
@@ -66,11 +66,11 @@ class LocalRendezvous:
         return links
 
     def refuse(self, verdict: Verdict) -> NoReturn:
-        """Tells everybody, and who connects a moment later, that the job does not start; raises ``verdict``."""
+        """Sends ``verdict`` to every rank, also to those that connect a moment later, and raises it."""
         frame = self.handshake.refuse(verdict)
         for connection in self._connections.values():
             connection.send(frame)
-        until = time.monotonic() + self.limits.dispute
+        until = time.monotonic() + self.limits.divergence
         while not self.handshake.seen.issuperset(self.handshake.expected) and time.monotonic() < until:
             self._serve()
         self.close()
@@ -86,10 +86,10 @@ class LocalRendezvous:
         self._connections.clear()
 
     def _serve(self) -> None:
-        """Admits and hears whoever is there, for a moment."""
+        """Accepts connections and handles frames for a moment."""
         for descriptor, _ in self._poll.poll(20):
             if descriptor in self._connections:
-                self._hear(descriptor)
+                self._handle(descriptor)
             elif self._listener is not None:
                 self._admit(self._listener)
 
@@ -104,7 +104,7 @@ class LocalRendezvous:
             self._connections[connection.fileno()] = connection
             self._poll.register(connection, select.POLLIN)
 
-    def _hear(self, descriptor: int) -> None:
+    def _handle(self, descriptor: int) -> None:
         connection = self._connections[descriptor]
         try:
             frame = connection.receive()
@@ -146,21 +146,23 @@ def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits)
 
     Raises HandshakeRefused (the leader says the same), MissedDeadline or LostPeer naming the leader.
     """
-    until = time.monotonic() + limits.start + limits.dispute  # the leader, which can say who is missing, gives up first
+    until = (
+        time.monotonic() + limits.start + limits.divergence
+    )  # longer than the leader, which can name the missing rank
     links: dict[str, UdsFollowerLink] = {}
     machines: dict[str, FollowerHandshake] = {}
     try:
         for channel in CHANNELS:
             hello = identity.hello(channel, (rank,), socket.gethostname(), os.getpid())
             machines[channel] = FollowerHandshake(identity, rank, hello, leader)
-            connection = connect(path, until, lambda: last_words(links, machines))
+            connection = connect(path, until, lambda: raise_refusal(links, machines))
             links[channel] = UdsFollowerLink(connection, limits.spin if channel == "step" else 0.0)
             links[channel].send(machines[channel].begin())
             greet(links[channel], machines[channel], Greeting.READY, until)
         for channel in CHANNELS:
             greet(links[channel], machines[channel], Greeting.STARTED, until)
     except (TimeoutError, EOFError, FrameError) as error:
-        last_words(links, machines)
+        raise_refusal(links, machines)
         raise failure(error, rank, leader).error() from error
     finally:
         if any(m.state is not Greeting.STARTED for m in machines.values()) or len(links) < len(CHANNELS):
@@ -171,7 +173,7 @@ def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits)
 
 
 def greet(link: FollowerLink, machine: FollowerHandshake, goal: Greeting, until: float) -> None:
-    """Talks until the machine stands at ``goal``. Raises its verdict; TimeoutError, and EOFError, FrameError."""
+    """Exchanges frames until the machine reaches ``goal``. Raises its verdict, TimeoutError, EOFError, FrameError."""
     while machine.state is not goal:
         left = until - time.monotonic()
         if left <= 0:
@@ -185,8 +187,8 @@ def greet(link: FollowerLink, machine: FollowerHandshake, goal: Greeting, until:
             raise machine.verdict.error()
 
 
-def last_words(links: Mapping[str, FollowerLink], machines: Mapping[str, FollowerHandshake]) -> None:
-    """A leader that refused the start may have said why on another channel: then raises that."""
+def raise_refusal(links: Mapping[str, FollowerLink], machines: Mapping[str, FollowerHandshake]) -> None:
+    """Raises the leader's refusal if it arrived on another channel."""
     for channel, link in links.items():
         with contextlib.suppress(EOFError, FrameError):
             while (frame := link.receive(0.0)) is not None:
@@ -197,7 +199,7 @@ def last_words(links: Mapping[str, FollowerLink], machines: Mapping[str, Followe
 
 
 def failure(error: Exception, rank: int, leader: int) -> Verdict:
-    """The verdict on a leader that did not answer, closed the connection or spoke something else."""
+    """The verdict on a leader that did not answer, closed the connection, or sent something else."""
     if isinstance(error, TimeoutError):
         return Verdict(Cause.DEADLINE, leader, 0, f"rank {leader} did not come to the handshake: {error}")
     if isinstance(error, FrameError):

@@ -1,6 +1,6 @@
-"""How nodes meet: the handshake machines of handshake.py driven over the ZeroMQ sockets of zeromq.py.
+"""The rendezvous of nodes: the handshake machines of handshake.py driven over the ZeroMQ sockets of zeromq.py.
 
-Knows: the store that endpoints and public keys travel through, deadlines of the start.
+Knows: the store by which endpoints and public keys are exchanged, the deadlines of the start.
 Does not know: what is compared (handshake.py), the ranks of one node (rendezvous_local.py), what follows
 (leader_plane.py, node_relay.py).
 """
@@ -18,13 +18,13 @@ import zmq
 from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.protocol.handshake import CHANNELS, FollowerHandshake, Greeting, Identity, LeaderHandshake
 from parallel.control.protocol.states import Limits
-from parallel.control.transport.rendezvous_local import failure, greet, last_words
+from parallel.control.transport.rendezvous_local import failure, greet, raise_refusal
 from parallel.control.transport.zeromq import Gate, KeyPair, ZmqFollowerLink, ZmqLeaderLink, post, sender
 from parallel.control.wire.frames import Kind
 
 
 class Store(Protocol):
-    """What of torch.distributed's TCPStore is used here. ``get`` waits until the key is there."""
+    """The part of torch.distributed's TCPStore that is used here. ``get`` blocks until the key is set."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -57,7 +57,9 @@ class NodeRendezvous:
     def gather(self) -> None:
         """Raises HandshakeRefused when a node differs, MissedDeadline naming the node leaders that did not come."""
         handshake = self.handshake
-        until = time.monotonic() + self.limits.start + self.limits.dispute  # a node names its own rank before that
+        until = (
+            time.monotonic() + self.limits.start + self.limits.divergence
+        )  # a node leader gives up first, and names its own rank
         while handshake.missing and handshake.verdict is None:
             self._serve(50)
             if time.monotonic() > until:
@@ -78,15 +80,15 @@ class NodeRendezvous:
         return links
 
     def offsets(self) -> dict[int, int]:
-        """Clock offsets by rank: a node has one clock."""
+        """Clock offsets by rank; all ranks of a node share a clock."""
         return {r: self.handshake.offset_ns[n] for n, covered in self.handshake.expected.items() for r in covered}
 
     def refuse(self, verdict: Verdict) -> NoReturn:
-        """Tells every node that is there, or comes a moment later, and raises ``verdict``."""
+        """Sends ``verdict`` to every node, also to those that connect a moment later, and raises it."""
         frame = self.handshake.refuse(verdict)
         for channel, rank in self.handshake.connections.values():
             post(self.sockets[channel], rank, frame)
-        until = time.monotonic() + self.limits.dispute
+        until = time.monotonic() + self.limits.divergence
         while not self.handshake.seen.issuperset(self.handshake.expected) and time.monotonic() < until:
             self._serve(20)
         self.close()
@@ -126,8 +128,8 @@ class NodeJoin:
     """A node leader's side. Made when ``step`` is READY; then ``finish`` once its own node is complete, or ``decline``;
     after ``finish``, ``await_start``.
 
-    Rank 0 starts when both channels of all node leaders are READY, so the second one says that nobody is missing here.
-    What raises closes the links. Raises as meeting.join does.
+    Rank 0 starts when both channels of all node leaders are READY, so READY on the second says that this node is
+    complete. On any error the links are closed. Raises as rendezvous_local.join.
     """
 
     def __init__(self, store: Store, identity: Identity, rank: int, covers: tuple[int, ...], limits: Limits) -> None:
@@ -140,25 +142,25 @@ class NodeJoin:
         store.set(f"{prefix}/key/{rank}", self._keys.public.decode())
         self._server_key = store.get(f"{prefix}/key")
         store.get(f"{prefix}/open")  # rank 0 knows our key
-        self._until = time.monotonic() + limits.start + limits.dispute
+        self._until = time.monotonic() + limits.start + limits.divergence
         self._greet("step")
 
     def finish(self) -> None:
         """READY on the other channel."""
-        self._until = time.monotonic() + self._limits.start + self._limits.dispute
+        self._until = time.monotonic() + self._limits.start + self._limits.divergence
         self._greet("watch")
 
     def await_start(self) -> None:
         """Waits for START on all channels."""
-        self._until = time.monotonic() + self._limits.start + self._limits.dispute
+        self._until = time.monotonic() + self._limits.start + self._limits.divergence
         for channel in CHANNELS:
             self._reach(channel, Greeting.STARTED)
 
     def decline(self, verdict: Verdict) -> None:
-        """A rank of this node was refused: tells rank 0, which tells everybody."""
+        """A rank of this node was refused: tells rank 0, which refuses all."""
         step = self.links["step"]
         step.send(self.machines["step"].codec.encode(Kind.END, self._rank, body=verdict))
-        step.flush(self._limits.dispute)
+        step.flush(self._limits.divergence)
         self._close()
 
     def _greet(self, channel: str) -> None:
@@ -177,7 +179,7 @@ class NodeJoin:
             try:
                 greet(self.links[channel], machine, goal, self._until)
             except (TimeoutError, EOFError, FrameError) as error:
-                last_words(self.links, self.machines)
+                raise_refusal(self.links, self.machines)
                 raise failure(error, machine.rank, 0).error() from error
         except BaseException:
             self._close()

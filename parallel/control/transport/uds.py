@@ -1,11 +1,11 @@
-"""Unix SOCK_SEQPACKET sockets of one node: frames between a leader and the followers beside it.
+"""Unix SOCK_SEQPACKET sockets: frames between a leader and the followers of its node.
 
 Knows: paths and their permissions, peer credentials, packets, partial sends.
-Does not know: what is in a frame beyond its length (frames.py), which rank is at the other end, nor how to wait for
-several or asleep (uds_links.py).
+Does not know: the contents of a frame beyond its length (frames.py), which rank is the peer, how to wait for several
+connections (uds_links.py).
 
-A frame is one packet, or, above PACKET bytes, several in a row: all full but the last. The kernel keeps their order and
-bounds. Nobody but this user can reach the socket (0700 directory), and both ends check the other's user id.
+A frame is one packet, or, above PACKET bytes, several consecutive ones: all full but the last. The kernel keeps packet
+order and boundaries. Only this user can reach the socket (0700 directory), and both ends check the peer's user id.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, Connecti
 
 
 class SocketPlaceError(RuntimeError):
-    """The place for a socket is not safe or not usable; the message says what to change."""
+    """A socket's directory or path is unsafe or unusable; the message says what to change."""
 
 
 def socket_path(directory: Path, job: int, epoch: int, name: str) -> Path:
-    """Where the socket called ``name`` of this job lies. Raises SocketPlaceError when the path is too long."""
+    """The path of this job's socket ``name``. Raises SocketPlaceError when it is too long."""
     path = directory / f"{job:016x}.{epoch}.{name}"
     length = len(os.fsencode(path))
     if length > MAX_PATH:
@@ -48,7 +48,7 @@ def socket_path(directory: Path, job: int, epoch: int, name: str) -> Path:
 
 
 def private_directory(directory: Path) -> None:
-    """Makes ``directory`` with mode 0700, or checks that it is one: ours, no link, closed to others."""
+    """Creates ``directory`` with mode 0700, or checks that it is ours, no link, and closed to others."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
     found = directory.lstat()
@@ -66,7 +66,7 @@ def private_directory(directory: Path) -> None:
 
 
 def listen(path: Path, backlog: int = 64) -> socket.socket:
-    """A non-blocking listener at ``path``; a socket that a dead process left there is removed."""
+    """A non-blocking listener at ``path``; removes the socket of a dead process."""
     private_directory(path.parent)
     _clean_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -81,7 +81,7 @@ def listen(path: Path, backlog: int = 64) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> PacketSocket | None:
-    """The next connection of this user, or None; connections of other users are closed unseen."""
+    """The next connection of this user, or None; closes connections of other users."""
     try:
         connection, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
@@ -93,7 +93,7 @@ def accept(listener: socket.socket) -> PacketSocket | None:
 
 
 def connect(path: Path, until: float, meanwhile: Callable[[], None] = lambda: None) -> PacketSocket:
-    """Connects to ``path``, trying until the monotonic time ``until``: the leader may start later than we do.
+    """Connects to ``path``, retrying until the monotonic time ``until``: the leader may start later.
 
     ``meanwhile`` is called between tries and may raise to give up.
     """
@@ -153,9 +153,9 @@ def _clean_stale(path: Path) -> None:
 class PacketSocket:
     """One connection: whole frames in, whole frames out, never blocking.
 
-    ``send`` keeps what the kernel does not take (``behind`` is then the oldest kept frame's number; ``pump`` goes on),
-    so that a slow reader never stops the writer in the middle of its step. A connection that broke is ``closed`` for
-    sending; ``receive`` still delivers what had arrived, then raises EOFError.
+    ``send`` queues what the kernel does not take (``behind`` is then the oldest queued frame's number; ``pump`` goes
+    on), so that a slow reader never blocks the writer in the middle of its step. A broken connection is ``closed`` for
+    sending; ``receive`` still returns what had arrived, then raises EOFError.
     """
 
     __slots__ = ("_buffer", "_fd", "_parts", "_queue", "_view", "_wanted", "closed", "socket")
@@ -177,13 +177,13 @@ class PacketSocket:
 
     @property
     def behind(self) -> int | None:
-        """The number of the oldest frame that is not wholly with the kernel; None when all are."""
+        """The number of the oldest frame that the kernel has not taken whole; None when there is none."""
         return self._queue[0][0] if self._queue else None
 
     def send(self, frame: bytes, number: int = 0) -> None:
-        """``number`` is the caller's name for the frame, rising; see ``behind``."""
+        """Sends or queues ``frame``; ``number`` is the caller's, ascending; see ``behind``."""
         if not self._queue and len(frame) <= PACKET and not self.closed:
-            try:  # what _offer does, without the call: a leader sends to each rank, and the last one waits for that
+            try:  # _offer inlined: a leader sends to every rank in turn, and the last one waits for all
                 self.socket.send(frame, _NO_SIGNAL)
                 return
             except BlockingIOError:
@@ -197,13 +197,13 @@ class PacketSocket:
         self.pump()
 
     def pump(self) -> None:
-        """Hands the kernel what it takes of the frames that are waiting."""
+        """Gives the kernel as many queued packets as it takes."""
         while self._queue and self._offer(self._queue[0][1]):
             self._queue.popleft()
 
     def receive(self, until: float | None = None) -> bytes | None:
-        """The next whole frame, or None when there is none yet. It looks again and again until the monotonic time
-        ``until``, and meanwhile hands on what waits to be sent.
+        """The next whole frame, or None when there is none yet. Polls until the monotonic time ``until``, and meanwhile
+        pumps the queue.
 
         Raises EOFError when the other end is gone, FrameError when what came cannot be (part of) a frame.
         """
@@ -229,7 +229,7 @@ class PacketSocket:
                 self._wanted = announced_size(packet)
                 if self._wanted < PACKET:
                     self._wanted = 0
-                    return packet  # decode will say that its length is wrong
+                    return packet  # decode will report its wrong length
             if size != min(PACKET, self._wanted):
                 self._wanted = 0
                 self._parts.clear()
@@ -247,7 +247,7 @@ class PacketSocket:
         self.socket.close()
 
     def _left_unread(self) -> int:
-        """The size of the next packet after a reset by the other end, which what lies unread outlives; 0 for none."""
+        """The size of the next packet after a reset by the peer, as unread packets survive it; 0 for none."""
         try:
             return self.socket.recv_into(self._buffer, PACKET, _TRUE_SIZE)
         except (*_GONE, BlockingIOError):

@@ -1,8 +1,8 @@
-"""The links of one node: a follower's connection to its leader, the leader's to its followers by rank.
+"""Links inside a node: a follower's connection to its leader, and the leader's to its followers by rank.
 
-Knows: which connection is whose, who has something to read, spinning and sleeping until there is.
-Does not know: how a frame becomes packets (uds.py), what is in one (frames.py), nor when one is due
-(control/interface.py).
+Knows: which connection is whose, which are readable, spinning and sleeping until one is.
+Does not know: packets (uds.py), the contents of frames (frames.py), when a frame is due (leader_plane.py,
+follower_plane.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from parallel.control.errors import FrameError
 from parallel.control.transport.uds import PacketSocket, peer_credentials
 
-_AT_ONCE = 1024  # frames that a leader hears before it looks at anything else
+_AT_ONCE = 1024  # frames that a leader receives in one call
 
 
 class UdsFollowerLink:
@@ -55,7 +55,7 @@ class UdsFollowerLink:
         return None if self.connection.socket.fileno() < 0 else peer_credentials(self.connection.socket)[0]
 
     def flush(self, timeout: float) -> None:
-        """Gives queued frames up to ``timeout`` seconds to leave."""
+        """Waits up to ``timeout`` seconds until queued frames have left."""
         until = time.monotonic() + timeout
         while self.connection.behind is not None and not self.connection.closed and time.monotonic() < until:
             self.connection.pump()
@@ -84,7 +84,7 @@ class UdsLeaderLink:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Of the connections to who is connected."""
+        """The file descriptors of open connections."""
         return tuple(self._rank_of)
 
     def broadcast(self, frame: bytes) -> int:
@@ -100,10 +100,10 @@ class UdsLeaderLink:
             connection.send(frame, self.number)
 
     def receive(self, timeout: float = 0.0) -> list[tuple[int, bytes | FrameError | None]]:
-        """What came from whom: frames, a FrameError for bytes that are none, None when the rank is gone.
+        """(rank, what came): a frame, a FrameError for bytes that are none, None when the rank is gone.
 
-        Each rank that has something says one thing before any says its next. Many frames are left for the next call,
-        and so is one of which only a part has come.
+        Ranks are read round-robin, one frame each. Frames beyond a limit, and incomplete ones, are left for the next
+        call.
         """
         received: list[tuple[int, bytes | FrameError | None]] = []
         ready = self._poll.poll(1000 * timeout)
@@ -122,11 +122,11 @@ class UdsLeaderLink:
                     self._drop(rank)
             if len(received) == before:
                 break
-            ready = self._poll.poll(0)  # once for all: a receive that finds nothing costs more than a frame
+            ready = self._poll.poll(0)  # one poll for all: a receive that finds nothing costs more than a frame
         return received
 
     def behind(self, number: int) -> tuple[int, ...]:
-        """The ranks that have not been handed frame ``number`` whole, after one more try."""
+        """The ranks whose socket has not taken frame ``number`` whole, after one more try."""
         late = []
         for rank, connection in self.connections.items():
             if connection.behind is not None:

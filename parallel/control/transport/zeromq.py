@@ -1,11 +1,11 @@
 """ZeroMQ between nodes: ROUTER at rank 0, DEALER at the first rank of every other node, always encrypted with CURVE.
 
-Knows: sockets, keys, who may connect, sizes and queues, broken and mended connections.
-Does not know: the handshake (rendezvous_nodes.py), what is in a frame, when one is due.
+Knows: sockets, keys, who may connect, sizes and queues, broken and restored connections.
+Does not know: the handshake (rendezvous_nodes.py), the contents of frames, when one is due.
 
-Every socket has a key pair of its own that never leaves its process; public keys travel through the job's rendezvous
-store. The ROUTER asks the ZAP handler for every connection, and the handler knows the public keys of this job's nodes
-only. A frame counts as sent by the rank whose key its connection was opened with, whatever its routing id says.
+Every process has a key pair of its own whose secret never leaves it; public keys are exchanged through the job's
+rendezvous store. The ROUTER asks the ZAP handler about every connection, and the handler knows only the public keys of
+this job's nodes. A frame is attributed to the rank whose key opened its connection, whatever its routing id says.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from parallel.control.errors import FrameError
 from parallel.control.wire.frames import MAX_FRAME
 
 _DOMAIN = "lockstride"
-_QUEUED = 16_384  # frames a socket keeps for a peer that does not take them
+_QUEUED = 16_384  # frames a socket queues for a peer that does not read
 _ENVELOPE = 64  # what CURVE adds to a message, generously
 _LINGER_MS = 1000
-_GOODBYE_MS = 100  # an agreed end: rank 0 has no more need of what is still queued
-_MEND_SECONDS = 2.0  # a broken connection of the watch channel may come back within this
+_GOODBYE_MS = 100  # after an agreed end: rank 0 no longer needs what is queued
+_MEND_SECONDS = 2.0  # a broken connection of the watch channel may reconnect within this time
 _HEARTBEAT_MS = 2000
-_BEATS = 5  # that may stay without an answer
+_BEATS = 5  # heartbeats that may stay unanswered
 
 
 class ListenError(RuntimeError):
@@ -36,14 +36,14 @@ class ListenError(RuntimeError):
 
 
 class KeyPair:
-    """CURVE keys of one process, made new for each job."""
+    """The CURVE key pair of one process, new for each job."""
 
     def __init__(self) -> None:
         self.public, self.secret = zmq.curve_keypair()
 
 
 class _Allowed:
-    """The ZAP handler's answer: the keys of this job's nodes may connect, nobody else."""
+    """The ZAP handler's credentials: only the keys of this job's nodes may connect."""
 
     def __init__(self, rank_of: Mapping[bytes, int]) -> None:
         self.rank_of = rank_of
@@ -79,15 +79,15 @@ class Gate:
     def listen(self, address: str, watched: bool = False) -> tuple[zmq.Socket[bytes], str]:
         """A ROUTER on a free port of ``address`` only, and its endpoint. ``watched`` as in ZmqLeaderLink."""
         socket = self.context.socket(zmq.ROUTER)
-        _bound(socket)
+        _set_limits(socket)
         if watched:
-            _beating(socket)
+            _set_heartbeats(socket)
         socket.ipv6 = ":" in address
         socket.curve_server = True
         socket.curve_secretkey = self.keys.secret
         socket.zap_domain = _DOMAIN.encode()
         socket.router_mandatory = True
-        socket.router_handover = True  # a node that comes back before its old connection is found dead is heard
+        socket.router_handover = True  # a node may reconnect before its old connection is known to be dead
         try:
             port = socket.bind_to_random_port(f"tcp://{_bracketed(address)}")
         except zmq.ZMQError as error:
@@ -115,8 +115,8 @@ class Gate:
 class ZmqLeaderLink:
     """Rank 0's connections to the leaders of the other nodes, on one channel. ``covers``: their ranks, by leader.
 
-    ``watched``: a connection that broke and did not come back within two seconds counts as a rank that is gone. Without
-    it (the step channel) only deadlines do.
+    ``watched``: a connection that broke and did not reconnect within two seconds counts as a lost rank. Otherwise (the
+    step channel) only deadlines end a job.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ZmqLeaderLink:
         self.ranks = tuple(sorted(covers))
         self.reached = frozenset(rank for covered in covers.values() for rank in covered)
         self.number = 0
-        self.strangers = 0  # frames of authenticated peers under another's name: never read
+        self.strangers = 0  # frames of authenticated peers under another rank's id: never read
         self._leader_of = {rank: leader for leader, covered in covers.items() for rank in covered}
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if watched else None
         self._descriptors: dict[int, int] = {}
@@ -140,7 +140,7 @@ class ZmqLeaderLink:
         return self.number
 
     def send(self, rank: int, frame: bytes) -> None:
-        """To the leader of the rank's node, which passes it on."""
+        """Sends to the leader of the rank's node, which relays it."""
         leader = self._leader_of.get(rank)
         if leader is not None:
             post(self.socket, leader, frame)
@@ -163,11 +163,11 @@ class ZmqLeaderLink:
                 self._broken.pop(rank, None)
             received.append((rank, parts[1].bytes))
         if self._monitor is not None:
-            received += self._gone(self._monitor)
+            received += self._lost_ranks(self._monitor)
         return received
 
     def behind(self, number: int) -> tuple[int, ...]:
-        return ()  # ZeroMQ queues, and its thread sends while we compute
+        return ()  # ZeroMQ queues, and sends from its own thread
 
     def process(self, rank: int) -> int | None:
         return None
@@ -179,7 +179,7 @@ class ZmqLeaderLink:
                 self._monitor.close(0)
             self.gate.close(self.socket)
 
-    def _gone(self, monitor: zmq.Socket[bytes]) -> list[tuple[int, bytes | FrameError | None]]:
+    def _lost_ranks(self, monitor: zmq.Socket[bytes]) -> list[tuple[int, bytes | FrameError | None]]:
         now = time.monotonic()
         while monitor.poll(0):
             rank = self._descriptors.pop(int(recv_monitor_message(monitor)["value"]), None)
@@ -193,20 +193,20 @@ class ZmqLeaderLink:
 
 
 class ZmqFollowerLink:
-    """A node leader's connection to rank 0, on one channel. ``watched`` as in ZmqLeaderLink; EOFError tells of it."""
+    """A node leader's connection to rank 0, on one channel. ``watched`` as in ZmqLeaderLink: a loss raises EOFError."""
 
     def __init__(self, endpoint: str, rank: int, keys: KeyPair, server_key: bytes, spin: float, watched: bool) -> None:
         self.spin = spin
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        _bound(self.socket)
+        _set_limits(self.socket)
         self.socket.ipv6 = "[" in endpoint
         self.socket.routing_id = routing_id(rank)
         self.socket.curve_serverkey = server_key
         self.socket.curve_publickey = keys.public
         self.socket.curve_secretkey = keys.secret
         if watched:
-            _beating(self.socket)
+            _set_heartbeats(self.socket)
         self.socket.reconnect_ivl = 100
         self.socket.reconnect_ivl_max = 1000
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -216,7 +216,7 @@ class ZmqFollowerLink:
         self.socket.connect(endpoint)
 
     def send(self, frame: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # a full queue: rank 0 is gone for long, and a deadline is near
+        with contextlib.suppress(zmq.Again):  # the queue is full: rank 0 has been gone for long, and a deadline is near
             self.socket.send(frame, zmq.NOBLOCK)
 
     def receive(self, timeout: float) -> bytes | None:
@@ -231,7 +231,7 @@ class ZmqFollowerLink:
             if now < spin_until:
                 continue
             if self._monitor is not None:
-                self._look(self._monitor, now)
+                self._check_monitor(self._monitor, now)
             if now >= until:
                 return None
             self.socket.poll(max(1, min(100, int(1000 * (until - now)))))
@@ -240,7 +240,7 @@ class ZmqFollowerLink:
         return None
 
     def flush(self, timeout: float) -> None:
-        """What was sent matters: ``close`` gives it up to ``timeout`` seconds to leave."""
+        """Gives queued frames up to ``timeout`` seconds to leave when ``close`` is called."""
         self._linger_ms = int(1000 * timeout)
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class ZmqFollowerLink:
             self.socket.close(self._linger_ms)
             self._context.term()
 
-    def _look(self, monitor: zmq.Socket[bytes], now: float) -> None:
+    def _check_monitor(self, monitor: zmq.Socket[bytes], now: float) -> None:
         while monitor.poll(0):
             broke = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
             self._broken = now if broke else None
@@ -264,7 +264,7 @@ def routing_id(rank: int) -> bytes:
 
 
 def sender(gate: Gate, parts: list[zmq.Frame]) -> int | None:
-    """The rank whose key this message was sent with; None for a message of another form or under another's name."""
+    """The rank whose key sent this message; None for a malformed message or one with another rank's id."""
     if len(parts) != 2:
         return None
     try:
@@ -275,7 +275,7 @@ def sender(gate: Gate, parts: list[zmq.Frame]) -> int | None:
 
 
 def post(socket: zmq.Socket[bytes], rank: int, frame: bytes) -> None:
-    """Queues a frame for a rank. One that cannot be reached now gets nothing: it asks again, or its deadline passes."""
+    """Queues a frame for a rank. Dropped where the rank is unreachable: it asks again, or its deadline passes."""
     try:
         socket.send_multipart((routing_id(rank), frame), zmq.NOBLOCK, copy=len(frame) < 65_536)
     except zmq.ZMQError as error:
@@ -283,18 +283,18 @@ def post(socket: zmq.Socket[bytes], rank: int, frame: bytes) -> None:
             raise
 
 
-def _bound(socket: zmq.Socket[bytes]) -> None:
-    """Limits that every socket has: sizes and queues."""
+def _set_limits(socket: zmq.Socket[bytes]) -> None:
+    """Sets the limits of every socket: sizes and queues."""
     socket.maxmsgsize = MAX_FRAME + _ENVELOPE
     socket.sndhwm = _QUEUED
     socket.rcvhwm = _QUEUED
     socket.linger = _LINGER_MS
 
 
-def _beating(socket: zmq.Socket[bytes]) -> None:
-    """A connection that nobody answers on is given up, with what was under way on it.
+def _set_heartbeats(socket: zmq.Socket[bytes]) -> None:
+    """Sets heartbeats: a connection without answers is dropped, with all frames in flight on it.
 
-    Not on the step channel: TCP goes on where it was when a network is back, and a record that was lost has to wait for
+    Not for the step channel: there TCP resumes when the network is back, while a dropped record would have to wait for
     rank 0's next turn.
     """
     socket.heartbeat_ivl = _HEARTBEAT_MS

@@ -1,1 +1,1 @@
-"""Bytes on the wire: frames, their headers, checks and templates."""
+"""The wire format: frames, their validation, and frame templates."""

@@ -1,6 +1,6 @@
-"""The wire format of the control plane: one fixed header, one payload, and nothing that runs code.
+"""The wire format of the control plane: a fixed header and a payload. No payload is ever executed.
 
-Knows: how a frame is written and read, byte by byte, and every reason to refuse one.
+Knows: the encoding of every frame, byte by byte, and every reason to refuse one.
 Does not know: sockets, who may send what in which state (handshake.py, states.py), what events mean.
 
 A frame is a 48-byte little-endian header and its payload (docs/control-plane.md has the table). The header's layout
@@ -22,12 +22,12 @@ from parallel.control.errors import FrameError, Verdict
 MAGIC = b"LSCP"
 VERSION = 2
 MAX_PAYLOAD = 32 << 20  # about eight million prompt tokens in one step; more is a bug or an attack
-EVERYONE = 0xFFFF  # the rank field of a frame to all followers
+EVERYONE = 0xFFFF  # in the rank field: a frame to all followers
 MAX_WORLD = EVERYONE
-MOST = (1 << 63) - 1  # the largest number that may be agreed on
-MOST_NUMBERS = 256  # agreed on at once
+MAX_NUMBER = (1 << 63) - 1  # the largest number that agree_max takes
+MAX_NUMBERS = 256  # that agree_max takes at once
 
-STOP = 1  # flag of a RECORD: the step it takes effect in is the last one
+STOP = 1  # flag of a RECORD: the turn in which it takes effect is the last one
 CLOCK_REPLY = 1  # flag of a PROBE: the leader's answer
 
 _HEADER = struct.Struct("<4sBBHQIHHQQI")  # everything before the CRC
@@ -36,40 +36,40 @@ _HEADER_AND_CRC = struct.Struct(_HEADER.format + "I")
 _CRC_AT = _HEADER.size
 HEADER_SIZE = _CRC_AT + CRC.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
-# The opening, all before the step, is the same in every frame of a kind from one rank to another: it is looked at once,
-# and its CRC is where that of the frame goes on.
-_OPENING = struct.Struct("<4sBBHQIHH")
-AFTER_OPENING = struct.Struct("<QQI")  # step, digest, length
-STEP_AT = _OPENING.size
-_IN_TWO = struct.Struct(f"<{STEP_AT}sQQII")
-_MOST_OPENINGS = 4096  # remembered, of some 300 bytes each
+# The prefix, all before the step, is the same in every frame of a kind between two ranks: it is validated once and
+# remembered, with its CRC, from which the frame's CRC continues.
+_PREFIX = struct.Struct("<4sBBHQIHH")
+AFTER_PREFIX = struct.Struct("<QQI")  # step, digest, length
+STEP_AT = _PREFIX.size
+_PREFIX_AND_REST = struct.Struct(f"<{STEP_AT}sQQII")
+_MAX_PREFIXES = 4096  # remembered, of some 300 bytes each
 
 
 class Kind(IntEnum):
     """What a frame is. L: sent by the leader, F: by a follower. Numbers are on the wire: never renumber them."""
 
     HELLO = 1  # F: who I am (body Hello)
-    WELCOME = 2  # L: you are the same as I
+    WELCOME = 2  # L: your identity equals mine
     PROBE = 3  # F, L: clock question and answer (body Probe)
     READY = 4  # F: my clock's offset (body Ready)
-    START = 5  # L: everybody is here (body Start)
+    START = 5  # L: all ranks are ready (body Start)
     RECORD = 6  # L: step, leader's digest, events that take effect at step + horizon (payload opaque)
     ACK = 7  # F: I reached this step with this digest
-    RESEND = 8  # F: I miss this record
-    KEEPALIVE = 9  # L: nothing to do, still here
-    EXPLAIN = 10  # L: your digest at this step differs; tell me your last decisions
+    RESEND = 8  # F: this record is missing here
+    KEEPALIVE = 9  # L: idle, but alive
+    EXPLAIN = 10  # L: your digest at this step differs; send your last decisions
     DECISIONS = 11  # F: my last decisions before this step (body Decisions)
-    END = 12  # F, L: I end, and why; the leader: everybody ends, and why (body Verdict)
+    END = 12  # F: this rank ends, and why. L: the job ends, and why (body Verdict)
     BYE = 13  # F, L: this channel closes as agreed
     HEARTBEAT = 14  # F, L: progress, on the watch channel (body Heartbeat)
     PROPOSE = 15  # F: my numbers for the maximum of this step (body Numbers)
     AGREED = 16  # L: the maximum of all ranks' numbers of this step (body Numbers)
-    TELL = 17  # F: bytes for the leader; step counts what this rank told (payload opaque)
-    HEARD = 18  # L: step is how much of what you told was taken
+    MESSAGE = 17  # F: a reliable message to the leader's engine; step is its number (payload opaque)
+    MESSAGE_ACK = 18  # L: my engine took all your messages below number step
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A follower's first words. What differs up to ``code`` is refused by name (handshake.py)."""
+    """A follower's identity. A difference in any field up to ``code`` is refused by name (handshake.py)."""
 
     world: int
     horizon: int
@@ -84,7 +84,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Wall clocks in ns: ``asked`` by the follower's, ``answered`` by the leader's (0 in the question)."""
+    """Wall clocks in ns: ``asked`` on the follower's, ``answered`` on the leader's (0 in the question)."""
 
     asked: int
     answered: int
@@ -121,10 +121,10 @@ class Decisions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank's watchdog says of its engine: ``turns`` counts progress, ``still_for`` is seconds without any.
+    """A watchdog's report on its engine: ``turns`` counts progress, ``still_for`` is seconds without any.
 
-    ``called`` counts its collectives; ``calls`` are the last of them, as runs of like calls: number of the first, call.
-    ``group`` is the first of the ranks that make the same.
+    ``called`` counts its collectives; ``calls`` are the last of them, as runs of equal calls: (number of the first,
+    call). ``group`` is the first of the ranks that make the same calls.
     """
 
     turns: int
@@ -138,13 +138,13 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     calls: tuple[tuple[int, str], ...]
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank proposes, or what all agree on, for a step: each below 2**63, MOST_NUMBERS at most."""
+    """A rank's proposal, or the agreed maximum, for a step: at most MAX_NUMBERS numbers, each below 2**63."""
 
-    numbers: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MOST_NUMBERS)]
+    numbers: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
 
 
 Body = Hello | Probe | Ready | Start | Decisions | Verdict | Heartbeat | Numbers
@@ -160,11 +160,11 @@ _BODIES: dict[int, msgspec.msgpack.Decoder[Body]] = {
     Kind.PROPOSE: msgspec.msgpack.Decoder(Numbers),
     Kind.AGREED: msgspec.msgpack.Decoder(Numbers),
 }
-_OPAQUE = frozenset((Kind.RECORD, Kind.TELL))  # kinds whose payload is not ours to read
+_OPAQUE = frozenset((Kind.RECORD, Kind.MESSAGE))  # kinds whose payload the control plane does not read
 _KINDS = {int(kind): kind for kind in Kind}
 _FLAGS = {Kind.RECORD: STOP, Kind.PROBE: CLOCK_REPLY}
-# What a frame opens with: the CRC so far, the largest payload, kind, flags, rank, horizon, and what reads the body.
-_Opening = tuple[int, int, Kind, int, int, int, msgspec.msgpack.Decoder[Body] | None]
+# A validated prefix: the CRC so far, the largest payload, kind, flags, rank, horizon, and the decoder of the body.
+_Prefix = tuple[int, int, Kind, int, int, int, msgspec.msgpack.Decoder[Body] | None]
 _BODY_ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -172,7 +172,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     """A decoded frame. ``rank``: a follower's frames carry its own, the leader's the receiver's or EVERYONE.
 
     ``payload`` is meant for RECORD and TELL only, ``body`` for the kinds that have one; the other is empty.
-    A Struct because one is made for each frame that comes, and it is made quickest; nothing in it leads back to it.
+    A msgspec Struct, as one is made for each received frame and nothing is made faster; gc=False as it has no cycles.
     """
 
     kind: Kind
@@ -188,7 +188,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 class Codec:
     """Writes and reads the frames of one job: its 64-bit id, the epoch that counts its restarts, its world of ranks."""
 
-    __slots__ = ("_openings", "epoch", "job", "world")
+    __slots__ = ("_prefixes", "epoch", "job", "world")
 
     def __init__(self, job: int, epoch: int, world: int) -> None:
         if not 0 <= job < 1 << 64 or not 0 <= epoch < 1 << 32 or not 1 <= world <= MAX_WORLD:
@@ -199,7 +199,7 @@ class Codec:
         self.job = job
         self.epoch = epoch
         self.world = world
-        self._openings: dict[bytes, _Opening] = {}  # of good frames
+        self._prefixes: dict[bytes, _Prefix] = {}  # of valid frames
 
     def encode(
         self,
@@ -236,16 +236,16 @@ class Codec:
         """The frame that ``data`` is, whole. Raises FrameError naming the part at fault, and looks no further."""
         if len(data) < HEADER_SIZE:
             raise FrameError("size", f"{len(data)} bytes, a header has {HEADER_SIZE}")
-        opening, step, digest, length, crc = _IN_TWO.unpack_from(data)
+        prefix, step, digest, length, crc = _PREFIX_AND_REST.unpack_from(data)
         payload = data[HEADER_SIZE:]
-        known = self._openings.get(opening)
+        known = self._prefixes.get(prefix)
         if (
             known is None
             or length != len(payload)
             or length > known[1]
             or crc != crc32(payload, crc32(data[STEP_AT:_CRC_AT], known[0]))
         ):
-            known = self._examined(data, opening)
+            known = self._validate(data, prefix)
         _, _, kind, flags, rank, horizon, decoder = known
         if decoder is None:
             return Frame(kind, flags, rank, horizon, step, digest, payload, None)
@@ -255,9 +255,9 @@ class Codec:
             raise FrameError("body", f"{kind.name}: {error}") from error
         return Frame(kind, flags, rank, horizon, step, digest, b"", body)
 
-    def _examined(self, data: bytes, opening: bytes) -> _Opening:
-        """What the frame opens with, when that was not seen before; raises FrameError for what is wrong with any part
-        of the frame before its body."""
+    def _validate(self, data: bytes, prefix: bytes) -> _Prefix:
+        """Validates everything before the body of a frame whose prefix is new, and remembers the prefix. Raises
+        FrameError for the first part that is wrong."""
         head = _HEADER_AND_CRC.unpack_from(data)
         magic, version, number, flags, job, epoch, rank, horizon, _, _, length, crc = head
         if magic != MAGIC:
@@ -284,9 +284,9 @@ class Codec:
         most = MAX_PAYLOAD if decoder is not None or kind in _OPAQUE else 0
         if length > most:
             raise FrameError("payload", f"{length} bytes on {kind.name}, which has none")
-        found = crc32(opening), most, kind, flags, rank, horizon, decoder
-        if len(self._openings) < _MOST_OPENINGS:
-            self._openings[opening] = found
+        found = crc32(prefix), most, kind, flags, rank, horizon, decoder
+        if len(self._prefixes) < _MAX_PREFIXES:
+            self._prefixes[prefix] = found
         return found
 
 

@@ -19,19 +19,18 @@ import torch
 
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, empty_kv_layer
-from models.kernels.attention import rope_prefill as rope_prefill_triton
+from models.kernels.attention import rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
-from models.kernels.experts import grouped as experts_triton
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
-from models.kernels.nvidia import HopperKernels
-from parallel.comm.all_reduce_triton import summed
-from parallel.comm.ep_exchange_triton import gathered
+from models.kernels.nvidia import NvidiaKernels
+from models.kernels.traits import H200
+from parallel.comm.all_reduce_triton import all_reduce_rows
+from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.step.prefill import shorter_prefills
@@ -91,12 +90,12 @@ def experts(driver: CompilingDriver) -> None:
         driver.where = f"Mixtral, {rows} rows"
         given = (layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True)
         if rows == 1:
-            experts_streamed_triton.expert_mlp(*given)
+            streamed.expert_mlp(*given)
             continue
-        experts_triton.expert_mlp(*given, all_experts=layer.experts)
+        grouped.expert_mlp(*given, all_experts=layer.experts)
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
-            experts_tma_triton.expert_mlp(*given, tiles)
+            grouped_tma.expert_mlp(*given, tiles)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -110,14 +109,12 @@ def rotation(driver: CompilingDriver) -> None:
         for dim in (16, 64, 256, 512):
             for norm in (True, False):
                 driver.where = f"{dtype}, heads of {dim}, norm {norm}"
-                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(
-                    rope_prefill_triton.rope_and_cache
-                )
+                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(rope_prefill.rope_and_cache)
 
 
 def pushing(driver: CompilingDriver) -> None:
     """Products that keep their result, that push it to one other rank, and to seven."""
-    kernels = HopperKernels(META)
+    kernels = NvidiaKernels(META)
     choices: tuple[tuple[Choice, int], ...] = (
         (Gemv(4, 512, 2, 1024), 2),
         (Skinny(16, 64, 128, 1, 5, 4, 1024), 16),
@@ -127,15 +124,15 @@ def pushing(driver: CompilingDriver) -> None:
         for size in (1, 2, 8):
             driver.where = str(size)
             x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
-            into = FirstRank(size).places_for(rows, 3072, torch.bfloat16)
-            kernels._product(x, weight, None, choice, gate_up=False, places=into)
+            into = FirstRank(size).push_buffers(rows, 3072, torch.bfloat16)
+            kernels.matmul.run(x, weight, None, choice, gate_up=False, buffers=into)
 
 
-def sums(driver: CompilingDriver) -> None:
+def all_reduces(driver: CompilingDriver) -> None:
     """Between two, three, five and eight ranks, with and without what follows a sum in a decoder."""
     for size in (2, 3, 5, 8):
-        made = FirstRank(size).sums
-        for name, way in {"one step": made.one_step, "pushed": made.pushed, "two steps": made.two_steps}.items():
+        made = FirstRank(size).dispatch
+        for name, way in {"one-shot": made.one_shot, "pushed": made.pushed, "two-shot": made.two_shot}.items():
             for dtype in (torch.bfloat16, torch.float32):
                 driver.where = f"{name}, {size} ranks"
                 x, norm = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((16, 4096), (4096,)))
@@ -146,16 +143,16 @@ def sums(driver: CompilingDriver) -> None:
 def exchanges(driver: CompilingDriver) -> None:
     """There and back, between two, three, five and eight groups: any number of tokens runs the same code."""
     for size in (2, 3, 5, 8):
-        exchanges = torch.empty(ROWS, dtype=torch.int32, device=META)
-        places = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), exchanges, 0, ROWS, ROW_BYTES)
+        use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
+        buffers = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), use_counts, 0, ROWS, ROW_BYTES)
         for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
             driver.where = f"{size} groups"
             for tokens in (1, 13, 16):
                 hidden = torch.empty(tokens, width, dtype=dtype, device=META)
                 weights = torch.empty(tokens, choices, device=META)
                 ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((tokens, choices), (128,)))
-                gathered(hidden, weights, ids, 16, numbers, places, pdl=True)
-            summed(torch.empty(size * 16, width, dtype=dtype, device=META), places, scatter=True, pdl=True)
+                dispatch_rows(hidden, weights, ids, 16, numbers, buffers, pdl=True)
+            all_reduce_rows(torch.empty(size * 16, width, dtype=dtype, device=META), buffers, scatter=True, pdl=True)
 
 
 def shipped_table(driver: CompilingDriver) -> None:
@@ -195,7 +192,7 @@ def prefills(driver: CompilingDriver) -> None:
                 empty_kv_layer(9, page, kv_heads, dim, dtype, "meta"),
             )
             inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
-            tiled = TiledPrefill(META, pdl=True)
+            tiled = TiledPrefill(META, H200)
             tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
 
 
@@ -205,7 +202,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "rotation": rotation,
     "prefill": prefills,
     "push": pushing,
-    "sums": sums,
+    "all-reduce": all_reduces,
     "exchanges": exchanges,
     "table": shipped_table,
     "too-much": too_much,

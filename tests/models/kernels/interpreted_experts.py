@@ -13,9 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from models.kernels.experts import grouped as experts_triton
-from models.kernels.experts import grouped_tma as experts_tma_triton
-from models.kernels.experts import streamed as experts_streamed_triton
+from models.kernels.experts import grouped as grouped_kernel
+from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.grouped import most_blocks
 from models.kernels.experts.route import pairs_by_expert, route_top_k
 from models.kernels.experts.tiles import LongListTiles, Tiles
@@ -102,9 +101,9 @@ def main() -> None:
     for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (5000, 2, 3)]:
         check_lists(*shape)
     for dtype in TOLERANCE:
-        check_mlp(experts_streamed_triton.expert_mlp, 1, 3, 6, (64, 48), dtype)
-        check_mlp(experts_streamed_triton.expert_mlp, 4, 2, 3, (48, 32), dtype)
-        grouped = partial(experts_triton.expert_mlp, all_experts=14)
+        check_mlp(streamed.expert_mlp, 1, 3, 6, (64, 48), dtype)
+        check_mlp(streamed.expert_mlp, 4, 2, 3, (48, 32), dtype)
+        grouped = partial(grouped_kernel.expert_mlp, all_experts=14)
         check_mlp(grouped, 5, 3, 7, (64, 48), dtype)
         small, large = (
             partial(grouped, tiles=(tiles, tiles)) for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
@@ -116,7 +115,7 @@ def main() -> None:
             check_mlp(partial(grouped, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
     for group, split in ((1, 1), (2, 3), (8, 1)):
         up, down = Tiles(16, 16, 16, 2, 4, group), Tiles(32, 16, 16, 2, 4, group)
-        form = partial(experts_tma_triton.expert_mlp, tiles=LongListTiles(up, down, split))
+        form = partial(grouped_tma.expert_mlp, tiles=LongListTiles(up, down, split))
         check_mlp(form, 60, 2, 3, (32, 48), torch.float16)
         check_mlp(form, 7, 3, 5, (48, 48), torch.float16)
 

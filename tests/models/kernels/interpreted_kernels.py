@@ -3,7 +3,7 @@
 Each against the torch reference in float32 or float16, then a whole engine over them against an engine over the
 reference, token for token. Exits with an error where one differs.
 
-Knows: HopperKernels' choices, and shapes that reach every branch of its kernels. Does not know: GPUs (tests/gpu), where
+Knows: NvidiaKernels' choices, and shapes that reach every branch of its kernels. Does not know: GPUs (tests/gpu), where
 the same kernels run compiled, in bfloat16 and with programmatic dependent launch.
 """
 
@@ -23,17 +23,18 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention
-from models.kernels import bandwidth_probe as read_triton
-from models.kernels.attention import decode as attention_triton
-from models.kernels.attention import decode_tma as attention_tma_triton
+from models.kernels import bandwidth_probe
+from models.kernels.attention import decode, decode_tma
 from models.kernels.attention.prefill_choice import Prefill
-from models.kernels.attention.rope_decode import Rotation
-from models.kernels.matmul import candidates as product_candidates
-from models.kernels.matmul import norm as norm_triton
-from models.kernels.matmul import skinny as skinny_triton
+from models.kernels.interface import Rotation
+from models.kernels.matmul import candidates
+from models.kernels.matmul import norm as norm_kernels
+from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
-from models.kernels.nvidia import HopperKernels
+from models.kernels.matmul.dispatch import MatmulDispatch
+from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
+from models.kernels.traits import H200
 from tests.runtime.engine.rig import request, rig, run
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
@@ -52,24 +53,34 @@ def _patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
 interpreter._patch_lang_tensor = _patch_tensor_for_new_numpy
 
 
-class InterpretedKernels(HopperKernels):
-    """HopperKernels without a GPU: no cuBLASLt, no FlashInfer, no dependent launches. Workspaces begin as NaN."""
+TRAITS = dataclasses.replace(H200, capability=(8, 0))  # an H200 without TMA and dependent launches
+
+
+class InterpretedMatmul(MatmulDispatch):
+    """Without cuBLASLt. Workspaces begin as NaN."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.pdl = self._hopper = False
+        self.device, self.traits, self.pdl = torch.device("cpu"), TRAITS, False
         self.choices = ChoiceTable()
         self._resolved = {}
-        self._reference = ReferenceKernels()
-        self._prefill = Prefill(self.device, "triton", pdl=False)
         self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
         self._partial = torch.full((1 << 20,), math.nan)
-        self._counters = torch.zeros(skinny_triton.COUNTERS, dtype=torch.int32)
-        self._attention_partial = self._partial.clone()
-        self._attention_counters = torch.zeros(132, dtype=torch.int32)
+        self._counters = torch.zeros(skinny_kernel.COUNTERS, dtype=torch.int32)
+
+
+class InterpretedKernels(NvidiaKernels):
+    """NvidiaKernels without a GPU: no cuBLASLt, no FlashInfer, no dependent launches. Workspaces begin as NaN."""
+
+    def __init__(self) -> None:
+        self.device, self.traits, self.pdl = torch.device("cpu"), TRAITS, False
+        self.matmul = InterpretedMatmul()
+        self._reference = ReferenceKernels()
+        self._prefill = Prefill(self.device, "triton", TRAITS)
+        self._attention_partial = torch.full((1 << 20,), math.nan)
+        self._attention_counters = torch.zeros(TRAITS.multiprocessors, dtype=torch.int32)
 
     def check_counters(self) -> None:
-        assert not self._counters.any(), "a split product left its counters set"
+        assert not self.matmul._counters.any(), "a split product left its counters set"
         assert not self._attention_counters.any(), "a split attention left its counters set"
 
 
@@ -94,12 +105,12 @@ def rows(kernels: InterpretedKernels) -> None:
             out, kept = kernels.add_rms_norm(x, residual.clone(), weight[0], 1e-6)
             check(out, expected, dtype, ("add and norm", width))
             check(kept, total, dtype, ("residual", width))
-            check(norm_triton.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
+            check(norm_kernels.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
 
 
 def some(shape: LinearShape) -> list[Choice]:
     """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
-    found = product_candidates.candidates_for(shape)
+    found = candidates.candidates_for(shape)
     picked = [*found[:2], *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
     skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
     if skinny is not None:
@@ -125,9 +136,9 @@ def products(kernels: InterpretedKernels) -> None:
             after = REFERENCE.linear(hidden, weight)
             for choice in some(shape):
                 kinds.add((type(choice), getattr(choice, "fold", False), getattr(choice, "split", 1) > 1))
-                found = kernels._product(x, weight, offset, choice, gate_up=gate_up)
+                found = kernels.matmul.run(x, weight, offset, choice, gate_up=gate_up)
                 check(found, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, (choice, gate_up))
-                found, kept = kernels._normed_product(
+                found, kept = kernels.matmul.run_normed(
                     x, residual.clone(), norm[0], 1e-6, weight, None, choice, gate_up=gate_up
                 )
                 check(found, REFERENCE.silu_mul(after) if gate_up else after, dtype, ("norm", choice, gate_up))
@@ -141,12 +152,12 @@ def products(kernels: InterpretedKernels) -> None:
 
 def reading(kernels: InterpretedKernels) -> None:
     """Every block, its first and its last value; what lies behind the last block is not written."""
-    block = read_triton.BLOCK
+    block = bandwidth_probe.BLOCK
     values = torch.randint(-(2**31), 2**31 - 2, (3, block), dtype=torch.int32)
     for row, column in enumerate((0, block - 1, block // 2)):
         values[row, column] = 2**31 - 1 - row
     out = torch.full((4,), 7, dtype=torch.int32)
-    read_triton.block_maxima(values.flatten(), out)
+    bandwidth_probe.block_maxima(values.flatten(), out)
     assert out.tolist() == [*values.amax(1).tolist(), 7]
 
 
@@ -173,7 +184,7 @@ class Cache:
 
 
 # Of the form whose choice needs a GPU.
-many_rows = partial(attention_tma_triton.attend_many, block_n=16, stages=2, warps=4, pdl=False)
+many_rows = partial(decode_tma.attend_many, block_n=16, stages=2, warps=4, pdl=False)
 
 
 def attention(kernels: InterpretedKernels) -> None:
@@ -195,7 +206,7 @@ def attention(kernels: InterpretedKernels) -> None:
         what = ("attention", heads, dim, query_len)
         check(kernels.decode_attention(q, cache.kv, cache.inputs(query_len), dim**-0.5), expected, dtype, what)
         for block_n, splits in ((16, 1), (16, 4), (64, 2)):
-            found = attention_triton.decode_attention(
+            found = decode.decode_attention(
                 q,
                 heads,
                 cache.kv,
@@ -210,7 +221,7 @@ def attention(kernels: InterpretedKernels) -> None:
                 pdl=False,
             )
             check(found, expected, dtype, (*what, block_n, splits))
-        if attention_tma_triton.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
+        if decode_tma.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
             found = many_rows(q, heads, cache.kv, cache.inputs(query_len), dim**-0.5)
             check(found, expected, dtype, (*what, "many rows"))
             by_tma += 1
@@ -232,18 +243,19 @@ def rotation(kernels: InterpretedKernels) -> None:
         qkv = randn(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
         q_norm, k_norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
         angles = torch.randn(64, rotary)
-        given = (qkv, heads, kv_heads, dim, q_norm, k_norm, 1e-6, angles, positions, slots)
+        turn = Rotation(q_norm, k_norm, 1e-6, angles, positions, slots)
         written, alone, folded, many = (cache.kv.clone() for _ in range(4))
-        q = REFERENCE.rope_and_cache(*given, written)
-        check(kernels.rope_and_cache(*given, alone), q, dtype, ("rotation", heads, dim))
+        q = REFERENCE.rope_and_cache(qkv, heads, written, turn)
+        check(kernels.rope_and_cache(qkv, heads, alone, turn), q, dtype, ("rotation", heads, dim))
         scale, inputs = dim**-0.5, cache.inputs(1)
         expected = REFERENCE.decode_attention(q, written, inputs, scale)
-        check(kernels.rope_cache_attend(*given, folded, inputs, scale), expected, dtype, ("folded", heads, dim))
-        if attention_tma_triton.supports(qkv, heads, many, inputs, 16):
-            turn = Rotation(q_norm, k_norm, 1e-6, angles, positions, slots)
+        check(
+            kernels.rope_cache_attend(qkv, heads, folded, turn, inputs, scale), expected, dtype, ("folded", heads, dim)
+        )
+        if decode_tma.supports(qkv, heads, many, inputs, 16):
             check(many_rows(qkv, heads, many, inputs, scale, rotation=turn), expected, dtype, ("many rows", heads, dim))
         else:
-            kernels.rope_cache_attend(*given, many, inputs, scale)
+            kernels.rope_cache_attend(qkv, heads, many, turn, inputs, scale)
         for kv in (alone, folded, many):
             check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
             assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
@@ -272,7 +284,7 @@ def engine(kernels: InterpretedKernels) -> None:
         found = run(interpreted, requests)
         assert interpreted.counters["chained_steps"] > 0
     assert {i: one.token_ids for i, one in found.items()} == {i: one.token_ids for i, one in expected.items()}
-    ran = {(type(kernels.choice(shape)), shape.normed) for shape in list(kernels._resolved)}
+    ran = {(type(kernels.matmul.choice(shape)), shape.normed) for shape in list(kernels.matmul._resolved)}
     assert {(Gemv, True), (Gemv, False)} <= ran, ran
     kernels.check_counters()
 

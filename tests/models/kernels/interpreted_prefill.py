@@ -9,6 +9,7 @@ same kernel runs compiled, in bfloat16, and at real sizes.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention
-from models.kernels.attention import prefill as prefill_triton
+from models.kernels.attention import prefill
 from models.kernels.attention.prefill import Blocks, TiledPrefill
 from models.kernels.reference import ReferenceKernels
-from tests.models.kernels.interpreted_kernels import Cache, check, randn
+from models.kernels.traits import DeviceTraits
+from tests.models.kernels.interpreted_kernels import TRAITS, Cache, check, randn
 
 REFERENCE = ReferenceKernels()
 
@@ -58,21 +60,23 @@ def expected(case: Case, cache: Cache, q: Tensor, scale: float) -> Tensor:
     return REFERENCE.prefill_attention(q, cache.kv, inputs, scale)
 
 
-def ordinary() -> None:
+def ordinary(traits: DeviceTraits = TRAITS) -> None:
     """Planned once, with the blocks that a GPU gets and with smaller ones, of which a row has many."""
     for case in CASES:
         cache = Cache(list(case.lengths), case.kv_heads, case.dim, case.page, case.dtype)
         q, scale = randn(sum(case.queries), case.heads, case.dim, dtype=case.dtype), 0.3
         inputs = PrefillAttention(cache.table, case.queries, case.lengths)
-        tiled = TiledPrefill(torch.device("cpu"), pdl=False)
+        tiled = TiledPrefill(torch.device("cpu"), traits)
         planned = tiled.plan(inputs, case.heads, case.kv_heads, case.dim, cache.kv)
         wanted = expected(case, cache, q, scale)
         check(tiled.run(q, cache.kv, inputs, planned, scale), wanted, case.dtype, case)
         for blocks in (Blocks(32, 16, 2, 4), Blocks(64, 32, 2, 4)):
-            tokens = blocks.m // prefill_triton.heads_of_a_tile(case.heads // case.kv_heads, blocks.m)
-            listed = prefill_triton.list_tiles(case.queries, case.lengths, tokens)
-            tiles = prefill_triton.Tiles(torch.tensor(listed, dtype=torch.int32))
-            out = prefill_triton.prefill_attention(q, cache.kv, cache.table, tiles, scale, blocks=blocks, pdl=False)
+            tokens = blocks.m // prefill.heads_of_a_tile(case.heads // case.kv_heads, blocks.m)
+            listed = prefill.list_tiles(case.queries, case.lengths, tokens)
+            tiles = prefill.Tiles(torch.tensor(listed, dtype=torch.int32))
+            out = prefill.prefill_attention(
+                q, cache.kv, cache.table, tiles, scale, blocks=blocks, programs=4 * traits.multiprocessors, pdl=False
+            )
             check(out, wanted, case.dtype, (case, blocks))
 
 
@@ -80,7 +84,7 @@ def repeated() -> None:
     """One place for the tiles of steps of up to 90 tokens in four rows; more plans than the ring holds."""
     case = Case(4, 2, 16, 16, torch.float32, ())
     cache = Cache([120, 120, 120, 120], case.kv_heads, case.dim, case.page, case.dtype)
-    tiled = TiledPrefill(torch.device("cpu"), pdl=False)
+    tiled = TiledPrefill(torch.device("cpu"), TRAITS)
     place = tiled.repeated(cache.table, 90, case.heads, case.kv_heads, cache.kv)
     q = randn(90, case.heads, case.dim, dtype=case.dtype)
     read = PrefillAttention(cache.table, (90,), (90,), place)  # as a capture has it: lengths are the plan's
@@ -96,10 +100,7 @@ def repeated() -> None:
 
 def few_programs() -> None:
     """Several turns for each program, the last of which does not go round."""
-    most = prefill_triton._PROGRAMS
-    prefill_triton._PROGRAMS = 5
-    ordinary()
-    prefill_triton._PROGRAMS = most
+    ordinary(dataclasses.replace(TRAITS, multiprocessors=1))
 
 
 def main() -> None:

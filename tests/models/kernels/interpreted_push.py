@@ -6,7 +6,7 @@ emptied: a wrong address would be in another GPU's memory. Ranks run one after t
 products of all ranks come before the sum of the first.
 
 Knows: the layout of parallel/comm/peer_buffers.py, once more. Does not know: GPUs, where ranks run at once
-(tests/gpu/test_symmetric.py), or sums that wait (interpreted_sums.py).
+(tests/gpu/test_symmetric.py), or sums that wait (interpreted_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Choice, Gemv, Skinny
-from parallel.comm.all_reduce_triton import summed
-from parallel.comm.peer_buffers import EMPTY, PeerBuffers, memory_bytes
+from parallel.comm.all_reduce_triton import all_reduce_rows
+from parallel.comm.peer_buffers import SENTINEL, PeerBuffers, peer_buffer_bytes
 from tests.models.kernels.interpreted_kernels import REFERENCE, InterpretedKernels, check, randn
 
 RANKS, ROWS, ROW_BYTES = 3, 13, 512
@@ -36,22 +36,22 @@ class Emulated:
     """The memory of every rank, and what it should hold."""
 
     def __init__(self) -> None:
-        size = memory_bytes(RANKS, ROWS, ROW_BYTES) // 2
-        self._memory = [torch.full((size,), EMPTY, dtype=torch.int16) for _ in range(RANKS)]
+        size = peer_buffer_bytes(RANKS, ROWS, ROW_BYTES) // 2
+        self._memory = [torch.full((size,), SENTINEL, dtype=torch.int16) for _ in range(RANKS)]
         addresses = tuple(memory.data_ptr() for memory in self._memory)
-        self.exchanges = torch.zeros(RANKS, ROWS, dtype=torch.int32)
-        self.places = [PeerBuffers(addresses, self.exchanges[rank], rank, ROWS, ROW_BYTES) for rank in range(RANKS)]
-        self._expected = torch.full((RANKS, 2, RANKS, ROWS, ROW_BYTES // 2), EMPTY, dtype=torch.int16)
+        self.use_counts = torch.zeros(RANKS, ROWS, dtype=torch.int32)
+        self.buffers = [PeerBuffers(addresses, self.use_counts[rank], rank, ROWS, ROW_BYTES) for rank in range(RANKS)]
+        self._expected = torch.full((RANKS, 2, RANKS, ROWS, ROW_BYTES // 2), SENTINEL, dtype=torch.int16)
 
     def expect_push(self, rank: int, part: Tensor) -> None:
         raw = part.contiguous().view(torch.int16)
         for other, row in itertools.product(range(RANKS), range(len(part))):
             if other != rank:
-                self._expected[other, self.exchanges[rank, row] % 2, rank, row, : raw.shape[1]] = raw[row]
+                self._expected[other, self.use_counts[rank, row] % 2, rank, row, : raw.shape[1]] = raw[row]
 
     def expect_emptied(self, rank: int, rows: int) -> None:
         for row in range(rows):
-            self._expected[rank, (self.exchanges[rank, row] - 1) % 2, :, row] = EMPTY
+            self._expected[rank, (self.use_counts[rank, row] - 1) % 2, :, row] = SENTINEL
 
     def check(self, what: object) -> None:
         for rank, memory in enumerate(self._memory):
@@ -63,14 +63,14 @@ def products(emulated: Emulated, kernels: InterpretedKernels, turn: int, dtype: 
     """Each rank's part, from a product that pushed it."""
     choice = CHOICES[turn % len(CHOICES)]
     rows = 1 + turn * 3 % (4 if isinstance(choice, Gemv) else ROWS)
-    for rank, places in enumerate(emulated.places):
+    for rank, buffers in enumerate(emulated.buffers):
         x, weight = randn(rows, INNER, dtype=dtype), randn(WIDTH, INNER, dtype=dtype) * INNER**-0.5
         weight[0] = 0
         x[:, 0], weight[0, 0] = -1e-4, 1e-4  # their product is minus zero in float16: what empty memory holds
         bias = randn(WIDTH, dtype=dtype) if rank == 0 and turn % 2 else None
-        part = kernels._product(x, weight, bias, choice, gate_up=False, places=places)
+        part = kernels.matmul.run(x, weight, bias, choice, gate_up=False, buffers=buffers)
         check(part, REFERENCE.linear(x, weight, bias), dtype, (turn, choice))
-        assert torch.equal(part, kernels._product(x, weight, bias, choice, gate_up=False)), (turn, choice)
+        assert torch.equal(part, kernels.matmul.run(x, weight, bias, choice, gate_up=False)), (turn, choice)
         emulated.expect_push(rank, part + 0.0)  # minus zero is sent as zero
         emulated.check((turn, "product", rank, choice))
         yield part
@@ -89,15 +89,15 @@ def main() -> None:
         for turn in range(15 if dtype == torch.float16 else 2):  # every choice for several counts, odd and even
             parts = list(products(emulated, kernels, turn, dtype))
             rows = len(parts[0])
-            minus_zeros += sum(int((part.view(torch.int16) == EMPTY).sum()) for part in parts if dtype.itemsize == 2)
+            minus_zeros += sum(int((part.view(torch.int16) == SENTINEL).sum()) for part in parts if dtype.itemsize == 2)
             residual = randn(rows, WIDTH, dtype=dtype) if turn % 3 else None
             total = sum(part.float() for part in parts).to(dtype)  # type: ignore[union-attr]
             total = total if residual is None else (total.float() + residual.float()).to(dtype)
             expected = REFERENCE.rms_norm(total, options["norm_N"], 1e-6)
             counts[:rows] += 1
-            for rank, (part, places) in enumerate(zip(parts, emulated.places, strict=True)):
-                normed, kept = summed(part, places, residual_TN=residual, pushed=True, **options)
-                assert torch.equal(places.exchanges, counts), (turn, rank)
+            for rank, (part, buffers) in enumerate(zip(parts, emulated.buffers, strict=True)):
+                normed, kept = all_reduce_rows(part, buffers, residual_TN=residual, pushed=True, **options)
+                assert torch.equal(buffers.use_counts, counts), (turn, rank)
                 emulated.expect_emptied(rank, rows)
                 emulated.check((turn, "sum", rank))
                 assert torch.equal(kept, total), (turn, rank)

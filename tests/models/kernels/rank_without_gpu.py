@@ -1,4 +1,4 @@
-"""A rank's steps over HopperKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
+"""A rank's steps over NvidiaKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
 
 Knows: what a run launches (whole decode and prefill steps, every kind of sampling), and what the wrappers ask about the
 device. Does not know: what happens at a launch (compiling_driver.py). Prefill attention is ours;
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention
-from models.kernels import nvidia as hopper
-from models.kernels.matmul import dispatch as hopper_products
+from models.kernels import nvidia
+from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.registry import model_class
-from parallel.comm import all_reduce_dispatch as sums
+from parallel.comm.all_reduce_dispatch import ROWS, AllReduceDispatch, AllReduceKernel
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
@@ -69,7 +69,7 @@ def play_an_h200() -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (hopper, hopper_products, sampler, logprobs)
+    modules: tuple[Any, ...] = (nvidia, dispatch, sampler, logprobs)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
@@ -102,31 +102,31 @@ class FirstRank(Collectives):
     def __init__(self, size: int) -> None:
         self.size = size
         if size > 1:
-            exchanges = torch.empty(sums.ROWS, dtype=torch.int32, device=META)
-            self.sums = sums.Sums([(1 + rank) << 40 for rank in range(size)], exchanges, 0, pdl=True)
+            use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
+            self.dispatch = AllReduceDispatch([(1 + rank) << 40 for rank in range(size)], use_counts, 0, pdl=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        summed = self._sum_of(x)
-        return x if summed is None else summed(x)[0]
+        kernel = self._kernel_for(x)
+        return x if kernel is None else kernel(x)[0]
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
-        return self.sums.places_for(tokens, width, dtype) if self.size > 1 else None
+    def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
+        return self.dispatch.push_buffers(tokens, width, dtype) if self.size > 1 else None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
-        return x_TN if self._sum_of(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
+    def all_reduce_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+        return x_TN if self._kernel_for(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        summed = self.sums.pushed if pushed else self._sum_of(x_TN)
-        assert summed is not None
-        return summed(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
+        kernel = self.dispatch.pushed if pushed else self._kernel_for(x_TN)
+        assert kernel is not None
+        return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
 
-    def _sum_of(self, x: Tensor) -> sums.Sum | None:
-        return self.sums.of(x) if self.size > 1 else None
+    def _kernel_for(self, x: Tensor) -> AllReduceKernel | None:
+        return self.dispatch.kernel_for(x) if self.size > 1 else None
 
 
 class Rank:
@@ -140,7 +140,7 @@ class Rank:
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = hopper.HopperKernels(META, prefill="triton")
+        self.kernels = nvidia.NvidiaKernels(META, prefill="triton")
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
@@ -202,7 +202,7 @@ class Rank:
 
 def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
     """Every product of ``table`` that is a Triton kernel, with and without a residual; ``rows``: those keys only."""
-    kernels = hopper.HopperKernels(META, choices=table)
+    kernels = nvidia.NvidiaKernels(META, choices=table)
     for key in table.choices if rows is None else rows:
         driver.where = f"table, {key}"
         dtype_name, size, *form, count = key.split()
@@ -214,7 +214,7 @@ def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | 
         if not isinstance(choice, Gemv | Skinny | Wide):
             continue
         x, weight = (torch.empty(n, inner, dtype=dtype, device=META) for n in (m, outputs))
-        kernels._run_candidate(shape)(x, weight, choice)
+        kernels.matmul.runner(shape)(x, weight, choice)
 
 
 def _now(work: Callable[[], None]) -> None:

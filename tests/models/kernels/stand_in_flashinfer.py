@@ -74,7 +74,7 @@ def main() -> None:
     sys.modules.update(modules(spec))
     from models.kernels.attention import flashinfer_build
 
-    flashinfer_build.build_aside(spec)
+    flashinfer_build.build_in_background(spec)
     print("begun", flush=True)
     time.sleep(600)
 

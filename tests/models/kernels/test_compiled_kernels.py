@@ -105,14 +105,14 @@ def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) 
 
 def test_sums_send_and_empty_as_wide_as_they_can(tmp_path: Path) -> None:
     """A thread has sixteen bytes or more of each part, which it stores that wide."""
-    found = compiled(tmp_path, "--part", "sums")
+    found = compiled(tmp_path, "--part", "all-reduce")
     assert complaints(found) == []
     assert len(found) == 4 * 3 * 2 * 2
     for one in found:
         way, ranks = re.findall(r"(.*), (\d+) ranks", one["where"])[0]
         others, results = int(ranks) - 1, 2 if one["constants"]["NORM"] else 1
         a_row = {"bf16": 2, "fp32": 4}[one["element"]]  # of its stores
-        moved = {"pushed": others, "one step": 2 * others, "two steps": 3 * others + 1}[way]
+        moved = {"pushed": others, "one-shot": 2 * others, "two-shot": 3 * others + 1}[way]
         assert one["stores"] == {"v4.b32": a_row * (moved + results), "b32": 1}, one  # and the count of exchanges
 
 
@@ -123,7 +123,7 @@ def test_exchanges_move_rows_as_wide_as_they_can(tmp_path: Path) -> None:
     assert len(found) == 4 * 3 * 2
     for one in found:
         others = int(one["where"].split()[0]) - 1
-        if one["kernel"] == "_sum_kernel":
+        if one["kernel"] == "_all_reduce_kernel":
             a_row = {"bf16": 2, "fp32": 4}[one["element"]] * (2 if one["constants"]["N"] == 6144 and others > 3 else 1)
             assert one["stores"] == {"v4.b32": a_row * (2 * others + 1), "b32": 1}, one  # and the count of exchanges
             continue

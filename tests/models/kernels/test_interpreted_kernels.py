@@ -14,7 +14,7 @@ import pytest
     "module",
     [
         *(f"models.kernels.interpreted_{part}" for part in ("experts", "kernels", "prefill", "push")),
-        *(f"parallel.comm.interpreted_{part}" for part in ("exchange", "sums")),
+        *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange")),
     ],
 )
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:

@@ -5,6 +5,7 @@ Without a GPU: what asks for FlashInfer gets a stand-in.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch
 import models.kernels.attention
 from models.inputs import PrefillAttention
 from models.kernels.reference import ReferenceKernels
+from models.kernels.traits import H200
 from tests.runtime.engine.rig import request, rig, run
 
 pytest.importorskip("triton")
@@ -45,7 +47,7 @@ class FlashInfer:
             spec_of=lambda *asked: asked,
             is_built=lambda spec: self.built,
             obstacle=lambda switches: self.stops,
-            build_aside=self._build_aside,
+            build_in_background=self._build_aside,
         )
         return {"flashinfer_prefill": attention, "flashinfer_build": build}
 
@@ -66,21 +68,20 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     """A Prefill over a FlashInfer, on a GPU of compute capability 9.0."""
 
     def made(flashinfer: FlashInfer | None, wanted: str = "auto", capability: int = 9) -> Any:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
         for name in ("flashinfer_prefill", "flashinfer_build"):
             module = None if flashinfer is None else flashinfer.modules()[name]
             monkeypatch.setitem(sys.modules, f"models.kernels.attention.{name}", module)
             monkeypatch.delattr(models.kernels.attention, name, raising=False)
             if module is not None:
                 monkeypatch.setattr(models.kernels.attention, name, module, raising=False)
-        return prefill.Prefill(CPU, wanted, pdl=False)
+        return prefill.Prefill(CPU, wanted, dataclasses.replace(H200, capability=(capability, 0)))
 
     return made
 
 
-def settled(one: Any, dtype: torch.dtype = BF16, head_dim: int = 128, least: Callable[[int], int] = int) -> str:
+def agreed(one: Any, dtype: torch.dtype = BF16, head_dim: int = 128, least: Callable[[int], int] = int) -> str:
     one.prepare(dtype, head_dim)
-    one.settle(least)
+    one.agree(least)
     name: str = one.name
     return name
 
@@ -92,14 +93,14 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_what_is_built_is_taken_without_a_word(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     flashinfer = FlashInfer()
-    assert settled(make(flashinfer)) == "flashinfer"
+    assert agreed(make(flashinfer)) == "flashinfer"
     assert flashinfer.loaded == [("fa3", BF16, 128)]
     assert (flashinfer.built_aside, caplog.records) == ([], [])
 
 
 def test_what_is_not_built_is_built_for_the_next_start(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     flashinfer = FlashInfer(built=False)
-    assert settled(make(flashinfer)) == "triton"
+    assert agreed(make(flashinfer)) == "triton"
     assert flashinfer.loaded == []
     assert flashinfer.built_aside == [("fa3", BF16, 128)]
     assert "slower" in told(caplog)
@@ -114,7 +115,7 @@ def test_one_machine_without_it_is_enough(make: Make, caplog: pytest.LogCaptureF
         asked.append(number)
         return 0
 
-    assert settled(make(flashinfer), least=least) == "triton"
+    assert agreed(make(flashinfer), least=least) == "triton"
     assert asked == [1]
     assert flashinfer.built_aside == []
     assert "another machine" in told(caplog)
@@ -134,7 +135,7 @@ def test_every_rank_is_asked_whatever_it_has(make: Make) -> None:
             asked.append(number)
             return number
 
-        assert settled(make(flashinfer, wanted), dtype, least=least) == "triton"
+        assert agreed(make(flashinfer, wanted), dtype, least=least) == "triton"
         assert asked == [0]
 
 
@@ -143,20 +144,20 @@ def test_what_flashinfer_does_not_take_is_ours(
     make: Make, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, head_dim: int
 ) -> None:
     flashinfer = FlashInfer()
-    assert settled(make(flashinfer, "flashinfer"), dtype, head_dim) == "triton"
+    assert agreed(make(flashinfer, "flashinfer"), dtype, head_dim) == "triton"
     assert flashinfer.loaded == []
     assert f"not {dtype} with head_dim {head_dim}" in told(caplog)
 
 
 def test_without_flashinfer_it_is_ours(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    assert settled(make(None)) == "triton"
+    assert agreed(make(None)) == "triton"
     assert "pip install 'lockstride[cuda]'" in told(caplog)
 
 
 def test_without_a_compiler_it_is_ours(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     flashinfer = FlashInfer(built=False)
     flashinfer.stops = "there is no nvcc"
-    assert settled(make(flashinfer)) == "triton"
+    assert agreed(make(flashinfer)) == "triton"
     assert flashinfer.built_aside == []
     assert "there is no nvcc" in told(caplog)
 
@@ -167,8 +168,8 @@ def test_a_module_that_fails_leaves_ours(make: Make, caplog: pytest.LogCaptureFi
         raise RuntimeError("Ninja build failed")
 
     one = make(FlashInfer(load=fail), wanted)
-    assert settled(one) == "triton"
-    one.settle(int)
+    assert agreed(one) == "triton"
+    one.agree(int)
     assert "Ninja build failed" in told(caplog)
 
 
@@ -177,35 +178,35 @@ def test_a_build_that_is_asked_for_is_waited_for(make: Make, caplog: pytest.LogC
     flashinfer = FlashInfer(built=False, load=lambda: may_end.wait(60))
     one = make(flashinfer, "flashinfer")
     threading.Timer(0.05, may_end.set).start()
-    assert settled(one) == "flashinfer"
+    assert agreed(one) == "flashinfer"
     assert may_end.is_set()
     assert (flashinfer.built_aside, caplog.records) == ([], [])
 
 
 def test_ours_never_asks_for_it(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     flashinfer = FlashInfer()
-    assert settled(make(flashinfer, "triton")) == "triton"
+    assert agreed(make(flashinfer, "triton")) == "triton"
     assert (flashinfer.loaded, flashinfer.built_aside, caplog.records) == ([], [], [])
 
 
 def test_other_gpus_run_ours_unless_told(make: Make) -> None:
     """There FlashInfer's cannot be captured."""
-    assert settled(make(FlashInfer(), capability=8)) == "triton"
+    assert agreed(make(FlashInfer(), capability=8)) == "triton"
     flashinfer = FlashInfer(built=False)
-    assert settled(make(flashinfer, "flashinfer", capability=8)) == "flashinfer"
+    assert agreed(make(flashinfer, "flashinfer", capability=8)) == "flashinfer"
     assert flashinfer.loaded == [("fa2", BF16, 128)]
 
 
 def test_heads_that_neither_takes_are_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    assert settled(make(FlashInfer()), head_dim=512) == "reference"
+    assert agreed(make(FlashInfer()), head_dim=512) == "reference"
     assert "plain torch" in told(caplog)
 
 
-def test_plans_are_those_of_what_was_settled(make: Make) -> None:
+def test_plans_are_those_of_what_was_agreed(make: Make) -> None:
     kv = torch.zeros(2, 3, 16, 2, 128, dtype=BF16)
     table = torch.ones(1, 2, dtype=torch.int32)
     inputs = prefill.PrefillAttention(table, (5,), (9,))
-    one = make(FlashInfer())  # nobody settles: for this machine alone
+    one = make(FlashInfer())  # without an agreement: for this machine alone
     assert one.plan(inputs, 4, 2, 128, kv).planned == "planned"
     assert one.repeated(table, 64, 4, 2, kv) == "repeated"
     ours = make(FlashInfer(), "triton")
@@ -217,7 +218,7 @@ def test_ranks_agree_before_the_first_prefill_is_planned() -> None:
     calls: list[object] = []
 
     class Recorded(ReferenceKernels):
-        def settle(self, agree_min: Callable[[int], int]) -> None:
+        def agree_on_kernels(self, agree_min: Callable[[int], int]) -> None:
             calls.append(agree_min)
 
         def plan_prefill(self, inputs: PrefillAttention, *rest: Any) -> PrefillAttention:

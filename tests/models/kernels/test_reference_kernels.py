@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
+from models.kernels.interface import Rotation
 from models.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -71,7 +72,7 @@ def test_rope_and_cache(dtype: torch.dtype, rotary: int, normed: bool) -> None:
     positions, kv_slots = torch.tensor([3, 0, 49, 7, 8, 9, 10]), torch.tensor([9, 4, 33, 12, 13, 14, 15])
     cache = empty_kv_layer(10, PAGE, KV_HEADS, DIM, dtype, "cpu")
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    q = KERNELS.rope_and_cache(qkv, HEADS, KV_HEADS, DIM, q_norm, k_norm, 1e-6, cos_sin, positions, kv_slots, cache)
+    q = KERNELS.rope_and_cache(qkv, HEADS, cache, Rotation(q_norm, k_norm, 1e-6, cos_sin, positions, kv_slots))
 
     def rotated(x_TKD: Tensor, norm: Tensor | None) -> Tensor:
         x = x_TKD if norm is None else KERNELS.rms_norm(x_TKD, norm, 1e-6)

@@ -32,7 +32,7 @@ def test_hopper_kernels_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
         assert select_kernels("cuda:0", torch.bfloat16, 128).name == "hopper"
         assert not caplog.records
         kernels = select_kernels("cuda:0", torch.bfloat16, 80)
-        kernels.settle(int)
+        kernels.agree_on_kernels(int)
     assert (kernels.name, kernels.prefill_name) == ("hopper", "triton")
     assert len(caplog.records) == 1
     assert "head_dim 80" in caplog.records[0].getMessage()

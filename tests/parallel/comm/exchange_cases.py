@@ -12,9 +12,9 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
-from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.peer_buffers import SENTINEL
 
-LOOKS_EMPTY = torch.tensor([EMPTY, EMPTY], dtype=torch.int16).view(torch.float32)
+LOOKS_LIKE_SENTINEL = torch.tensor([SENTINEL, SENTINEL], dtype=torch.int16).view(torch.float32)
 EXPERTS = 6
 
 
@@ -69,12 +69,12 @@ def layer(
     weights = [torch.rand(tokens, choices, generator=generator) for tokens in had]
     ids = [torch.randint(-1, EXPERTS, (n, choices), generator=generator, dtype=torch.int32) for n in had]
     for rank in range(ranks):
-        hidden[rank].view(torch.int16)[0, 4:8] = EMPTY  # minus zeros, one beside the other
-        hidden[rank].view(torch.int16)[-1, 11] = EMPTY  # one alone
+        hidden[rank].view(torch.int16)[0, 4:8] = SENTINEL  # minus zeros, one beside the other
+        hidden[rank].view(torch.int16)[-1, 11] = SENTINEL  # one alone
         weights[rank][-1] = torch.nan
         ids[rank][-1, -1] = -1
     terms = torch.randn(ranks, ranks * rows, width, generator=generator).to(dtype)
-    terms[: ranks - seed % 2].view(torch.int16)[..., 6:8] = EMPTY
+    terms[: ranks - seed % 2].view(torch.int16)[..., 6:8] = SENTINEL
     numbers = torch.randperm(EXPERTS, generator=generator).to(torch.int32) - 2
     return Layer(rows, hidden, weights, ids, [*terms], numbers.clamp(min=-1))  # those of others are -1
 
@@ -91,7 +91,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def sendable(x: Tensor) -> Tensor:
     """With zero for every 32 bits that look empty."""
     words = x.view(torch.int32)
-    return torch.where(words == LOOKS_EMPTY.view(torch.int32).to(x.device), 0, words).view(x.dtype)
+    return torch.where(words == LOOKS_LIKE_SENTINEL.view(torch.int32).to(x.device), 0, words).view(x.dtype)
 
 
 def _filled(part: Tensor, rows: int, rest: int) -> Tensor:

@@ -24,7 +24,7 @@ from models.weights import load_model
 from parallel.comm import symmetric_exchange
 from parallel.comm.collectives import Collectives, GroupCollectives
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.peer_buffers import EMPTY
+from parallel.comm.peer_buffers import SENTINEL
 from parallel.layers.experts import ExpertSplit
 from parallel.topology import ParallelDegrees
 from tests.models.kernels.paged_driver import PagedDriver
@@ -71,7 +71,7 @@ class FileMemory:
         def mapped(rank: int) -> Tensor:
             return torch.from_file(str(folder / f"memory.{rank}"), shared=True, size=size_bytes // 2, dtype=torch.int16)
 
-        mapped(dist.get_rank()).fill_(EMPTY)
+        mapped(dist.get_rank()).fill_(SENTINEL)
         dist.barrier(group)
         self._mapped = [mapped(rank) for rank in dist.get_process_group_ranks(group)]
         self.addresses = tuple(memory.data_ptr() for memory in self._mapped)
@@ -95,7 +95,7 @@ def main(folder: Path, rank: int, way: str) -> None:
     exchange = exchange_over(way, folder, across)
     found = answers(rank // 2, GroupCollectives(mine), ExpertSplit(whole=True, exchange=exchange))
     if isinstance(exchange, symmetric_exchange.SymmetricExchange):
-        counts = exchange._gathered.keywords["places"].exchanges
+        counts = exchange._dispatch_rows.keywords["buffers"].use_counts
         assert exchange.calls.snapshot().made == counts[0] > 0, "an exchange went another way"
     if rank % 2 == 0:
         save_file(found, folder / f"group.{rank // 2}.safetensors")

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from parallel.comm.collectives import SingleRank
-from parallel.comm.ep_exchange import TokenExchange, gather_together
+from parallel.comm.ep_exchange import TokenExchange, all_gather_packed
 from parallel.layers.experts import ExpertSplit
 from tests.parallel.comm.exchange_worker import CONFIG, answers
 
@@ -25,10 +25,10 @@ class Twice(TokenExchange):
 
     index, groups = 1, 2
 
-    def gather(self, x_XN: Tensor) -> Tensor:
+    def all_gather(self, x_XN: Tensor) -> Tensor:
         return torch.cat([x_XN, x_XN])
 
-    def scatter_sum(self, x_YN: Tensor) -> Tensor:
+    def reduce_scatter(self, x_YN: Tensor) -> Tensor:
         return x_YN.chunk(2)[1] * 2
 
 
@@ -39,7 +39,7 @@ def test_tensors_of_several_types_travel_together() -> None:
         torch.arange(6, dtype=torch.int32).view(3, 2),
         torch.randn(3, 2, 2).double(),
     )
-    for found, part in zip(gather_together(parts, Twice()), parts, strict=True):
+    for found, part in zip(all_gather_packed(parts, Twice()), parts, strict=True):
         assert found.dtype == part.dtype
         assert torch.equal(found, torch.cat([part, part]))
 

@@ -13,7 +13,7 @@ from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import ShardContext
 
-PLACES = PeerBuffers((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
+BUFFERS = PeerBuffers((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
 
 
 class Told(SingleRank):
@@ -25,10 +25,10 @@ class Told(SingleRank):
         self.rank, self._rows = rank, rows
         self.sums: list[tuple[Tensor, bool]] = []
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
-        return PLACES if tokens <= self._rows else None
+    def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
+        return BUFFERS if tokens <= self._rows else None
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+    def all_reduce_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
         return PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
@@ -42,10 +42,10 @@ class PushingKernels(ReferenceKernels):
     def __init__(self) -> None:
         self.pushed: list[tuple[PeerBuffers, Tensor | None]] = []
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        self.pushed.append((places, bias_O))
+        self.pushed.append((buffers, bias_O))
         return self.linear(x_TN, weight_ON, bias_O), True
 
 
@@ -64,7 +64,7 @@ def test_a_pushing_product_is_given_places_and_its_sum_is_told(rank: int) -> Non
     part = product(x)
     assert isinstance(part, PendingAllReduce)
     bias = product.bias if rank == 0 else None
-    assert kernels.pushed == [(PLACES, bias)]
+    assert kernels.pushed == [(BUFFERS, bias)]
     assert torch.equal(part.part_TN, kernels.linear(x, product.weight, bias))
     assert collectives.sums == []
     part.normed(None, torch.ones(8), 1e-6)
@@ -105,24 +105,24 @@ def test_kernels_for_few_rows_push_few_rows(
     choice: Choice, rows: int, pushes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels.nvidia import HopperKernels
+    from models.kernels.matmul.dispatch import MatmulDispatch
 
     x, weight = torch.randn(rows, 8), torch.randn(4, 8)
     asked = []
 
-    def product(self: object, *rest: object, places: PeerBuffers | None = None, **options: object) -> Tensor:
-        asked.append((rest, places))
+    def product(self: object, *rest: object, buffers: PeerBuffers | None = None, **options: object) -> Tensor:
+        asked.append((rest, buffers))
         return x
 
-    kernels = object.__new__(HopperKernels)
-    kernels._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
-    monkeypatch.setattr(HopperKernels, "_product", product)
-    assert kernels.linear_into(PLACES, x, weight, None) == (x, pushes)
-    assert asked == [((x, weight, None, choice), PLACES if pushes else None)]
+    matmul = object.__new__(MatmulDispatch)
+    matmul._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
+    monkeypatch.setattr(MatmulDispatch, "run", product)
+    assert matmul.linear_push(BUFFERS, x, weight, None) == (x, pushes)
+    assert asked == [((x, weight, None, choice), BUFFERS if pushes else None)]
 
 
 def test_a_kernel_without_places_is_given_none_of_them() -> None:
-    with_places, without = push_arguments(PLACES), push_arguments(None)
+    with_places, without = push_arguments(BUFFERS), push_arguments(None)
     assert with_places.keys() == without.keys()
     assert (with_places["PUSH"], without["PUSH"]) == (True, False)
-    assert without["memory"] is without["exchanges_ptr"] is None
+    assert without["memory"] is without["use_counts_ptr"] is None

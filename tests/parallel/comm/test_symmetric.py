@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.all_reduce_dispatch import LIMITS
+from parallel.comm.all_reduce_dispatch import SIZE_LIMITS
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives
 from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.symmetric_all_reduce import fastest_collectives
-from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS, SymmetricExchange, fastest_exchange, takes_one_launch
-from parallel.comm.symmetric_memory import MOST_RANKS, _log_fallback, _on_one_node, _why_not, made_where_all_can
+from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS, SymmetricExchange, fastest_exchange, fits_one_launch
+from parallel.comm.symmetric_memory import MAX_RANKS, _log_fallback, _on_one_node, _why_not, build_on_every_rank
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_ranks_of_several_nodes_are_told_apart(group: dist.ProcessGroup, monkeyp
         found: list[int] = torch.stack(ranks).amin(0).tolist()
         return found
 
-    monkeypatch.setattr("parallel.comm.symmetric_memory._least", least)
+    monkeypatch.setattr("parallel.comm.symmetric_memory._minimum", least)
     found = []
     for name in ("node0", "node0", "node1", "node0"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
@@ -62,9 +62,7 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
     assert type(chosen) is GroupExchange
     assert chosen.calls is calls
     ids = torch.tensor([[2, -1]], dtype=torch.int32)
-    hidden, weights, numbers = chosen.gather_choices(
-        torch.ones(1, 4), torch.ones(1, 2), ids, 2, ids.new_tensor([5, 6, 7])
-    )
+    hidden, weights, numbers = chosen.dispatch(torch.ones(1, 4), torch.ones(1, 2), ids, 2, ids.new_tensor([5, 6, 7]))
     assert hidden.tolist() == [[1.0] * 4, [0.0] * 4]
     assert weights.tolist() == [[1.0] * 2, [0.0] * 2]
     assert numbers.tolist() == [[7, -1], [-1, -1]]
@@ -94,7 +92,7 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
 def test_which_exchanges_take_one_launch(
     groups: int, rows: int, width: int, choices: int, dtype: torch.dtype, fits: bool
 ) -> None:
-    assert takes_one_launch(groups, rows, width, choices, dtype) == fits
+    assert fits_one_launch(groups, rows, width, choices, dtype) == fits
 
 
 def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +108,8 @@ def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, m
         launches.append(f"sum {x.shape[0]}")
         return x, x
 
-    monkeypatch.setattr("parallel.comm.ep_exchange_triton.gathered", gathered)
-    monkeypatch.setattr("parallel.comm.all_reduce_triton.summed", summed)
+    monkeypatch.setattr("parallel.comm.ep_exchange_triton.dispatch_rows", gathered)
+    monkeypatch.setattr("parallel.comm.all_reduce_triton.all_reduce_rows", summed)
     monkeypatch.setattr("parallel.comm.symmetric_exchange.SentinelMemory", lambda *_: SimpleNamespace(addresses=(16,)))
     monkeypatch.setattr("parallel.comm.symmetric_exchange.has_dependent_launches", lambda device: False)
     logs = []
@@ -119,11 +117,11 @@ def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, m
         made = SymmetricExchange(group, CPU)
         ids = torch.zeros(tokens, 2, dtype=torch.int32)
         for rows in (8, 8, ROWS + 8):
-            made.gather_choices(torch.zeros(tokens, 8), torch.zeros(tokens, 2), ids, rows, ids[0])
-            made.scatter_sum(torch.zeros(rows, 8))
+            made.dispatch(torch.zeros(tokens, 8), torch.zeros(tokens, 2), ids, rows, ids[0])
+            made.reduce_scatter(torch.zeros(rows, 8))
         logs.append(made.calls.snapshot())
     assert logs[0] == logs[1]
-    assert [run.call for run in logs[0].runs][:2] == ["gather [8, 8] float32", "scatter_sum [8, 8] float32"]
+    assert [run.call for run in logs[0].runs][:2] == ["all_gather [8, 8] float32", "reduce_scatter [8, 8] float32"]
     assert logs[0].made == 6
     assert launches == ["gather 8", "sum 8"] * 4
 
@@ -172,11 +170,11 @@ def test_what_fails_on_one_rank_is_used_on_none(
     monkeypatch.setattr("parallel.comm.symmetric_memory._all_agree", all_agree)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with caplog.at_level(logging.WARNING):
-        made = made_where_all_can(group, CPU, make, lambda made: works, "sums go elsewhere")
+        made = build_on_every_rank(group, CPU, make, lambda made: works, "sums go elsewhere")
     assert made == ("made" if says is None else None)
     assert [record.getMessage() for record in caplog.records] == ([] if says is None else [says])
     assert len(asked) == 2, "ranks agree before they begin and after"
 
 
 def test_every_group_that_may_share_memory_has_limits() -> None:
-    assert set(LIMITS) == set(range(2, MOST_RANKS + 1))
+    assert set(SIZE_LIMITS) == set(range(2, MAX_RANKS + 1))

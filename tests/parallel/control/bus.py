@@ -18,7 +18,7 @@ from parallel.control.protocol.states import FollowerState, LeaderState, Limits
 from parallel.control.wire.frames import EVERYONE, Codec
 from runtime.schedule.digest import RollingDigest
 
-# States in which a turn has begun and its record is here: not where a dispute or an end came first.
+# States in which a turn has begun and its record is here: not where a divergence or an end came first.
 PROPOSES = (LeaderState.RUNNING, LeaderState.STOPPED, FollowerState.PLANNING, FollowerState.STOPPED)
 
 
@@ -58,8 +58,8 @@ class Rank:
         return self.machine.state in (LeaderState.STOPPED, FollowerState.STOPPED)
 
     @property
-    def disputed(self) -> bool:
-        return self.machine.state in (LeaderState.DISPUTED, FollowerState.DISPUTED)
+    def diverged(self) -> bool:
+        return self.machine.state in (LeaderState.DIVERGED, FollowerState.DIVERGED)
 
     @property
     def over(self) -> bool:
@@ -96,14 +96,14 @@ class Job:
         self.faults = faults or Faults()
         self.now = 0.0
         self.codec = Codec(seed & 0xFFFF_FFFF, 0, world)
-        self.limits = limits or Limits(deadline=4.0, resend=0.2, dispute=1.0, start=4.0)
+        self.limits = limits or Limits(deadline=4.0, resend=0.2, divergence=1.0, start=4.0)
         self.leader = Leader(self.codec, horizon, self.limits, groups=groups)
         self.ranks = [Rank(0, 0, self.leader, self._skew())]
         for number in range(1, world):
             follower = Follower(self.codec, number, horizon, self.limits, groups=groups)
             self.ranks.append(Rank(number, number * groups // world, follower, self._skew()))
         for rank in self.ranks:
-            rank.machine.recent = rank.digest.recent
+            rank.machine.explain_with(rank.digest.recent)
         self.submitted: list[bytes] = []
         self.told: dict[int, list[bytes]] = {rank: [] for rank in range(world)}
         self.mangled = 0
@@ -155,12 +155,12 @@ class Job:
         payload = b"%d of rank %d" % (rank.tells, rank.rank)
         rank.tells += 1
         if isinstance(rank.machine, Leader):
-            rank.machine.tell(payload)
+            rank.machine.inbox.post(payload)
         else:
-            rank.machine.tell(payload, self.now + rank.skew)
+            rank.machine.send_message(payload, self.now + rank.skew)
 
     def take_told(self) -> None:
-        for rank, payload in self.leader.told():
+        for rank, payload in self.leader.inbox.take():
             self.told[rank].append(payload)
 
     def numbers(self, group: int, step: int) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Job:
             self.speak(self.ranks[0])
 
     def anybody_ended(self) -> bool:
-        return any(rank.over or rank.disputed for rank in self.ranks)
+        return any(rank.over or rank.diverged for rank in self.ranks)
 
     # ---- the bus ----
 

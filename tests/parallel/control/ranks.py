@@ -17,7 +17,7 @@ from parallel.control.protocol.states import Limits
 from parallel.topology import Topology
 
 IDENTITY = Identity(job=0xFEED, epoch=0, world=2, horizon=1, config="c0", model="m0", code="x0")
-LIMITS = Limits(deadline=20.0, resend=0.5, dispute=1.0, spin=0.0, start=60.0)
+LIMITS = Limits(deadline=20.0, resend=0.5, divergence=1.0, spin=0.0, start=60.0)
 
 Result = TypeVar("Result")
 

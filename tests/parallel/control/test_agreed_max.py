@@ -9,12 +9,12 @@ from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.leader import Leader
 from parallel.control.protocol.max_rounds import MaxRounds
 from parallel.control.protocol.states import FollowerInput, FollowerState, LeaderState, Limits
-from parallel.control.wire.frames import EVERYONE, MOST, MOST_NUMBERS, Codec, Frame, Kind, Numbers
+from parallel.control.wire.frames import EVERYONE, MAX_NUMBER, MAX_NUMBERS, Codec, Frame, Kind, Numbers
 from tests.parallel.control.bus import Faults, Job
 from tests.parallel.control.test_agreement import AGREED_STEPS, HARD, LOSSLESS, in_lockstep, run
 
 CODEC = Codec(1, 0, 4)
-LIMITS = Limits(deadline=8.0, resend=1.0, dispute=2.0, start=60.0)
+LIMITS = Limits(deadline=8.0, resend=1.0, divergence=2.0, start=60.0)
 
 
 def leader(groups: int = 2) -> Leader:
@@ -67,12 +67,14 @@ def test_the_answer_comes_with_the_last_proposal_whoever_makes_it() -> None:
             assert lead.maximum is None
             assert sent(lead, Kind.AGREED) == []
             if rank == 0:
-                lead.propose(0, (3, 0, MOST), 0.0)
+                lead.propose(0, (3, 0, MAX_NUMBER), 0.0)
                 assert lead.state is (LeaderState.RUNNING if last == 0 else LeaderState.AGREEING)
             else:
-                proposes(lead, rank, 0, *((3, 0, MOST) if rank < 2 else (1, 7, 0)))
-        assert lead.maximum == (3, 7, MOST)
-        assert [(f.rank, f.step, f.body) for f in sent(lead, Kind.AGREED)] == [(EVERYONE, 0, Numbers((3, 7, MOST)))]
+                proposes(lead, rank, 0, *((3, 0, MAX_NUMBER) if rank < 2 else (1, 7, 0)))
+        assert lead.maximum == (3, 7, MAX_NUMBER)
+        assert [(f.rank, f.step, f.body) for f in sent(lead, Kind.AGREED)] == [
+            (EVERYONE, 0, Numbers((3, 7, MAX_NUMBER)))
+        ]
         assert lead.state is LeaderState.RUNNING
 
 
@@ -241,7 +243,7 @@ def test_a_proposal_far_ahead_breaks_the_protocol() -> None:
     assert "rank 2 cannot propose for step 3, rank 0 is in 0" in lead.verdict.text
 
 
-@pytest.mark.parametrize("numbers", [(-1,), (MOST + 1,), (0,) * (MOST_NUMBERS + 1)])
+@pytest.mark.parametrize("numbers", [(-1,), (MAX_NUMBER + 1,), (0,) * (MAX_NUMBERS + 1)])
 def test_numbers_that_cannot_travel_are_refused_where_they_are_proposed(numbers: tuple[int, ...]) -> None:
     lead, follow = leader(), follower()
     for machine in (lead, follow):
@@ -333,7 +335,7 @@ def test_a_group_is_compared_with_its_first_rank_whoever_comes_first(order: tupl
     for rank in order:
         acknowledges(lead, rank, 0, digest=70 + rank)
         states.append(lead.state)
-    assert states == [LeaderState.RUNNING, LeaderState.DISPUTED]
+    assert states == [LeaderState.RUNNING, LeaderState.DIVERGED]
     asked = sent(lead, Kind.EXPLAIN)
     assert {(frame.rank, frame.digest) for frame in asked} == {(2, 73), (3, 72)}
     lead.tick(2.1)
@@ -349,11 +351,11 @@ def test_groups_may_be_ahead_of_the_leader_and_differ_from_it() -> None:
             acknowledges(lead, rank, step, digest=100 + step)
     assert (lead.state, lead.ignored) == (LeaderState.RUNNING, 0)
     acknowledges(lead, 1, 0, digest=5)
-    assert lead.state is LeaderState.DISPUTED  # rank 1 is of the leader's group
+    assert lead.state is LeaderState.DIVERGED  # rank 1 is of the leader's group
 
 
 def test_followers_of_other_groups_do_not_compare_with_the_record() -> None:
-    for rank, state in ((1, FollowerState.DISPUTED), (2, FollowerState.PLANNING)):
+    for rank, state in ((1, FollowerState.DIVERGED), (2, FollowerState.PLANNING)):
         follow = Follower(CODEC, rank, 1, LIMITS, groups=2)
         follow.turn(0, 0, 0.0)
         follow.turn(1, 0, 0.0)

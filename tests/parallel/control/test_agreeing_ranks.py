@@ -70,11 +70,11 @@ def test_every_rank_has_the_maximum_and_the_leader_is_told(
             plane.exchange(step, digest.value)
             digest.fold(step, "plan", (step, group_of(plane, groups)))
             found.append(plane.agree_max(step, numbers(group_of(plane, groups), step)))
-            plane.tell(b"%d" % step)
-            for rank, payload in plane.told():
+            plane.send_message(b"%d" % step)
+            for rank, payload in plane.take_messages():
                 told[rank].append(payload)
         finish(plane, TURNS, digest.value)
-        for rank, payload in plane.told():  # what is told before a proposal is there when the maximum is
+        for rank, payload in plane.take_messages():  # what is told before a proposal is there when the maximum is
             told[rank].append(payload)
         assert abs(plane.clock_offset_ns) < 10**9  # one machine has one clock
         assert plane.rank != 0 or plane.clock_offset_ns == 0
@@ -101,8 +101,8 @@ def test_large_events_and_large_tells_stop_nobody(place: Path, nodes: int) -> No
         while missing:
             plane.exchange(step, 0, bytes(large) if plane.rank == 0 and step < turns and step % 2 else b"")
             if step < turns:
-                plane.tell(bytes(large // (1 + step)))
-            for rank, payload in plane.told():
+                plane.send_message(bytes(large // (1 + step)))
+            for rank, payload in plane.take_messages():
                 sizes[rank].append(len(payload))
             here = sum(map(len, sizes.values()))
             (missing,) = plane.agree_max(step, (world * turns - here if plane.rank == 0 else 0,))
@@ -131,14 +131,14 @@ def test_an_idle_leader_wakes_for_what_it_is_told(place: Path) -> None:
         plane.exchange(0, 0)
         if plane.rank == 0:
             assert plane.wait_for_events(ready)  # without a timeout: only the tell ends it
-            told = plane.told()
+            told = plane.take_messages()
             assert not plane.wait_for_events(ready, 0.01)
-            plane.tell(b"to myself")
+            plane.send_message(b"to myself")
             assert plane.wait_for_events(ready)
-            told += plane.told()
+            told += plane.take_messages()
         else:
             idle.wait(10)
-            plane.tell(b"late result")
+            plane.send_message(b"late result")
         finish(plane, 1)
         return told
 
@@ -160,7 +160,7 @@ def test_a_rank_of_any_group_that_decides_differently_is_named_with_both_decisio
             digest.fold(step, "plan", (step, 4 + group if (plane.rank, step) == (culprit, 20) else 8 + group))
             plane.agree_max(step, (group,))
 
-    limits = replace(LIMITS, dispute=4.0)
+    limits = replace(LIMITS, divergence=4.0)
     if nodes == 1:
         found = errors(run_ranks(4, place, body, limits=limits, groups=2))
     else:
@@ -194,7 +194,7 @@ def test_ranks_of_a_group_that_propose_differently_end_all_with_both_values(plac
 
 @pytest.mark.parametrize(("nodes", "late"), [(1, 2), (2, 3)])
 def test_a_rank_that_proposes_late_is_named(place: Path, nodes: int, late: int) -> None:
-    limits = Limits(deadline=2.0, resend=0.2, dispute=0.5, spin=0.0, start=10.0)
+    limits = Limits(deadline=2.0, resend=0.2, divergence=0.5, spin=0.0, start=10.0)
     over = threading.Event()
 
     def body(plane: ControlPlane) -> None:
@@ -287,8 +287,8 @@ def test_groups_that_do_not_divide_the_world_are_refused(place: Path) -> None:
 
 
 def told_too_much(plane: ControlPlane) -> None:
-    with pytest.raises(ValueError, match=f"{MAX_PAYLOAD + 1} bytes told at once"):
-        plane.tell(bytes(MAX_PAYLOAD + 1))
+    with pytest.raises(ValueError, match=f"{MAX_PAYLOAD + 1} bytes, the limit is"):
+        plane.send_message(bytes(MAX_PAYLOAD + 1))
 
 
 def agreed_too_often(plane: ControlPlane) -> None:
@@ -308,7 +308,7 @@ def test_misuse_is_refused_and_changes_nothing(place: Path, misuse: Callable[[Co
     assert run_ranks(2, place, body, groups=2)[1] is FollowerPlane
     plane = SingleRankControl()
     assert body(plane) is SingleRankControl
-    assert plane.told() == []
+    assert plane.take_messages() == []
 
 
 def test_a_world_of_one_agrees_with_itself_and_tells_itself() -> None:
@@ -320,9 +320,9 @@ def test_a_world_of_one_agrees_with_itself_and_tells_itself() -> None:
         plane.exchange(1, 0)
         with pytest.raises(ValueError, match=r"\(3, -1\) cannot be agreed on: only numbers from 0 to"):
             plane.agree_max(1, [3, -1])
-        plane.tell(b"a")
-        plane.tell(b"b")
+        plane.send_message(b"a")
+        plane.send_message(b"b")
         assert plane.wait_for_events(lambda seconds: False)
-        assert plane.told() == [(0, b"a"), (0, b"b")]
-        assert plane.told() == []
+        assert plane.take_messages() == [(0, b"a"), (0, b"b")]
+        assert plane.take_messages() == []
         assert plane.clock_offset_ns == 0

@@ -45,7 +45,7 @@ def run(job: Job, steps: int, patience: int = 4000, dies: tuple[int, int, bool] 
                 job.die(rank.rank, told=dies[2])
                 dies = None
                 continue
-            if rank.in_turn or rank.over or rank.disputed or rng.random() < 0.3 or rank.machine.step > slowest + window:
+            if rank.in_turn or rank.over or rank.diverged or rng.random() < 0.3 or rank.machine.step > slowest + window:
                 continue
             if isinstance(rank.machine, Leader):
                 if rank.machine.step == steps:
@@ -182,7 +182,7 @@ def test_two_ranks_disagree_and_nobody_explains() -> None:
     leader = Leader(Codec(1, 0, 2), 1)
     leader.turn(0, 10, b"", 0.0)
     leader.receive(Frame(Kind.ACK, 0, 1, 0, 0, 11, b"", None), 0.1)
-    assert leader.state is LeaderState.DISPUTED
+    assert leader.state is LeaderState.DIVERGED
     verdicts = []
     for now in (1.0, 2.0, 3.0):
         leader.tick(now)
@@ -196,11 +196,11 @@ def test_two_ranks_disagree_and_nobody_explains() -> None:
 
 def test_a_follower_says_what_it_knows_when_the_leader_does_not_answer() -> None:
     """The leader may sit in a collective that waits for this very rank."""
-    follower = Follower(Codec(1, 0, 2), 1, 1, Limits(dispute=1.0))
+    follower = Follower(Codec(1, 0, 2), 1, 1, Limits(divergence=1.0))
     follower.turn(0, 10, 0.0)
     follower.turn(1, 11, 0.0)
     follower.receive(Frame(Kind.RECORD, 0, 1, 1, 0, 99, b"", None), 0.5)
-    assert follower.state is FollowerState.DISPUTED
+    assert follower.state is FollowerState.DIVERGED
     verdicts = []
     for now in (2.0, 3.0):
         follower.tick(now)

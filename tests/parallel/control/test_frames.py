@@ -13,9 +13,9 @@ from parallel.control.errors import Cause, ControlError, FrameError, Verdict
 from parallel.control.wire.frames import (
     EVERYONE,
     HEADER_SIZE,
+    MAX_NUMBER,
+    MAX_NUMBERS,
     MAX_PAYLOAD,
-    MOST,
-    MOST_NUMBERS,
     STOP,
     VERSION,
     Body,
@@ -41,7 +41,7 @@ BODIES: dict[Kind, Body] = {
     Kind.START: Start((0, -5, 3)),
     Kind.DECISIONS: Decisions((DecisionSummary(4, 9, "plan", 2, (1, -2), 1 << 63),)),
     Kind.END: Verdict(Cause.LOST, 3, 9, "rank 3 is gone"),
-    Kind.PROPOSE: Numbers((0, 5, MOST)),
+    Kind.PROPOSE: Numbers((0, 5, MAX_NUMBER)),
     Kind.AGREED: Numbers(()),
     Kind.HEARTBEAT: Heartbeat(5, 6, "run", 0.5, 10.0, 7, 0, 9, ((0, "all_reduce"), (5, "all_gather"))),
 }
@@ -70,7 +70,7 @@ def header(**other: int) -> bytes:
 def test_every_kind_comes_back_as_it_went() -> None:
     for kind in Kind:
         body = BODIES.get(kind)
-        payload = b"opaque" if kind in (Kind.RECORD, Kind.TELL) else b""
+        payload = b"opaque" if kind in (Kind.RECORD, Kind.MESSAGE) else b""
         flags = STOP if kind is Kind.RECORD else 0
         frame = CODEC.decode(
             CODEC.encode(kind, 7, (1 << 64) - 1, 1 << 63, horizon=2, flags=flags, payload=payload, body=body)
@@ -136,7 +136,7 @@ def test_bodies_are_strict(kind: Kind) -> None:
             CODEC.decode(sealed(header(kind=int(kind), length=len(payload)), payload))
 
 
-@pytest.mark.parametrize("numbers", [[-1], [MOST + 1], [True], [1.5], [None], [0] * (MOST_NUMBERS + 1), 3])
+@pytest.mark.parametrize("numbers", [[-1], [MAX_NUMBER + 1], [True], [1.5], [None], [0] * (MAX_NUMBERS + 1), 3])
 def test_numbers_to_agree_on_are_bounded(numbers: object) -> None:
     payload = msgspec.msgpack.encode([numbers])
     with pytest.raises(FrameError, match="refused at body"):
@@ -197,7 +197,7 @@ def test_20000_mangled_frames_none_is_read(remembered: bool) -> None:
     assert refused > 19_000
 
 
-@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.ACK, Kind.TELL])
+@pytest.mark.parametrize("kind", [Kind.RECORD, Kind.ACK, Kind.MESSAGE])
 def test_a_good_frame_vouches_for_no_other_that_opens_alike(kind: Kind) -> None:
     codec = Codec(CODEC.job, CODEC.epoch, CODEC.world)
     payload = b"" if kind is Kind.ACK else b"abc"
@@ -216,12 +216,12 @@ def test_a_good_frame_vouches_for_no_other_that_opens_alike(kind: Kind) -> None:
             codec.decode(data)
 
 
-def test_few_openings_are_remembered() -> None:
+def test_few_prefixes_are_remembered() -> None:
     """A peer that sends good frames with ever new openings gets no memory for them."""
     codec = Codec(CODEC.job, CODEC.epoch, CODEC.world)
     for horizon in range(6000):
         assert codec.decode(codec.encode(Kind.ACK, 1, 5, 6, horizon=horizon)).horizon == horizon
-    assert len(codec._openings) == 4096
+    assert len(codec._prefixes) == 4096
 
 
 def test_a_verdict_becomes_the_error_of_its_cause() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -118,7 +119,7 @@ def test_a_rank_that_differs_is_refused_on_every_rank(place: Path, field: str, v
 
 
 def test_ranks_that_do_not_come_are_named(place: Path) -> None:
-    limits = replace(LIMITS, start=1.0, dispute=0.5)
+    limits = replace(LIMITS, start=1.0, divergence=0.5)
     found = errors(run_ranks(4, place, lambda plane: take_turns(plane, []), limits=limits, absent=(1, 3)))
     assert isinstance(found[0], MissedDeadline)
     assert "ranks [1, 3] did not finish the handshake within 1 s" in str(found[0])
@@ -128,7 +129,11 @@ def test_ranks_that_do_not_come_are_named(place: Path) -> None:
 def test_a_leader_that_does_not_come_is_named(place: Path) -> None:
     found = errors(
         run_ranks(
-            2, place, lambda plane: take_turns(plane, []), limits=replace(LIMITS, start=0.2, dispute=0.1), absent=(0,)
+            2,
+            place,
+            lambda plane: take_turns(plane, []),
+            limits=replace(LIMITS, start=0.2, divergence=0.1),
+            absent=(0,),
         )
     )
     assert isinstance(found[1], MissedDeadline)
@@ -198,7 +203,7 @@ def test_an_exception_of_one_rank_ends_all_with_its_reason(place: Path, first: i
 
 
 def test_a_rank_that_stands_still_is_named(place: Path) -> None:
-    limits = Limits(deadline=0.4, resend=0.1, dispute=0.1, spin=0.0, start=10.0)
+    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=0.0, start=10.0)
     release = threading.Event()
 
     def body(plane: ControlPlane) -> None:
@@ -220,7 +225,7 @@ def test_a_rank_that_stands_still_is_named(place: Path) -> None:
 
 
 def test_a_silent_leader_is_named_by_its_followers(place: Path) -> None:
-    limits = Limits(deadline=0.3, resend=0.1, dispute=0.1, spin=0.0, start=10.0)
+    limits = Limits(deadline=0.3, resend=0.1, divergence=0.1, spin=0.0, start=10.0)
     given_up = threading.Barrier(3)
 
     def body(plane: ControlPlane) -> None:
@@ -243,7 +248,7 @@ def test_a_silent_leader_is_named_by_its_followers(place: Path) -> None:
 
 
 def test_an_idle_job_outlives_its_deadlines_without_burning_a_core(place: Path) -> None:
-    limits = Limits(deadline=0.4, resend=0.1, dispute=0.1, spin=50e-6, start=10.0)
+    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=50e-6, start=10.0)
     work = threading.Event()
 
     def body(plane: ControlPlane) -> float:
@@ -393,13 +398,24 @@ def test_closing_early_is_told(place: Path) -> None:
     assert "rank 1 ends at step 3: it closed its control plane before an agreed stop" in str(ended[0])
 
 
+def open_descriptors() -> dict[int, str]:
+    """Number and target of every open descriptor: a socket's target is its own."""
+    found = {}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
 def test_nothing_of_the_network_is_touched(place: Path) -> None:
+    before = set(open_descriptors().values())  # another test of this process may have left a socket
+
     def body(plane: ControlPlane) -> set[int]:
         assert isinstance(plane, LeaderPlane | FollowerPlane)
         found = set()
-        for descriptor in os.listdir("/proc/self/fd"):
+        for descriptor in (number for number, target in open_descriptors().items() if target not in before):
             try:
-                sock = socket.socket(fileno=os.dup(int(descriptor)))
+                sock = socket.socket(fileno=os.dup(descriptor))
             except OSError:
                 continue
             with sock:

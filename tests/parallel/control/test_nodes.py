@@ -72,7 +72,7 @@ def test_a_disagreement_on_any_node_ends_all_with_both_decisions(place: Path, cu
             plane.exchange(step, digest.value)
             digest.fold(step, "plan", (step, 4 if (plane.rank, step) == (culprit, 20) else 3))
 
-    found = errors(run_nodes(2, 2, place, body, limits=replace(LIMITS, dispute=4.0)))
+    found = errors(run_nodes(2, 2, place, body, limits=replace(LIMITS, divergence=4.0)))
     assert len({str(error) for error in found.values()}) == 1
     for error in found.values():
         assert isinstance(error, Disagreement)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention
+from models.kernels.interface import Rotation
 from models.kernels.reference import ReferenceKernels
 
 
@@ -29,30 +30,18 @@ class ExactKernels(ReferenceKernels):
         gate, up = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def rope_and_cache(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        cos_sin_LR: Tensor,
-        positions_T: Tensor,
-        kv_slots_T: Tensor,
-        kv_layer: Tensor,
-    ) -> Tensor:
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        kv_heads, head_dim = kv_layer.shape[3:]
         qkv_THD = qkv_TX.view(-1, heads + 2 * kv_heads, head_dim)
         q, k, v = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
-        if q_norm_D is not None:
-            q = self.rms_norm(q, q_norm_D, eps)
-        if k_norm_D is not None:
-            k = self.rms_norm(k, k_norm_D, eps)
-        cos_sin_TR = cos_sin_LR[positions_T].double()
+        if rotation.q_norm_D is not None:
+            q = self.rms_norm(q, rotation.q_norm_D, rotation.eps)
+        if rotation.k_norm_D is not None:
+            k = self.rms_norm(k, rotation.k_norm_D, rotation.eps)
+        cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T].double()
         keys, values = kv_layer.flatten(1, 2)
-        keys.index_copy_(0, kv_slots_T, _rotate(k, cos_sin_TR))
-        values.index_copy_(0, kv_slots_T, v)
+        keys.index_copy_(0, rotation.kv_slots_T, _rotate(k, cos_sin_TR))
+        values.index_copy_(0, rotation.kv_slots_T, v)
         return _rotate(q, cos_sin_TR)
 
     def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:

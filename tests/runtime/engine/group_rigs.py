@@ -57,11 +57,11 @@ class MetExchange(TokenExchange):
         self.rows: list[int] = []
         self._meeting = meeting
 
-    def gather(self, x_XN: Tensor) -> Tensor:
+    def all_gather(self, x_XN: Tensor) -> Tensor:
         self.rows.append(x_XN.shape[0])
         return torch.cat(self._meeting.everyones(self.index, x_XN))
 
-    def scatter_sum(self, x_YN: Tensor) -> Tensor:
+    def reduce_scatter(self, x_YN: Tensor) -> Tensor:
         parts = [x.chunk(self.groups)[self.index].clone() for x in self._meeting.everyones(self.index, x_YN)]
         return torch.stack(parts).sum(0)
 
@@ -96,11 +96,11 @@ class MetControl(SingleRankControl):
     def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
         return MetAgreement(self._meeting, self.rank).agree_max(step, super().agree_max(step, numbers))
 
-    def tell(self, payload: bytes) -> None:
+    def send_message(self, payload: bytes) -> None:
         assert self.rank
         self._mailbox.append((self.rank, payload))
 
-    def told(self) -> list[tuple[int, bytes]]:
+    def take_messages(self) -> list[tuple[int, bytes]]:
         assert not self.rank
         return [self._mailbox.popleft() for _ in range(len(self._mailbox))]
 

@@ -65,7 +65,7 @@ class LateSums(MetCollectives):
 
     late = 0
 
-    def sum_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
+    def all_reduce_before_norm(self, x_TN: Tensor, *, pushed: bool = False) -> Tensor | PendingAllReduce:
         type(self).late += 1
         return PendingAllReduce(x_TN, self, pushed)
 
@@ -89,35 +89,35 @@ class PushedSums(LateSums):
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(meeting, rank)
         waiting = torch.zeros(1, dtype=torch.int32)
-        self._places = PeerBuffers((0,) * self.size, waiting, rank, rows=0, row_bytes=0)
+        self._buffers = PeerBuffers((0,) * self.size, waiting, rank, rows=0, row_bytes=0)
 
-    def places_for(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
-        return self._places if tokens % 2 else None  # so that both ways take turns
+    def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
+        return self._buffers if tokens % 2 else None  # so that both ways take turns
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        assert not self._places.exchanges.item(), "a part that was pushed is not summed yet"
+        assert not self._buffers.use_counts.item(), "a part that was pushed is not summed yet"
         return super().all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        assert not self._places.exchanges.item(), "a part that was pushed is not summed yet"
+        assert not self._buffers.use_counts.item(), "a part that was pushed is not summed yet"
         return super().all_gather(x)
 
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
         type(self).pushed += pushed
-        assert self._places.exchanges.item() == pushed
-        self._places.exchanges.zero_()
+        assert self._buffers.use_counts.item() == pushed
+        self._buffers.use_counts.zero_()
         return super().all_reduce_norm(x_TN, residual_TN, norm_N, eps)
 
 
 class PushingKernels(ExactKernels):
     """Those whose every product for a sum is pushed."""
 
-    def linear_into(
-        self, places: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+    def linear_push(
+        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        places.exchanges.add_(1)
+        buffers.use_counts.add_(1)
         return self.linear(x_TN, weight_ON, bias_O), True
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.matmul import autotune, choice_table
-from models.kernels.matmul import candidates as product_candidates
+from models.kernels.matmul import autotune, candidates, choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape
+from models.kernels.traits import H200
 
 pytest.importorskip("triton")
-hopper_products = importlib.import_module("models.kernels.matmul.dispatch")
+dispatch = importlib.import_module("models.kernels.matmul.dispatch")
 
 BF16 = torch.bfloat16
 DECODE = LinearShape(16, 6144, 4096, BF16)
@@ -39,9 +39,9 @@ class Lt:
 
 
 def products(lt: Lt | None) -> Any:
-    made = object.__new__(hopper_products.HopperProducts)
+    made = object.__new__(dispatch.MatmulDispatch)
     made.device, made.pdl, made.choices, made._resolved, made._lt = torch.device("cpu"), False, ChoiceTable(), {}, lt
-    made._partial = torch.empty(1 << 20)
+    made._partial, made.traits = torch.empty(1 << 20), H200
     return made
 
 
@@ -53,7 +53,7 @@ def test_without_cublaslt_its_choices_are_cublas(
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with caplog.at_level(logging.WARNING):
-        assert hopper_products._open_cublaslt(torch.device("cpu")) is None
+        assert dispatch._open_cublaslt(torch.device("cpu")) is None
     assert "libcublasLt.so.13" in caplog.text
     made = products(None)
     made.choices.put(DECODE, CublasLt("00" * 64, Lt.version))
@@ -87,7 +87,7 @@ def test_what_memory_is_too_small_to_measure_keeps_its_default(
     assert PREFILL.key in told
     assert "CUDA out of memory" in told
     assert made.choices.get(PREFILL) is None
-    assert made.choice(PREFILL) == product_candidates.default_choice(PREFILL)
+    assert made.choice(PREFILL) == candidates.default_choice(PREFILL)
     assert choice_table.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
 
 

@@ -158,10 +158,10 @@ class Channel:
         self.rank = rank
         self._mailbox = mailbox
 
-    def tell(self, payload: bytes) -> None:
+    def send_message(self, payload: bytes) -> None:
         self._mailbox.append((self.rank, payload))
 
-    def told(self) -> list[tuple[int, bytes]]:
+    def take_messages(self) -> list[tuple[int, bytes]]:
         return [self._mailbox.popleft() for _ in range(len(self._mailbox))]
 
 

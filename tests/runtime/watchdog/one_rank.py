@@ -46,7 +46,7 @@ def main(rank: int, world: int, sockets: Path, bundles: Path, fault: str, fault_
             if step == 150 and rank == 0:
                 plane.stop()
             watchdog.place = "land"
-            while isinstance(plane, LeaderPlane) and min(plane.machine.acknowledged.values()) < step - 3:
+            while isinstance(plane, LeaderPlane) and min(plane.machine.reached.values()) < step - 3:
                 plane.poll()  # stands for a collective: the leader cannot run ahead of the others
                 time.sleep(0.001)
             watchdog.place = "exchange"

@@ -1,4 +1,4 @@
-"""Sums in one step and in two, between processes, interpreted: ``TRITON_INTERPRET=1 python -m ...``.
+"""One-shot and two-shot all-reduces between processes, interpreted: ``TRITON_INTERPRET=1 python -m ...``.
 
 Knows: how processes that were forked share memory at the same addresses. Does not know: GPUs, whose stores may arrive
 in another order; all_reduce.py compares every bit there before it times anything. In float32, since the
@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.comm import all_reduce_dispatch as sums
-from parallel.comm.peer_buffers import EMPTY
+from parallel.comm import all_reduce_dispatch
+from parallel.comm.peer_buffers import SENTINEL
 from tests.models.kernels.interpreted_kernels import REFERENCE
-from tests.parallel.comm.exchange_cases import LOOKS_EMPTY
+from tests.parallel.comm.exchange_cases import LOOKS_LIKE_SENTINEL
 
 RANKS, ROWS, WIDTH, TURNS = 3, 5, 96, 12
 ORDERS = ((1,), (2, 1), (1, 2, 2), (2, 2), (1, 1))  # steps of the sums that follow each other
@@ -31,7 +31,7 @@ def given(turn: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(turn)
     rows = 1 + turn * 3 % ROWS
     made = torch.randn(RANKS + 1, rows, WIDTH, generator=generator)
-    made[: RANKS - turn % 2, :, 7] = LOOKS_EMPTY
+    made[: RANKS - turn % 2, :, 7] = LOOKS_LIKE_SENTINEL
     norm = torch.rand(WIDTH, generator=generator)
     return list(made[:RANKS]), made[RANKS] if turn % 3 else None, norm
 
@@ -47,9 +47,9 @@ def expected(turn: int) -> tuple[Tensor, Tensor]:
 
 def rank(number: int, memory: list[Tensor]) -> None:
     torch.set_num_threads(1)
-    exchanges = torch.zeros(sums.ROWS, dtype=torch.int32)
-    made = sums.Sums([one.data_ptr() for one in memory], exchanges, number, pdl=False)
-    ways = {1: made.one_step, 2: made.two_steps}
+    use_counts = torch.zeros(all_reduce_dispatch.ROWS, dtype=torch.int32)
+    made = all_reduce_dispatch.AllReduceDispatch([one.data_ptr() for one in memory], use_counts, number, pdl=False)
+    ways = {1: made.one_shot, 2: made.two_shot}
     late = random.Random(number)
     for turn in range(TURNS):
         parts, residual, norm = given(turn)
@@ -60,12 +60,12 @@ def rank(number: int, memory: list[Tensor]) -> None:
             for found, wanted in ((sums_, kept), (norms, normed)):
                 off = float((found - wanted).abs().max())
                 assert off < MOST_OFF, f"{steps} steps: off by {off}, rank {number}, turn {turn}"
-    assert exchanges[0] == sum(len(ORDERS[turn % len(ORDERS)]) for turn in range(TURNS))
+    assert use_counts[0] == sum(len(ORDERS[turn % len(ORDERS)]) for turn in range(TURNS))
 
 
 def shared(size: int) -> list[Tensor]:
     """Every rank's memory, the same for all processes that are forked from this one."""
-    return [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.int16).fill_(EMPTY) for _ in range(RANKS)]
+    return [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.int16).fill_(SENTINEL) for _ in range(RANKS)]
 
 
 def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
@@ -82,4 +82,4 @@ def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
 
 
 if __name__ == "__main__":
-    in_processes(rank, sums.memory_bytes(RANKS))
+    in_processes(rank, all_reduce_dispatch.all_reduce_buffer_bytes(RANKS))

@@ -1,0 +1,45 @@
+"""The end of a fused matrix product on one tile of sums: SiLU-mul, bias, push and store.
+
+Knows: what follows the sums in gemv.py and skinny.py. Does not know: how sums are computed, or normed.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from parallel.comm.matmul_push_triton import push
+
+
+@triton.jit
+def store_rows(
+    result,  # float32 [R, O]; [R, 2 * O] with GATE_UP: gate and up of each output in turn
+    rows,  # int32 [R], of which those below M exist
+    outs,  # int32 [O]
+    out_ptr,
+    bias_ptr,
+    M,
+    outputs,  # rows of the output have so many elements
+    use_counts,  # int32 [R], where PUSH (parallel/comm/peer_buffers.py)
+    memory,
+    GATE_UP: tl.constexpr,
+    BIAS: tl.constexpr,
+    PUSH: tl.constexpr,  # also push the result into the peers' buffers
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
+    """Applies SiLU-mul and bias to a tile of sums, and stores it, to the peers' buffers too where PUSH."""
+    if GATE_UP:
+        gate, up = tl.split(tl.reshape(result, (rows.shape[0], outs.shape[0], 2)))
+        result = gate * tl.sigmoid(gate) * up
+    if BIAS:
+        result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
+    where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]
+    result = result.to(out_ptr.dtype.element_ty)
+    if PUSH:
+        push(result, rows, outs, (rows < M)[:, None], use_counts, memory, RANK, WORLD, ROWS, ROW_BYTES)
+    tl.store(out_ptr + where, result, mask=(rows < M)[:, None])

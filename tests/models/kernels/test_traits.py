@@ -1,0 +1,110 @@
+"""Launch shapes follow the traits of the GPU, and those of an H200 are the ones that were measured on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models.kernels.experts.tiles import long_list_tiles
+from models.kernels.matmul.candidates import candidates_for, default_choice, first_wave, wide_candidates
+from models.kernels.matmul.choice_table import Gemv, LinearShape
+from models.kernels.traits import H200, traits_of
+
+CUDA = torch.device("cuda", 0)
+SIZES = (
+    *((6144, 4096), (1024, 3072), (4096, 12288), (151936, 1024), (96, 60), (24576, 4096), (4096, 4096), (128256, 8192)),
+)
+SHAPES = [
+    LinearShape(rows, outputs, inner, dtype, normed, gate_up)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
+    for outputs, inner in SIZES
+    for dtype in (torch.bfloat16, torch.float32)
+    for normed, gate_up in ((False, False), (True, False), (True, True))
+]
+LISTS = [
+    (mean, *sizes)
+    for mean in (64.0, 200.0, 512.0, 1000.0)
+    for sizes in ((8, 4096, 14336), (64, 2048, 768), (4, 4096, 14336))
+]
+HALF = dataclasses.replace(H200, multiprocessors=66)
+
+
+def digest(found: object) -> str:
+    return hashlib.sha256(str(found).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "shared_kib", "dependent", "hopper"),
+    [((9, 0), 132, 227, True, True), ((8, 0), 108, 163, False, False), ((8, 9), 142, 99, False, False),
+     ((10, 0), 148, 227, True, False), ((13, 0), 150, 99, True, False)],
+)  # fmt: skip
+def test_traits_are_read_from_the_device(
+    capability: tuple[int, int],
+    multiprocessors: int,
+    shared_kib: int,
+    dependent: bool,
+    hopper: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = traits_of(CUDA)
+    assert (found.capability, found.multiprocessors, found.shared_bytes) == (
+        capability,
+        multiprocessors,
+        shared_kib << 10,
+    )
+    assert (found.dependent_launch, found.hopper) == (dependent, hopper)
+    assert (found == H200) == (capability == (9, 0))
+
+
+def test_products_of_an_h200_are_those_that_were_measured() -> None:
+    """Recorded when 132 multiprocessors stood in the code; a change of any candidate or of their order shows."""
+    said = "\n".join(f"{s.key}: {default_choice(s, H200)} {candidates_for(s, H200)}" for s in SHAPES)
+    assert digest(said) == "951e04356db53dfa"
+    assert default_choice(LinearShape(1, 6144, 4096, torch.bfloat16), H200) == Gemv(4, 1024, 4)
+    assert first_wave(H200) == 1056
+
+
+def test_expert_tiles_of_an_h200_are_those_that_were_measured() -> None:
+    assert digest("\n".join(str(long_list_tiles(*given, H200)) for given in LISTS)) == "b2316cfdc2c238fd"
+    tiles = long_list_tiles(200.0, 8, 4096, 14336, H200)
+    assert tiles is not None
+    assert (tiles.programs, tiles.split) == (132, 2)
+
+
+def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels import nvidia
+    from models.kernels.attention.prefill import TiledPrefill
+
+    shared = H200.shared_bytes - nvidia._SHARED_RESERVE
+    blocks = [
+        nvidia._attention_blocks(pairs, query_rows, row_bytes, shared)
+        for pairs in (1, 256, 1024)
+        for query_rows in (1, 8, 16, 64, 128)
+        for row_bytes in (128, 256, 512, 1024)
+    ]
+    assert digest(blocks) == "58170d4063845875"
+    assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
+
+
+def test_a_gpu_of_half_the_size_gets_launches_of_half_the_size() -> None:
+    tiles = long_list_tiles(200.0, 8, 4096, 14336, HALF)
+    assert tiles is not None
+    assert tiles.programs == 66
+    assert first_wave(HALF) == 528
+    shape = LinearShape(128, 24576, 4096, torch.bfloat16)
+    assert wide_candidates(shape, HALF) != wide_candidates(shape, H200)
+
+
+def test_less_shared_memory_means_smaller_blocks() -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels import nvidia
+
+    assert nvidia._attention_blocks(1, 16, 512, 200 << 10)[0] > nvidia._attention_blocks(1, 16, 512, 72 << 10)[0]
