@@ -56,18 +56,18 @@ def ended(build: Any) -> int:
 
 def test_what_is_built_aside_is_built(build: Any, spec: Spec) -> None:
     assert not build.is_built(spec)
-    said = build.build_aside(spec)
+    said = build.build_in_background(spec)
     assert ended(build) == 0, said.read_text()
     assert build.is_built(spec)
     assert spec.library.read_text() == "source"
     assert not list(spec.folder.glob("build-aside.*.ninja"))
-    build.build_aside(spec)
+    build.build_in_background(spec)
     assert ended(build) == 0
     assert (spec.folder / "compiled").read_text().count("a.cu") == 1, "nothing is built twice"
 
 
 def test_what_was_built_of_something_else_is_not_built(build: Any, spec: Spec) -> None:
-    build.build_aside(spec)
+    build.build_in_background(spec)
     assert ended(build) == 0
     spec.command = "cat $in > $out"  # other flags: FlashInfer would write another ninja file
     assert not build.is_built(spec)
@@ -91,7 +91,7 @@ def test_a_module_that_came_with_the_package_is_built(build: Any, spec: Spec) ->
 def test_whoever_builds_is_left_alone(build: Any, spec: Spec) -> None:
     with spec.lock_path.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        build.build_aside(spec)
+        build.build_in_background(spec)
         assert ended(build) == 0
     assert not spec.library.exists()
     assert not list(spec.folder.glob("build-aside.*.ninja"))
@@ -116,7 +116,7 @@ def test_a_build_ends_with_its_parent_and_goes_on_later(build: Any, spec: Spec, 
     spec.command = slow
     assert not build.is_built(spec)
     spec.command = "cp $in $out"
-    build.build_aside(spec)
+    build.build_in_background(spec)
     assert ended(build) == 0
     assert build.is_built(spec)
     assert (spec.folder / "compiled").read_text().count("a.cu") == 1
