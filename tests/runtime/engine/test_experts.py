@@ -21,8 +21,8 @@ from tests.runtime.engine.test_lifecycle import *  # noqa: F403 - the whole suit
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_ranks import SEED, start
 
-# Not test_lifecycle's: the model is the one below, and ranks in other processes know no other.
-pytestmark: list[pytest.MarkDecorator] = []
+# In place of test_lifecycle's: the model is the one below, and ranks in other processes know no other. As everywhere:
+pytestmark = pytest.mark.filterwarnings("error")
 
 EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
