@@ -24,7 +24,7 @@ from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
-from runtime.execute.device.protocol import open_device
+from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
 from runtime.execute.result_reader import StepTiming

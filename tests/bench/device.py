@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from runtime.execute.device.protocol import Device, open_device
+from runtime.execute.device.open_device import open_device
+from runtime.execute.device.protocol import Device
 from runtime.execute.result_reader import ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.slot_state import SlotTables

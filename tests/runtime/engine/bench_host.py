@@ -17,7 +17,7 @@ import torch
 
 from launch.bench.anatomy import WORK, Turn, TurnClock
 from runtime.engine import Engine
-from runtime.execute.device.protocol import open_device
+from runtime.execute.device.open_device import open_device
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 
 PROMPT = 16

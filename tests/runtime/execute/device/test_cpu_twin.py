@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.device.protocol import DeviceError, open_device
+from runtime.execute.device.open_device import open_device
+from runtime.execute.device.protocol import DeviceError
 
 
 @pytest.fixture
