@@ -86,6 +86,11 @@ class Kernels(Protocol):
         """The implementation of prefill attention, for records of measurements."""
         return self.name
 
+    @property
+    def slower_prefill(self) -> str | None:
+        """Why prefill attention runs in a slower implementation than the usual one; None where it does not."""
+        return None
+
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, cast back, times weight (Zhang & Sennrich 2019)."""
         ...

@@ -186,6 +186,10 @@ class NvidiaKernels(Kernels):
     def prefill_name(self) -> str:
         return self._prefill.name
 
+    @property
+    def slower_prefill(self) -> str | None:
+        return self._prefill.slower
+
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:

@@ -55,6 +55,7 @@ class Collectives(Protocol):
 
     rank: int
     size: int
+    slower: str | None = None  # why the group's collectives are slower than the usual ones; None where they are not
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the group; may reuse ``x``'s memory. Bitwise the same on every rank."""
@@ -102,11 +103,13 @@ class SingleRank(Collectives):
 class GroupCollectives(Collectives):
     """Collectives over a torch.distributed process group (NCCL or gloo). Raises CollectiveError where one fails.
 
-    ``calls`` logs every call, so that the watchdog can name a rank which called another collective.
+    ``calls`` logs every call, so that the watchdog can name a rank which called another collective. ``slower``: why
+    these take the place of faster ones.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, slower: str | None = None) -> None:
         self.group = group
+        self.slower = slower
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.calls = CallLog(dist.get_process_group_ranks(group)[0])

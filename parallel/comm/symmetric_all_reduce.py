@@ -64,7 +64,7 @@ def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> Group
     """
     make = partial(SymmetricCollectives, group, device)
     made = build_on_every_rank(group, device, make, partial(_self_test, device=device), _LOST)
-    return GroupCollectives(group) if made is None else made
+    return GroupCollectives(group, slower=_LOST) if made is None else made
 
 
 def _self_test(made: SymmetricCollectives, device: torch.device) -> bool:

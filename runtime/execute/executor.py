@@ -27,6 +27,7 @@ from runtime.execute.sampling.inputs import (
     NARROWER_FEATURES,
     SamplingVariant,
 )
+from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
@@ -91,6 +92,7 @@ class Executor:
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
         )
         self.widest = self._widest_variant()
+        self._count_standing_fallbacks()
         self.allocations_at_warmup = device.allocations()
         self.captures_at_warmup = device.captures
 
@@ -180,6 +182,13 @@ class Executor:
         sizing = sizing.with_blocks(limits.agree_min(sizing.num_blocks))
         log.info("%s", sizing)
         return sizing
+
+    def _count_standing_fallbacks(self) -> None:
+        """Those that every step takes from now on, counted once; of prefill attention each step is counted."""
+        if (reason := self._model.collectives.slower) is not None:
+            self.fallbacks.take("nccl_all_reduce", reason)
+        if self.device.torch_device.type == "cuda" and kernels_for(self.tables.columns.records) is None:
+            self.fallbacks.take("torch_sampling", "Triton cannot be imported: pip install triton")
 
     def _widest_variant(self) -> SamplingVariant:
         """The widest sampling variant for whose late graphs there is memory on every rank; others are refused.

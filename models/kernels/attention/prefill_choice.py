@@ -49,6 +49,7 @@ class Prefill:
         self._unbuilt: Any = None  # its JitSpec, where it is not built but could be
         self._loader: threading.Thread | None = None
         self._reference_only = False
+        self.slower: str | None = None  # why prefill is slower than it could be; None where it is not
 
     @property
     def name(self) -> str:
@@ -106,16 +107,14 @@ class Prefill:
 
             self._paged = PagedPrefill(self._device, self._backend)
         elif self._reference_only:
-            log.warning(
-                "prefill attention runs in plain torch, several times slower than it could: neither FlashInfer nor our "
-                "Triton kernel takes a head_dim of more than 256"
-            )
+            self.slower = "neither FlashInfer nor our Triton kernel takes a head_dim of more than 256"
+            log.warning("prefill attention runs in plain torch, several times slower than it could: %s", self.slower)
         elif here:
-            _warn_slower("another machine of this job does not have it ready")
+            self._warn_slower("another machine of this job does not have it ready")
         elif self._unbuilt is not None:
             self._build_in_background()
         elif self._reason is not None:
-            _warn_slower(self._reason)
+            self._warn_slower(self._reason)
 
     def plan(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
@@ -174,21 +173,21 @@ class Prefill:
         try:
             said = flashinfer_build.build_in_background(self._unbuilt)
         except OSError as error:
-            _warn_slower(f"it is not built here, and cannot be: {error}")
+            self._warn_slower(f"it is not built here, and cannot be: {error}")
             return
-        _warn_slower(
+        self._warn_slower(
             "it is not built on this machine. It is built beside this run, at low priority, for the next start; what "
             f"is cut off goes on then ({said} has the compiler's words)"
+        )
+
+    def _warn_slower(self, reason: str) -> None:
+        self.slower = reason
+        log.warning(
+            "prefill attention runs in our Triton kernel, slower than FlashInfer's: %s. --prefill-attention flashinfer "
+            "waits for FlashInfer's, triton never asks for it",
+            reason,
         )
 
 
 def _flashinfer_takes(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in FLASHINFER_DTYPES and head_dim in FLASHINFER_HEAD_DIMS
-
-
-def _warn_slower(reason: str) -> None:
-    log.warning(
-        "prefill attention runs in our Triton kernel, slower than FlashInfer's: %s. --prefill-attention flashinfer "
-        "waits for FlashInfer's, triton never asks for it",
-        reason,
-    )

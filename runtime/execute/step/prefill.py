@@ -51,6 +51,9 @@ class PrefillRole:
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         plan, chunks = spec.plan, self._parts.staging.chunks(spec)
+        kernels = self._parts.model.kernels
+        if kernels.slower_prefill is not None:
+            self._parts.fallbacks.take(f"{kernels.prefill_name}_prefill", kernels.slower_prefill)
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
         if spec.padded_tokens:

@@ -93,7 +93,8 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_what_is_built_is_taken_without_a_word(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     flashinfer = FlashInfer()
-    assert agreed(make(flashinfer)) == "flashinfer"
+    one = make(flashinfer)
+    assert (agreed(one), one.slower) == ("flashinfer", None)
     assert flashinfer.loaded == [("fa3", BF16, 128)]
     assert (flashinfer.built_aside, caplog.records) == ([], [])
 
@@ -171,6 +172,7 @@ def test_a_module_that_fails_leaves_ours(make: Make, caplog: pytest.LogCaptureFi
     assert agreed(one) == "triton"
     one.agree(int)
     assert "Ninja build failed" in told(caplog)
+    assert "Ninja build failed" in one.slower
 
 
 def test_a_build_that_is_asked_for_is_waited_for(make: Make, caplog: pytest.LogCaptureFixture) -> None:

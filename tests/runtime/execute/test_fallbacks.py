@@ -6,7 +6,10 @@ import logging
 
 import pytest
 
+from models.kernels.reference import ReferenceKernels
+from parallel.comm.collectives import SingleRank
 from runtime.execute.fallbacks import QUIET_SECONDS, Fallbacks
+from tests.runtime.engine.rig import request, rig, run
 
 
 def test_every_one_is_counted_and_one_a_minute_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -24,3 +27,24 @@ def test_every_one_is_counted_and_one_a_minute_is_told(caplog: pytest.LogCapture
         "fallback torch_sampling, 1 so far: there is no Triton",
         "fallback eager_prefill, 51 so far: the prompt is scored",
     ]
+
+
+class SlowPrefill(ReferenceKernels):
+    """Kernels whose prefill attention is not the usual one."""
+
+    slower_prefill = "FlashInfer is not built on this machine"
+
+
+class SlowGroup(SingleRank):
+    slower = "all-reduces go through NCCL"
+
+
+def test_an_engine_counts_what_stands_and_what_each_prefill_takes() -> None:
+    with rig(kernels=SlowPrefill(), collectives=SlowGroup()) as engine:
+        run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(4)])
+        counted = engine.counters
+        assert counted["fallbacks{nccl_all_reduce}"] == 1
+        assert counted["fallbacks{reference_prefill}"] == counted["prefill_steps"] > 1
+    with rig() as engine:
+        run(engine, [request(0, range(9), max_tokens=3)])
+        assert [name for name in engine.counters if name.startswith("fallbacks")] == []
