@@ -6,6 +6,7 @@ Knows: how one call becomes a short life of an engine. Does not know: files, com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launch.api.sampling_defaults import sampling_defaults, warmed_for
@@ -14,10 +15,12 @@ from runtime.config import EngineConfig
 from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
-from runtime.frontend.validation import RequestError
+from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
 
 Prompt = str | Sequence[int]
+
+_ANY_VOCABULARY = 2**31  # which token ids exist is asked later, when the model is known
 
 
 def complete(
@@ -37,8 +40,8 @@ def complete(
     if sampling is None:
         sampling = sampling_defaults(Path(config.model), "auto", {})
     for params in sampling if isinstance(sampling, Sequence) else [sampling]:
-        if isinstance(params, SamplingParams):  # what is not is refused below, by name
-            config = warmed_for(config, params)
+        with suppress(RequestError):  # it is refused below, by name
+            config = warmed_for(config, checked_sampling(params, _ANY_VOCABULARY))
     tokenizer = Tokenizer.if_any(config.model)  # every rank, so that a broken one is every rank's error
     with open_engine(config) as engine:
         if not engine.is_leader:

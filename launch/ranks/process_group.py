@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -73,6 +74,9 @@ def rank_groups(sharing: ParallelDegrees, rank: int, device: str, timeout_s: flo
 def _backend(device: str) -> str:
     """Beside a GPU's collectives there are small ones of numbers that the host has."""
     return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+_joins = count()  # of this process; every rank joins as often as the others
 
 
 @contextmanager
@@ -158,7 +162,8 @@ def _meet(rendezvous: Rendezvous, timeout: timedelta) -> Store:
             f"rank {topology.rank} cannot meet the others at {rendezvous.master_address}:{rendezvous.master_port} "
             f"({str(error).splitlines()[0]}): look at the other ranks' logs first, then at MASTER_ADDR and MASTER_PORT"
         ) from error
-    store = PrefixStore(f"lockstride/{rendezvous.job}/{rendezvous.epoch}", server)
+    # torchrun's store outlives a group, and what the last one wrote there must not be read for the next one's.
+    store = PrefixStore(f"lockstride/{rendezvous.job}/{rendezvous.epoch}/{next(_joins)}", server)
     _check_world(store, topology)
     _all_come_to("met", store, topology, timeout)
     return store
