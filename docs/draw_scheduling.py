@@ -16,9 +16,9 @@ from collections import deque
 from pathlib import Path
 
 from docs.scripted_device import Part, ScriptedDevice
-from runtime.schedule.chain import TRANSITIONS, State
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.states import TRANSITIONS, State
 
 DOCUMENT = Path(__file__).with_name("scheduling.md")
 

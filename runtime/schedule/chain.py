@@ -1,6 +1,7 @@
-"""The chain: a request's states, the steps in flight, and what tells a live row from a ghost.
+"""The chain: the steps in flight, and what tells a live row from a ghost.
 
-Knows: the transition table below, and the order of launched steps. Does not know: how rows are chosen (planner.py).
+Knows: the order of launched steps, and how a sequence moves along the transition table (states.py). Does not know: how
+rows are chosen (planner.py).
 
 Rules. Everything that decides when something may be reused lives here or in fence.py:
  1. Steps land in the order they were launched, each exactly once, and plan(N) runs when exactly the steps up to
@@ -16,83 +17,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from enum import Enum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from runtime.schedule.plan import StepPlan
-    from runtime.schedule.sequence import SequenceState
-
-
-class State(Enum):
-    WAITING = "waiting"  # in the queue; holds nothing
-    PREFILL = "prefill"  # holds a slot and blocks; part of its prompt is still to be planned
-    DECODE = "decode"  # a row of every decode step
-    STALLED = "stalled"  # would be a row, but no block (or no row) is free yet; holds what it has
-    DRAINING = "draining"  # the steps in flight are enough to end it by length; waits for them to land
-    PAUSED = "paused"  # somebody asked; holds what it has
-    EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
-    ENDED = "ended"  # finished, cancelled or rejected
-
-    __hash__ = object.__hash__  # Enum's own is Python code, and a dozen look-ups a request are by state
-
-
-class Trigger(Enum):
-    ADMIT = "admit"
-    PROMPT_PLANNED = "prompt planned"
-    OUT_OF_BLOCKS = "out of blocks"
-    GOT_ROOM = "got room"
-    ALL_PLANNED = "all planned"
-    FELL_SHORT = "fell short"
-    PAUSE = "pause"
-    RESUME_WAITING = "resume, holding nothing"
-    RESUME = "resume"
-    EVICT = "evict"
-    FENCE_LANDED = "fence landed"
-    END = "end"
-
-
-TRANSITIONS: dict[State, dict[Trigger, State]] = {
-    State.WAITING: {
-        Trigger.ADMIT: State.PREFILL,
-        Trigger.PAUSE: State.PAUSED,
-        Trigger.END: State.ENDED,
-    },
-    State.PREFILL: {  # a pause waits until the prompt is planned
-        Trigger.PROMPT_PLANNED: State.DECODE,
-        Trigger.EVICT: State.EVICTING,
-        Trigger.END: State.ENDED,
-    },
-    State.DECODE: {
-        Trigger.OUT_OF_BLOCKS: State.STALLED,
-        Trigger.ALL_PLANNED: State.DRAINING,
-        Trigger.PAUSE: State.PAUSED,
-        Trigger.EVICT: State.EVICTING,
-        Trigger.END: State.ENDED,
-    },
-    State.STALLED: {
-        Trigger.GOT_ROOM: State.DECODE,
-        Trigger.PAUSE: State.PAUSED,
-        Trigger.EVICT: State.EVICTING,
-        Trigger.END: State.ENDED,
-    },
-    State.DRAINING: {  # a step that gave a live row no token leaves it short of its end
-        Trigger.FELL_SHORT: State.STALLED,
-        Trigger.END: State.ENDED,
-    },
-    State.PAUSED: {
-        Trigger.RESUME_WAITING: State.WAITING,
-        Trigger.RESUME: State.STALLED,
-        Trigger.EVICT: State.EVICTING,
-        Trigger.END: State.ENDED,
-    },
-    State.EVICTING: {Trigger.FENCE_LANDED: State.WAITING, Trigger.END: State.ENDED},
-    State.ENDED: {},
-}
-
-
-class IllegalTransition(RuntimeError):
-    """A trigger that the table does not have for this state; the sequence is unchanged."""
+from runtime.schedule.plan import StepPlan
+from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import TRANSITIONS, IllegalTransition, Trigger
 
 
 def advance(sequence: SequenceState, trigger: Trigger) -> None:

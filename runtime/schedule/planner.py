@@ -14,11 +14,11 @@ Policy, in one place:
 
 from __future__ import annotations
 
-from runtime.schedule.chain import State, Trigger
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import State, Trigger
 
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
 NOBODY = (-1, -1)

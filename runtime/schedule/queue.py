@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 
-from runtime.schedule.chain import State
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import State
 
 
 class WaitingQueue:

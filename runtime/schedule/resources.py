@@ -7,7 +7,7 @@ Does not know: which rows make a step (planner.py), results of steps (scheduler.
 from __future__ import annotations
 
 from runtime.schedule.blocks import ROOT, BlockPool
-from runtime.schedule.chain import Chain, State, Trigger, advance
+from runtime.schedule.chain import Chain, advance
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.digest import RollingDigest
@@ -17,6 +17,7 @@ from runtime.schedule.queue import WaitingQueue
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError, SlotPool
+from runtime.schedule.states import State, Trigger
 
 
 class Resources:

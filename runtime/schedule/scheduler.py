@@ -7,13 +7,14 @@ It is a pure state machine: the same events and results in the same order give t
 
 from __future__ import annotations
 
-from runtime.schedule.chain import Flight, State
+from runtime.schedule.chain import Flight
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, StepOutput, StepPlan, StepResult
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import FinishReason
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import State
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 

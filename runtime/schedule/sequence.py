@@ -13,9 +13,9 @@ request needs no more steps. While all widths are 1 the two bounds are equal, an
 from __future__ import annotations
 
 from runtime.schedule.blocks import ROOT
-from runtime.schedule.chain import State
 from runtime.schedule.plan import Scored
 from runtime.schedule.request import Request
+from runtime.schedule.states import State
 
 
 class SequenceState:

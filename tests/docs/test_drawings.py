@@ -10,8 +10,8 @@ import pytest
 
 from docs.draw_scheduling import DOCUMENT, redrawn
 from docs.draw_timeline import PICTURE, picture, play
-from runtime.schedule.chain import State
 from runtime.schedule.counters import ScheduleCounters
+from runtime.schedule.states import State
 
 
 def test_the_scheduling_drawings_are_current() -> None:

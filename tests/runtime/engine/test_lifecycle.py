@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from runtime.engine import Engine
-from runtime.schedule.chain import State
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.states import State
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import request

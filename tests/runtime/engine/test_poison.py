@@ -6,9 +6,9 @@ import pytest
 from torch import Tensor
 
 from runtime.engine import Engine
-from runtime.schedule.chain import State
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason
+from runtime.schedule.states import State
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 

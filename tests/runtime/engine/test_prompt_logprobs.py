@@ -18,8 +18,8 @@ from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.schedule.chain import State
 from runtime.schedule.request import Request
+from runtime.schedule.states import State
 from tests.runtime.engine.prompt_ranks import TOP, Score, Scores, prompts
 from tests.runtime.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
 from tests.torchrun import torchrun

@@ -9,11 +9,11 @@ from collections import deque
 from dataclasses import replace
 from typing import TypedDict, Unpack
 
-from runtime.schedule.chain import State
 from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import State
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 
 ROOMY = SchedulerConfig(rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, max_prefill_tokens=64)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.schedule.chain import (
-    TRANSITIONS,
-    Chain,
-    ChainError,
-    Flight,
-    IllegalTransition,
-    State,
-    Trigger,
-    advance,
-)
+from runtime.schedule.chain import Chain, ChainError, Flight, advance
 from runtime.schedule.fence import Fence
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import Request
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError, SlotPool
+from runtime.schedule.states import TRANSITIONS, IllegalTransition, State, Trigger
 from tests.runtime.schedule.driver import ROOMY, Driver
 
 LEGAL = [(state, trigger) for state in State for trigger in Trigger if trigger in TRANSITIONS[state]]

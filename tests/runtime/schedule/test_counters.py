@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.schedule.chain import State
 from runtime.schedule.request import FinishReason
+from runtime.schedule.states import State
 from tests.runtime.schedule.driver import Driver, ending_by_stop
 
 ZERO = {"stop": 0, "length": 0, "error": 0, "cancelled": 0, "rejected": 0}

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.schedule.chain import Trigger
 from runtime.schedule.plan import StepOutput, StepPlan, StepResult
 from runtime.schedule.planner import Planned, Planner
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError
+from runtime.schedule.states import Trigger
 from tests.runtime.schedule.fuzz import (
     WIDTHS,
     Build,

@@ -6,9 +6,9 @@ from typing import Unpack
 
 import pytest
 
-from runtime.schedule.chain import State
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.request import FinishReason
+from runtime.schedule.states import State
 from tests.runtime.schedule.driver import Driver, Limits, ending_by_stop, prompt_of
 
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.schedule.chain import Flight, State
+from runtime.schedule.chain import Flight
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.resources import Resources
+from runtime.schedule.states import State
 from tests.runtime.schedule.driver import ROOMY, prompt_of
 
 DEEP = replace(ROOMY, depth=8)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
-from runtime.schedule.chain import State, Trigger, advance
+from runtime.schedule.chain import advance
 from runtime.schedule.queue import WaitingQueue
 from runtime.schedule.request import Request
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import State, Trigger
 
 
 def sequence(request_id: int, priority: int = 0) -> SequenceState:

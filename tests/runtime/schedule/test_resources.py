@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.schedule.chain import Flight, State, Trigger
+from runtime.schedule.chain import Flight
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError
+from runtime.schedule.states import State, Trigger
 from tests.runtime.schedule.driver import ROOMY, prompt_of
 
 SMALL = replace(ROOMY, blocks=8, block_size=2, depth=1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.schedule.chain import State
 from runtime.schedule.plan import Admit, StepKind
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.states import State
 from tests.runtime.schedule.driver import ROOMY, Driver, ending_by_stop, prompt_of
 
 UNBROKEN = {"start": 1}

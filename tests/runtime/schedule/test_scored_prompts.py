@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.schedule.chain import State
 from runtime.schedule.plan import Admit, Chunk
 from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.states import State
 from tests.runtime.schedule.driver import Driver, prompt_of
 
 

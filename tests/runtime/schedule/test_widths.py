@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.schedule.chain import State
 from runtime.schedule.plan import Admit, Finished, Pause, Resume, StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.states import State
 from tests.runtime.schedule.driver import ROOMY, Driver, ending_by_stop, prompt_of
 
 PATTERNS = [(1,), (2,), (8,), (1, 4), (1, 8, 3), (32, 1)]

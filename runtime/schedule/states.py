@@ -1,0 +1,80 @@
+"""A request's states and what moves it from one to the next.
+
+Knows: the transition table. Does not know: what a request holds in a state (sequence.py), or when a trigger comes
+(resources.py, planner.py). An illegal (state, trigger) raises IllegalTransition, which names both, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the queue; holds nothing
+    PREFILL = "prefill"  # holds a slot and blocks; part of its prompt is still to be planned
+    DECODE = "decode"  # a row of every decode step
+    STALLED = "stalled"  # would be a row, but no block (or no row) is free yet; holds what it has
+    DRAINING = "draining"  # the steps in flight are enough to end it by length; waits for them to land
+    PAUSED = "paused"  # somebody asked; holds what it has
+    EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
+    ENDED = "ended"  # finished, cancelled or rejected
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and a dozen look-ups a request are by state
+
+
+class Trigger(Enum):
+    ADMIT = "admit"
+    PROMPT_PLANNED = "prompt planned"
+    OUT_OF_BLOCKS = "out of blocks"
+    GOT_ROOM = "got room"
+    ALL_PLANNED = "all planned"
+    FELL_SHORT = "fell short"
+    PAUSE = "pause"
+    RESUME_WAITING = "resume, holding nothing"
+    RESUME = "resume"
+    EVICT = "evict"
+    FENCE_LANDED = "fence landed"
+    END = "end"
+
+
+TRANSITIONS: dict[State, dict[Trigger, State]] = {
+    State.WAITING: {
+        Trigger.ADMIT: State.PREFILL,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.END: State.ENDED,
+    },
+    State.PREFILL: {  # a pause waits until the prompt is planned
+        Trigger.PROMPT_PLANNED: State.DECODE,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.DECODE: {
+        Trigger.OUT_OF_BLOCKS: State.STALLED,
+        Trigger.ALL_PLANNED: State.DRAINING,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.STALLED: {
+        Trigger.GOT_ROOM: State.DECODE,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.DRAINING: {  # a step that gave a live row no token leaves it short of its end
+        Trigger.FELL_SHORT: State.STALLED,
+        Trigger.END: State.ENDED,
+    },
+    State.PAUSED: {
+        Trigger.RESUME_WAITING: State.WAITING,
+        Trigger.RESUME: State.STALLED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.EVICTING: {Trigger.FENCE_LANDED: State.WAITING, Trigger.END: State.ENDED},
+    State.ENDED: {},
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A trigger that the table does not have for this state; the sequence is unchanged."""
