@@ -42,7 +42,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }
     counted |= {f"finished{{{reason}}}": count for reason, count in schedule.finished.items()}
-    counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.decode.graphs.late.items()}
+    counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.late_captures.items()}
     counted |= {f"fallbacks{{{name}}}": count for name, count in executor.fallbacks.counts.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
     if dealer is not None:

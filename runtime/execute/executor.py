@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -33,6 +34,7 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step.row_role import RowRole
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import MAX_TOP_LOGPROBS
 
@@ -100,6 +102,15 @@ class Executor:
     def prefill_attention(self) -> str:
         """Whose kernel it is, for records of measurements."""
         return self._model.kernels.prefill_name
+
+    @property
+    def late_captures(self) -> dict[str, int]:
+        """Graphs that a running engine had to wait for, by sampling variant."""
+        found: Counter[str] = Counter()
+        for role in self._roles.values():
+            if isinstance(role, RowRole):
+                found.update(role.graphs.late)
+        return found
 
     @property
     def restores_prefixes(self) -> bool:

@@ -1,6 +1,6 @@
 """A role whose rows may gain several tokens a step: a window of W tokens goes through the model, draws decide how many.
 
-Knows: what such a step computes and its graphs. Does not know: who proposes the window's tokens: a proposer is given
+Knows: what such a step computes. Does not know: who proposes the window's tokens: a proposer is given
 as a function of the rows. Of the scheduler it needs nothing but a plan of width W.
 """
 
@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, StepInputs
-from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import SlotColumns
-from runtime.execute.step.row_graphs import RowGraphs
+from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_window
 from runtime.execute.step.tail import Tail
-from runtime.schedule.plan import StepKind, StepPlan
 
 
 class Proposed(NamedTuple):
@@ -35,38 +31,18 @@ class Proposed(NamedTuple):
 Propose = Callable[[SlotColumns, int], Proposed]  # from the rows' records, so many tokens; graph-safe
 
 
-class WindowRole:
-    """Serves plans of kind DECODE and width ``width``, which is at least 2."""
+class WindowRole(RowRole):
+    """Up to ``width`` tokens a row and step, at least 2. ValueError for a model with slot state."""
 
     def __init__(self, parts: RoleParts, width: int, propose: Propose, name: str | None = None) -> None:
         if parts.has_slot_state:
             raise ValueError(f"windows of {width}: state of slots cannot be taken back where a row keeps fewer tokens")
-        self.name = name or f"window of {width}"
-        self.width = width
-        self._parts = parts
+        super().__init__(parts, name or f"window of {width}", width)
         self._propose = propose
         self._tail = Tail(parts.model, parts.tables, parts.ring)
-        maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.limits.decode_buckets}
-        self.graphs = RowGraphs(self.name, parts.device, self.decode, parts.ring, maps)
-
-    def serves(self, plan: StepPlan) -> bool:
-        return plan.kind is StepKind.DECODE and plan.width == self.width
-
-    def rehearse(self) -> None:
-        """Every bucket, the largest first; on a CPU, where nothing is compiled, only that one."""
-        device, buckets = self._parts.device.torch_device, self._parts.limits.decode_buckets[::-1]
-        for bucket in buckets[:1] if device.type == "cpu" else buckets:
-            self.decode(torch.zeros(bucket, dtype=torch.int64, device=device), GREEDY)
-            self._parts.ring.undo()
-
-    def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)
-
-    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
-        self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
 
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
-        """Up to W tokens for every row of ``rows_B`` (int64 [B], row -> slot); ghost and padding rows gain none."""
+        """Up to W tokens for every row; ghost and padding rows gain none."""
         parts = self._parts
         columns = parts.tables.gather(rows_B)
         proposed = self._propose(columns, self.width - 1)

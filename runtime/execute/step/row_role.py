@@ -1,0 +1,61 @@
+"""What roles of kind DECODE share: a step over running rows, one captured graph a (bucket, sampling variant).
+
+Knows: how such a role is measured, warmed up and launched. Does not know: what its step computes (decode.py,
+window.py), other roles.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from runtime.execute.launch_spec import GREEDY, LaunchSpec
+from runtime.execute.role import RoleParts
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.step.row_graphs import RowGraphs
+from runtime.schedule.plan import StepKind, StepPlan
+
+
+class RowRole(ABC):
+    """Serves plans of kind DECODE and width ``width``; a subclass says what a step computes."""
+
+    def __init__(self, parts: RoleParts, name: str, width: int) -> None:
+        self.name = name
+        self.width = width
+        self._parts = parts
+        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.limits.decode_buckets}
+        self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps)
+
+    @abstractmethod
+    def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
+        """One step of rows ``rows_B`` (int64 [B], row -> slot), graph-safe; ghost and padding rows gain nothing.
+
+        It ends with one append to the result ring. ``exchange_rows``: see LaunchSpec.
+        """
+
+    def serves(self, plan: StepPlan) -> bool:
+        return plan.kind is StepKind.DECODE and plan.width == self.width
+
+    def rehearse(self) -> None:
+        """Every bucket, the largest first, and that one with every variant that will be warmed up; on a CPU, where
+        nothing is compiled or measured, greedy sampling of the largest only.
+        """
+        limits, on_cpu = self._parts.limits, self._parts.device.torch_device.type == "cpu"
+        buckets = limits.decode_buckets[::-1]
+        steps = [(bucket, GREEDY) for bucket in buckets] + [(buckets[0], variant) for variant in limits.warm_variants]
+        for bucket, variant in steps[:1] if on_cpu else steps:
+            self.try_variant(bucket, variant)
+
+    def try_variant(self, bucket: int, variant: SamplingVariant) -> None:
+        """Run one step over padding, uncaptured: nothing of it is reported or kept."""
+        self.decode(torch.zeros(bucket, dtype=torch.int64, device=self._parts.device.torch_device), variant)
+        self._parts.ring.undo()
+
+    def warm_up(self) -> None:
+        self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)
+
+    def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
+        self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
