@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -76,7 +76,7 @@ def _backend(device: str) -> str:
     return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
 
 
-_joins = count()  # of this process; every rank joins as often as the others
+_joins: Counter[tuple[str, int, int]] = Counter()  # by start, port and rank: every rank joins as often as the others
 
 
 @contextmanager
@@ -163,7 +163,10 @@ def _meet(rendezvous: Rendezvous, timeout: timedelta) -> Store:
             f"({str(error).splitlines()[0]}): look at the other ranks' logs first, then at MASTER_ADDR and MASTER_PORT"
         ) from error
     # torchrun's store outlives a group, and what the last one wrote there must not be read for the next one's.
-    store = PrefixStore(f"lockstride/{rendezvous.job}/{rendezvous.epoch}/{next(_joins)}", server)
+    start = f"{rendezvous.job}/{rendezvous.epoch}"
+    here = start, rendezvous.master_port, topology.rank
+    store = PrefixStore(f"lockstride/{start}/{_joins[here]}", server)
+    _joins[here] += 1
     _check_world(store, topology)
     _all_come_to("met", store, topology, timeout)
     return store
