@@ -132,9 +132,9 @@ def build_engine(
         watchdog.attend(scheduler.digest, observe.recent)
         executor.decode.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
     at_end = load_report(config, model, split)
-    groups, dealer = _groups(config, control, exchange)
+    groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
-    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, dealer, thaw)
+    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:

@@ -10,14 +10,14 @@ from runtime.groups.request_router import RequestRouter
 from runtime.schedule.scheduler import Scheduler
 
 
-def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRouter | None) -> dict[str, int | float]:
+def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRouter | None) -> dict[str, int | float]:
     """Counted so far; a labelled counter is ``name{label}``. What the scheduler counts is explained in
     schedule/counters.py.
 
     Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,
     ``group_idle_steps{g}``: steps that group g launched for the others' sake, without a row of its own.
     """
-    schedule, staging, landing = scheduler.counters, executor.staging.counters, executor.results.counters
+    schedule, staging, results = scheduler.counters, executor.staging.counters, executor.results.counters
     counted: dict[str, int | float] = {
         "steps": schedule.prefill_steps + schedule.decode_steps,
         "prefill_steps": schedule.prefill_steps,
@@ -37,7 +37,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
         "prefix_hit_tokens": schedule.prefix_hit_tokens,
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
-        "device_to_host_bytes": landing.device_to_host_bytes,
+        "device_to_host_bytes": results.device_to_host_bytes,
         "graph_captures_after_warmup": executor.device.captures - executor.captures_at_warmup,
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }
@@ -45,7 +45,7 @@ def engine_counters(scheduler: Scheduler, executor: Executor, dealer: RequestRou
     counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.late_captures.items()}
     counted |= {f"fallbacks{{{name}}}": count for name, count in executor.fallbacks.counts.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
-    if dealer is not None:
-        counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(dealer.assignment.requests)}
-        counted |= {f"group_idle_steps{{{g}}}": count for g, count in enumerate(dealer.idle_steps)}
+    if router is not None:
+        counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(router.assignment.requests)}
+        counted |= {f"group_idle_steps{{{g}}}": count for g, count in enumerate(router.idle_steps)}
     return counted

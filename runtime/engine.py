@@ -71,7 +71,7 @@ class Engine:
     """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_protocol.py
     says what they promise. Made by build.py. ``at_end`` is called once, when everything has landed and the
     device is at rest; not after an error. ``thaw`` is called when the engine closes, after an error too, and may be
-    called more than once (gc_freeze.py). ``groups`` and ``dealer`` are there where several groups share experts: what
+    called more than once (gc_freeze.py). ``groups`` and ``router`` are there where several groups share experts: what
     they launch together, and whose requests are whose.
     """
 
@@ -86,7 +86,7 @@ class Engine:
         watchdog: Watchdog | None = None,
         at_end: Callable[[], None] | None = None,
         groups: DpStepSync | None = None,
-        dealer: RequestRouter | None = None,
+        router: RequestRouter | None = None,
         thaw: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
@@ -98,7 +98,7 @@ class Engine:
         self._watchdog = watchdog
         self._at_end = at_end
         self._groups = groups
-        self._dealer = dealer
+        self._router = router
         self._thaw = thaw
         self._in_flight: deque[_Flight] = deque()
         self._outbox = open_pending_events(config)
@@ -128,7 +128,7 @@ class Engine:
             output = self._land()
         if ended:
             output = replace(output, finished=ended + output.finished)
-        return output if self._dealer is None else self._dealer.gather(turn, output, launched)
+        return output if self._router is None else self._router.gather(turn, output, launched)
 
     def _at(self, place: str) -> None:
         """Where the watchdog finds this rank: in "exchange" and "land" it waits for others."""
@@ -139,8 +139,8 @@ class Engine:
         payload = encode_events(self._outbox.portion()) if self._outbox else b""
         agreed = self.control.exchange(self.scheduler.step, self.scheduler.digest.value, payload)
         events: Sequence[Event] = decode_events(agreed) if agreed else ()
-        if self._dealer is not None:
-            events = self._dealer.mine(events)
+        if self._router is not None:
+            events = self._router.mine(events)
         ended: tuple[Finished, ...] = ()
         for event in events:
             ended += self.scheduler.submit(event)
@@ -240,9 +240,9 @@ class Engine:
         scheduler = self.scheduler
         if self._outbox or self.control.pending or scheduler.unfinished or scheduler.chain.real:
             return True
-        if self._dealer is None:
+        if self._router is None:
             return False
-        return self._dealer.outstanding or any(flight.launched is not None for flight in self._in_flight)
+        return self._router.outstanding or any(flight.launched is not None for flight in self._in_flight)
 
     def add(self, request: Request) -> None:
         """Have a request announced, max_tokens cut to what fits behind its prompt.
@@ -271,4 +271,4 @@ class Engine:
     @property
     def counters(self) -> Mapping[str, int | float]:
         """Everything counted so far, by name; a labelled counter is ``name{label}``."""
-        return engine_counters(self.scheduler, self.executor, self._dealer)
+        return engine_counters(self.scheduler, self.executor, self._router)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from launch.api import response_logprobs as row_logprobs
+from launch.api import response_logprobs
 from launch.api.parser import BadLine, Form, LineId, PreparedRequest
 from runtime.frontend.outputs import Completion, RequestOutput, Timing
 from runtime.frontend.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def _simple(request: PreparedRequest, output: RequestOutput) -> Row:
     else:
         row["choices"] = [{"index": i, **answer} for i, answer in enumerate(answers)]
     if output.prompt_logprobs is not None:
-        row["prompt_logprobs"] = row_logprobs.simple(output.prompt_logprobs)
+        row["prompt_logprobs"] = response_logprobs.simple(output.prompt_logprobs)
     return row | {"usage": _usage(output), "timing": _timing(output.timing)}
 
 
@@ -127,7 +127,7 @@ def _simple_answer(completion: Completion) -> Row:
         "seed": completion.seed,
     }
     if completion.logprobs is not None:
-        answer["logprobs"] = row_logprobs.simple(completion.logprobs)
+        answer["logprobs"] = response_logprobs.simple(completion.logprobs)
     return answer
 
 
@@ -143,7 +143,7 @@ def _choice(completion: Completion) -> Row:
 def _completion_body(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
     """With ``echo`` every choice begins with the prompt; its token_ids are the answer's all the same."""
     echoed = _prompt_text(output, tokenizer) if request.echo else ""
-    before: tuple[row_logprobs.Placed, ...] = ()
+    before: tuple[response_logprobs.Placed, ...] = ()
     if request.echo and output.prompt_logprobs is not None:
         before = tuple(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
     choices = []
@@ -151,9 +151,9 @@ def _completion_body(request: PreparedRequest, output: RequestOutput, tokenizer:
         choice = {**_choice(completion), "text": echoed + completion.text, "logprobs": None}
         if completion.logprobs is not None:
             placed = *before, *((entry.token_id, entry) for entry in completion.logprobs)
-            choice["logprobs"] = row_logprobs.of_completion(placed, tokenizer)
+            choice["logprobs"] = response_logprobs.of_completion(placed, tokenizer)
         if output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = row_logprobs.of_prompt(output.prompt_logprobs, tokenizer)
+            choice["prompt_logprobs"] = response_logprobs.of_prompt(output.prompt_logprobs, tokenizer)
         choices.append(choice)
     return {"choices": choices}
 
@@ -169,9 +169,9 @@ def _chat_body(output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
     for completion in output.completions:
         logprobs = None
         if completion.logprobs is not None:
-            logprobs = {"content": [row_logprobs.of_chat(entry, tokenizer) for entry in completion.logprobs]}
+            logprobs = {"content": [response_logprobs.of_chat(entry, tokenizer) for entry in completion.logprobs]}
         message = {"role": "assistant", "content": completion.text}
         choices.append({**_choice(completion), "message": message, "logprobs": logprobs})
     if output.prompt_logprobs is None:
         return {"choices": choices}
-    return {"choices": choices, "prompt_logprobs": row_logprobs.of_prompt(output.prompt_logprobs, tokenizer)}
+    return {"choices": choices, "prompt_logprobs": response_logprobs.of_prompt(output.prompt_logprobs, tokenizer)}

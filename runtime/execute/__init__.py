@@ -1,1 +1,1 @@
-"""Everything that touches the device: streams, slot tables, staging, the KV pool, sampling, landing."""
+"""Everything that touches the device: streams, slot tables, staging, caches, sampling, results."""

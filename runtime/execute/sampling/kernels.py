@@ -31,15 +31,13 @@ def kernels_for(tensor: Tensor) -> SamplingKernels | None:
 def triton_kernels() -> SamplingKernels | None:
     """The Triton kernels, None without Triton."""
     try:
-        from runtime.execute.sampling import draw_triton as sampling_triton
-        from runtime.execute.sampling import filters_triton as sampling_filters_triton
-        from runtime.execute.sampling import logprobs_triton, penalties_triton
+        from runtime.execute.sampling import draw_triton, filters_triton, logprobs_triton, penalties_triton
     except ImportError:
         return None
     return SamplingKernels(
-        best_candidates=sampling_triton.best_candidates,
-        conclude=sampling_triton.conclude,
-        survival_threshold=sampling_filters_triton.survival_threshold,
+        best_candidates=draw_triton.best_candidates,
+        conclude=draw_triton.conclude,
+        survival_threshold=filters_triton.survival_threshold,
         shape_logits=penalties_triton.shape_logits,
         token_logprobs=logprobs_triton.token_logprobs,
     )

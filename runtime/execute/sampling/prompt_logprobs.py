@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens on their way home: a side channel beside the result ring.
 
 Knows: how a step's values are laid out, and that nothing is allocated before somebody asks. Does not know: when an
-entry may be used again (landing.py: as the ring's entry of the same number), what the model is, whose prompt it is.
+entry may be used again (result_reader.py: as the ring's entry of the same number), the model, whose prompt it is.
 
 A prompt can have as many values as it has tokens, far more than a decode step's rows, so they have memory of their own:
 ``entries`` times room for every token of a full prefill step, once on the device and once, pinned, on the host.

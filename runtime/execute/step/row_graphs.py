@@ -70,8 +70,8 @@ class RowGraphs:
         for bucket in sorted(self._row_maps, reverse=True):
             wider = {bucket, *(rows for rows in exchanges if rows > bucket)} if exchanges else {0}
             for exchange_rows in sorted(wider, reverse=True):
-                for features in variants:
-                    self.get(bucket, features, exchange_rows)
+                for variant in variants:
+                    self.get(bucket, variant, exchange_rows)
         self._warm = True
         counters = self.counters
         counters.warm_up_s, counters.bytes = time.perf_counter() - began, self._device.graph_bytes()
@@ -84,31 +84,31 @@ class RowGraphs:
             counters.bytes / (1 << 20),
         )
 
-    def get(self, bucket: int, features: SamplingVariant, exchange_rows: int = 0) -> Graph:
+    def get(self, bucket: int, variant: SamplingVariant, exchange_rows: int = 0) -> Graph:
         """The graph of that variant, captured now if it is not there yet. CaptureError names bucket and way out."""
-        key = (bucket, features, exchange_rows)
+        key = (bucket, variant, exchange_rows)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(*key)
         return graph
 
-    def _capture(self, bucket: int, features: SamplingVariant, exchange_rows: int) -> Graph:
+    def _capture(self, bucket: int, variant: SamplingVariant, exchange_rows: int) -> Graph:
         rows_B = self._row_maps[bucket]
         self.counters.captured += 1
         if self._warm:
             self.counters.after_warmup += 1
-            self.late[str(features)] = self.late.get(str(features), 0) + 1
-            if self.late[str(features)] == 1:
-                log.info("first requests with %s: their graphs are captured as they are needed", features)
+            self.late[str(variant)] = self.late.get(str(variant), 0) + 1
+            if self.late[str(variant)] == 1:
+                log.info("first requests with %s: their graphs are captured as they are needed", variant)
 
         def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance
-            self._work(rows_B.new_zeros(bucket), features, exchange_rows)
+            self._work(rows_B.new_zeros(bucket), variant, exchange_rows)
             self._ring.undo()
 
         try:
             with self.around_capture():
                 return self._device.capture(
-                    lambda: self._work(rows_B, features, exchange_rows),
+                    lambda: self._work(rows_B, variant, exchange_rows),
                     name=f"{self.name} of {bucket} rows",
                     warmup=rehearse,
                 )

@@ -31,7 +31,7 @@ def kernels_for(tensor: Tensor) -> StepKernels | None:
 def triton_kernels() -> StepKernels | None:
     """The Triton kernels, None without Triton."""
     try:
-        from runtime.execute.step import step_io_triton as step_triton
+        from runtime.execute.step import step_io_triton
     except ImportError:
         return None
-    return StepKernels(begin=step_triton.begin, finish=step_triton.finish)
+    return StepKernels(begin=step_io_triton.begin, finish=step_io_triton.finish)

@@ -122,7 +122,7 @@ def _finish_kernel(
 class Begun(NamedTuple):
     """What ``begin`` fills: records int32 [B, words], pages int32 [B, max_blocks], and [B] each the rest.
 
-    token, position, kv_slot and drawn int64, kv_length int32, live and ended bool; step_ends.Gathered tells what for.
+    token, position, kv_slot and drawn int64, kv_length int32, live and ended bool; step_io.Gathered tells what for.
     """
 
     records: Tensor

@@ -40,8 +40,7 @@ from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
-from runtime.execute.step import step_io as step_ends
-from runtime.execute.step import step_io_kernels as step_kernels
+from runtime.execute.step import step_io, step_io_kernels
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
@@ -75,8 +74,8 @@ def play_an_h200() -> None:
         module.unsupported = lambda device: None
     for module in modules[2:]:
         module.kernels_for = lambda tensor: triton_kernels()
-    ends: Any = step_ends
-    ends.kernels_for = lambda tensor: step_kernels.triton_kernels()
+    ends: Any = step_io
+    ends.kernels_for = lambda tensor: step_io_kernels.triton_kernels()
 
 
 class _NoCublasLt:

@@ -222,19 +222,19 @@ def test_10000_junk_messages_none_is_read(place: Path) -> None:
     context = zmq.Context()
     impostors = []
     for keys in (None, stranger, other):
-        dealer = context.socket(zmq.DEALER)
-        dealer.linger = 0
-        dealer.routing_id = routing_id(1)  # rank 1's name
+        router = context.socket(zmq.DEALER)
+        router.linger = 0
+        router.routing_id = routing_id(1)  # rank 1's name
         if keys is not None:
-            dealer.curve_serverkey = gate.keys.public
-            dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
-        dealer.connect(endpoint)
-        impostors.append(dealer)
+            router.curve_serverkey = gate.keys.public
+            router.curve_publickey, router.curve_secretkey = keys.public, keys.secret
+        router.connect(endpoint)
+        impostors.append(router)
     received: Sequence[tuple[int, object]] = []
     for _ in range(10_000):
-        for dealer in impostors[:2]:  # they find the door closed, and then have nowhere to send to
+        for router in impostors[:2]:  # they find the door closed, and then have nowhere to send to
             with contextlib.suppress(zmq.Again):
-                dealer.send(rng.randbytes(50), zmq.NOBLOCK)
+                router.send(rng.randbytes(50), zmq.NOBLOCK)
         impostors[2].send(rng.randbytes(rng.randrange(1, 100)))
         received = [*received, *link.receive()]
     until = time.monotonic() + 5
@@ -243,8 +243,8 @@ def test_10000_junk_messages_none_is_read(place: Path) -> None:
     assert received == []
     assert link.strangers == 10_000  # those of rank 2 under rank 1's name; the others were not let in
     assert gate.allowed.refused > 0
-    for dealer in impostors:
-        dealer.close()
+    for router in impostors:
+        router.close()
     context.term()
     good = ZmqFollowerLink(endpoint, 1, node, gate.keys.public, 0.0, watched=False)
     frame = Codec(1, 0, 3).encode(Kind.ACK, 1, 5)

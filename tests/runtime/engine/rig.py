@@ -206,9 +206,9 @@ def rig(
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
     control = control or SingleRankControl(horizon)
     shared = None if groups is None else DpStepSync(groups, assignment)
-    dealer = None if assignment is None else RequestRouter(control, assignment)
+    router = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
-    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, dealer=dealer, thaw=thaw)
+    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw)
     try:
         yield engine
         engine.stop()

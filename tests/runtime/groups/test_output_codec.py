@@ -172,7 +172,7 @@ def dealers() -> list[RequestRouter]:
 
 def test_arrivals_go_to_one_group_and_everything_else_to_all() -> None:
     events = [Admit(request(i, (1, 2))) for i in range(3)] + [Cancel(0), Cancel(1)]
-    found = [dealer.mine(events) for dealer in dealers()]
+    found = [router.mine(events) for router in dealers()]
     assert found[0] == found[1] == [events[0], events[2], *events[3:]]
     assert found[2] == found[3] == [events[1], *events[3:]]
 

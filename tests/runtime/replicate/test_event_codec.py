@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.replicate import event_codec as agreed_events
+from runtime.replicate import event_codec
 from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events
 from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -63,7 +63,7 @@ def test_no_events_are_no_bytes() -> None:
 
 def test_every_field_of_the_dataclasses_travels() -> None:
     """A field added to a request and forgotten here would silently differ between leader and followers."""
-    for dataclass, struct in ((SamplingParams, agreed_events._Sampling), (Request, agreed_events._Request)):
+    for dataclass, struct in ((SamplingParams, event_codec._Sampling), (Request, event_codec._Request)):
         assert tuple(field.name for field in fields(dataclass)) == struct.__struct_fields__
 
 
@@ -100,8 +100,8 @@ def test_a_prompt_of_other_than_tokens_is_refused(token: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [b"123", b"\0\0\0\0\0", b"\1\0\0\0\1\0\0\x80", b"\xff" * 8])
 def test_bytes_that_are_no_tokens_are_refused(prompt: bytes) -> None:
-    admit = agreed_events._to_wire(Admit(PLAIN))
-    assert isinstance(admit, agreed_events._Admit)
+    admit = event_codec._to_wire(Admit(PLAIN))
+    assert isinstance(admit, event_codec._Admit)
     bad = msgspec.structs.replace(admit, request=msgspec.structs.replace(admit.request, prompt_token_ids=prompt))
     with pytest.raises(EventsRefused, match=f"request 3: prompt_token_ids are {len(prompt)} bytes"):
         decode_events(msgspec.msgpack.encode([bad]))

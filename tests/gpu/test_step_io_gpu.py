@@ -20,7 +20,7 @@ from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import SlotTables
-from runtime.execute.step import step_io as step_ends
+from runtime.execute.step import step_io
 from runtime.execute.step.step_io import (
     Gathered,
     gather_decode,
@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kernels.finish(*args)
 
     monkeypatch.setattr(
-        step_ends,
+        step_io,
         "kernels_for",
         lambda tensor: StepKernels(begin, finish) if INTERPRETED or tensor.is_cuda else None,
     )
