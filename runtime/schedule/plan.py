@@ -56,6 +56,7 @@ Event = Admit | Cancel | Pause | Resume
 class StepKind(IntEnum):
     PREFILL = 0
     DECODE = 1
+    MIXED = 2  # decode rows and prefill chunks in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One row of a prefill step: tokens [start, start + len(token_ids)) of the slot's sequence.
+    """One row of a prefill or mixed step: tokens [start, start + len(token_ids)) of the slot's sequence.
 
     The row whose chunk is ``last`` samples the first new token into the slot; the others produce nothing. ``scored``
     is reported with this step, and never again when the request is recomputed.
@@ -117,8 +118,9 @@ class StepPlan:
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
     ``slot_writes`` take effect before the step's rows are gathered.
     ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
-    token's position on; it holds blocks for all of them. ``chunks`` is empty for decode steps and aligned with
-    ``slots`` for prefill.
+    token's position on; it holds blocks for all of them. A row with a chunk gains one token at most, whatever W is.
+    ``chunks``: those of the last rows, in order: of none in a decode step, of all in a prefill step. In a mixed step
+    the first ``decode_rows`` rows decode.
     """
 
     step: int
@@ -129,6 +131,11 @@ class StepPlan:
     slot_writes: tuple[SlotWrite, ...] = ()
     block_writes: tuple[tuple[int, int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows without a chunk; they come first."""
+        return len(self.slots) - len(self.chunks)
 
     @property
     def prefill_tokens(self) -> int:
