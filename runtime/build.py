@@ -130,7 +130,7 @@ def build_engine(
     scheduler = Scheduler(_schedule(config, served, executor))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
-        executor.decode.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
+        executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
     at_end = load_report(config, model, split)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there

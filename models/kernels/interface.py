@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -150,6 +151,14 @@ class Kernels(Protocol):
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         """Causal attention of packed rows over their pages (their new KV is already written), [T, H, D]."""
         ...
+
+    def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
+        """decode_attention of the rows that decode and prefill_attention of the others, [T, H, D]."""
+        prefilled_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
+        rows = len(inputs.decode.kv_lengths_B)
+        decoded_BHD = self.decode_attention(q_THD[:rows], kv_layer, inputs.decode, scale)
+        decodes_B11 = (inputs.decode.kv_lengths_B > 0)[:, None, None]
+        return torch.cat((torch.where(decodes_B11, decoded_BHD, prefilled_THD[:rows]), prefilled_THD[rows:]))
 
     def route_top_k(
         self,

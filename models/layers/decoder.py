@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.cache_layout import CacheLayout, CacheView, LayerCache
 from models.config import ModelConfig
 from models.group_size import require_legal_size
-from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
@@ -156,11 +156,16 @@ class Decoder(nn.Module):
 
     def _planned(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
         attention, found = inputs.attention, self._first_attention
-        if found is None or not isinstance(attention, PrefillAttention) or attention.planned is not None:
+        if found is None or isinstance(attention, DecodeAttention):
+            return inputs
+        prefill = attention.prefill if isinstance(attention, MixedAttention) else attention
+        if prefill.planned is not None:
             return inputs
         number, mixer = found
         kv_layer = cast(Tensor, caches[number])
-        planned = self.kernels.plan_prefill(attention, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
+        planned = self.kernels.plan_prefill(prefill, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
+        if isinstance(attention, MixedAttention):
+            return replace(inputs, attention=replace(attention, prefill=planned))
         return replace(inputs, attention=planned)
 
     def _with_real_tokens(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:

@@ -34,6 +34,7 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.row_role import RowRole
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import MAX_TOP_LOGPROBS
@@ -107,10 +108,20 @@ class Executor:
     def late_captures(self) -> dict[str, int]:
         """Graphs that a running engine had to wait for, by sampling variant."""
         found: Counter[str] = Counter()
-        for role in self._roles.values():
-            if isinstance(role, RowRole):
-                found.update(role.graphs.late)
+        for graphs in self._row_graphs:
+            found.update(graphs.late)
         return found
+
+    @property
+    def _row_graphs(self) -> list[RowGraphs]:
+        """All graphs that may be captured late."""
+        decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowRole)]
+        return [*decoding, self.prefill.graphs.tails]
+
+    def surround_captures(self, around: Callable[[], AbstractContextManager[object]]) -> None:
+        """Have every late capture run inside ``around()``."""
+        for graphs in self._row_graphs:
+            graphs.around_capture = around
 
     @property
     def restores_prefixes(self) -> bool:
