@@ -99,6 +99,16 @@ class Packed(NamedTuple):
 
 def gather_packed(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
     """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest."""
+    if (kernels := kernels_for(chunks.slots_T)) is None:
+        return gather_packed_in_torch(tables, chunks, block_size)
+    slots = tables.columns
+    staged = chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.decodes_R
+    columns = slots.last_token, slots.length, slots.finished
+    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size))
+
+
+def gather_packed_in_torch(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
+    """The reference of ``gather_packed``."""
     slots, newest_T = tables.columns, chunks.positions_T == NEWEST
     live_T = slots.finished[chunks.slots_T] == 0
     newest_position_T = torch.where(live_T, slots.length[chunks.slots_T].to(torch.int64) - 1, 0)
