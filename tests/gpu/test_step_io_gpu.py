@@ -221,7 +221,8 @@ def _chunks(case: Case, seed: int) -> Chunks:
     tokens_3T[:, : len(columns[0])] = torch.tensor(columns)
     rows_2R = torch.zeros(2, len(slots) + seed, dtype=torch.int64)
     rows_2R[:, : len(slots)] = torch.tensor([slots, [1] * decoding + [0] * (len(slots) - decoding)])
-    return Chunks(*tokens_3T, rows_2R[0], rows_2R[0], rows_2R[0], rows_2R[1])
+    (ids_T, positions_T, slots_T), (slots_R, decodes_R) = tokens_3T, rows_2R
+    return Chunks(ids_T, positions_T, slots_T, slots_R, slots_R, slots_R, decodes_R)
 
 
 @pytest.mark.parametrize("stop_ids", [1, 2, 5])
