@@ -42,6 +42,8 @@ from runtime.schedule.request import MAX_TOP_LOGPROBS
 log = logging.getLogger(__name__)
 
 SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait for the first penalised request
+_ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
+_COST_RUNS = 2
 CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
 
 
@@ -75,7 +77,8 @@ class Executor:
             vocab_size=model.config.vocab_size,
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
         )
-        self.staging = Staging(device, self.tables, max_prefill_tokens=limits.max_prefill_tokens, max_rows=max_rows)
+        most_tokens = limits.max_prefill_tokens + (max_rows if limits.mixed else 0)
+        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows)
         self._ring = ResultRing(
             device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
@@ -127,6 +130,31 @@ class Executor:
     def restores_prefixes(self) -> bool:
         """Whether a sequence can begin behind tokens that another one computed: of slot state there is no copy."""
         return not self._model.cache_layout.has_slot_state
+
+    @property
+    def mixes(self) -> bool:
+        """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
+        longer for their launches than all rows for a decode step."""
+        captured = bool(self.prefill.graphs.buckets) or self.device.torch_device.type == "cpu"
+        return self._limits.mixed and captured
+
+    def step_costs(self) -> dict[int, float]:
+        """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling.
+
+        For start-up; with several ranks all of them must call it. Tokens are padding, in prompts of their own.
+        """
+        found = {}
+        for tokens in self.prefill.graphs.buckets:
+            if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0:
+                found[tokens] = min(self._milliseconds_of(tokens) for _ in range(_COST_RUNS))
+        return found
+
+    def _milliseconds_of(self, tokens: int) -> float:
+        self.device.compute.synchronize()
+        began = time.perf_counter()
+        self.prefill.graphs.rehearse(tokens)
+        self.device.compute.synchronize()
+        return (time.perf_counter() - began) * 1e3
 
     # ---- each step ----
 
