@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait for the first penalised request
 _ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
 _COST_RUNS = 2
+_READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
 CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
 
 
@@ -138,6 +140,20 @@ class Executor:
         captured = bool(self.prefill.graphs.buckets) or self.device.torch_device.type == "cpu"
         return self._limits.mixed and captured
 
+    @property
+    def captured_tokens(self) -> tuple[int, ...]:
+        """Tokens of the steps with chunks that are captured, ascending."""
+        return self.prefill.graphs.buckets
+
+    def kv_read_ms(self) -> float:
+        """Milliseconds that reading the KV of one token takes, in all layers, at the rate of one large read."""
+        if not self.pool.paged:
+            return 0.0
+        words = self.pool.paged[0].view(torch.uint8).view(-1)[:_READ_BYTES].view(torch.int64)
+        words.sum()  # of this size once before, for its memory
+        took = min(self._milliseconds_of(lambda: self.device.compute.submit(words.sum)) for _ in range(_COST_RUNS))
+        return took / (words.numel() * 8) * self.pool.layout.bytes_per_token
+
     def step_costs(self) -> dict[int, float]:
         """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling.
 
@@ -146,13 +162,14 @@ class Executor:
         found = {}
         for tokens in self.prefill.graphs.buckets:
             if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0:
-                found[tokens] = min(self._milliseconds_of(tokens) for _ in range(_COST_RUNS))
+                rehearse = partial(self.prefill.graphs.rehearse, tokens)
+                found[tokens] = min(self._milliseconds_of(rehearse) for _ in range(_COST_RUNS))
         return found
 
-    def _milliseconds_of(self, tokens: int) -> float:
+    def _milliseconds_of(self, work: Callable[[], object]) -> float:
         self.device.compute.synchronize()
         began = time.perf_counter()
-        self.prefill.graphs.rehearse(tokens)
+        work()
         self.device.compute.synchronize()
         return (time.perf_counter() - began) * 1e3
 

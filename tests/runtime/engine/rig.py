@@ -62,6 +62,9 @@ TINY = {
 }
 
 
+MIXED = MixedSteps(long_prompt=30)  # whatever fits rides along; tiny prompts of more than 30 tokens are long ones
+
+
 def tiny_folder(folder: Path) -> Path:
     """A model folder with a config and no weights, for load_format dummy."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +132,7 @@ def rig(
     buckets: tuple[int, ...] | None = None,
     prefill_buckets: tuple[int, ...] = (),
     prefill_burst: int = 4,
-    mixed: MixedSteps | None = None,
+    mixed: MixedSteps | None = MIXED,
     variants: tuple[SamplingVariant, ...] = (SamplingVariant(),),
     observe: StepObserver | None = None,
     ranges: Ranges | None = None,
@@ -144,6 +147,8 @@ def rig(
     decode steps, in turn; ``further_roles`` serve those that are not 1.
     """
     torch.set_num_threads(1)
+    if groups is not None or widths != (1,):  # where prefill and decode take turns
+        mixed = None
     config = EngineConfig(
         model="tiny",
         load_format="dummy",
