@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.cache_layout import CacheLayout, CacheView, LayerCache
 from models.config import ModelConfig
 from models.group_size import require_legal_size
-from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
+from models.inputs import DecodeAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
@@ -155,11 +155,18 @@ class Decoder(nn.Module):
         return gather_logits(local_RV, self.config.vocab_size, self.collectives)
 
     def _planned(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
+        """With what all layers of attention share; where it is there already, as it was."""
         attention, found = inputs.attention, self._first_attention
-        if found is None or not isinstance(attention, PrefillAttention) or attention.planned is not None:
+        if found is None:
             return inputs
         number, mixer = found
         kv_layer = cast(Tensor, caches[number])
+        if isinstance(attention, DecodeAttention):
+            if attention.work is not None:
+                return inputs
+            return replace(inputs, attention=self.kernels.plan_decode(attention, mixer.heads, kv_layer))
+        if attention.planned is not None:
+            return inputs
         planned = self.kernels.plan_prefill(attention, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
         return replace(inputs, attention=planned)
 
