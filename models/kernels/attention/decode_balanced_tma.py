@@ -76,8 +76,9 @@ def _attend_list_tma_kernel(
     items = tl.load(units_ptr, cache_modifier=".cg") * K
     row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
     steady = steady_of_rotation(
-        cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM
-    )
+        cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM,
+        item < items,
+    )  # fmt: skip
     if PDL:
         if split * keys_each < length:  # the first block, and the one that TMA does not load
             table_row = page_table_ptr + row * table_width
@@ -92,8 +93,13 @@ def _attend_list_tma_kernel(
             gdc_launch_dependents()
     dims = tl.arange(0, D)
     rows = tl.arange(0, ROWS)
-    last_of_round = programs
-    while item < items:
+    # Every other round goes backwards: who had the most keys in one has the fewest in the next.
+    first_of_round, across_round = item, programs - 1 - item
+    full_rounds = items // programs
+    mine_of_last = tl.where(full_rounds % 2 == 0, first_of_round, across_round)
+    rounds = full_rounds + (mine_of_last < items % programs).to(tl.int32)
+    # What stays the same in every round is made anew: kept, it would take a hundred registers during the loop within.
+    for done in tl.range(0, rounds, num_stages=1, disable_licm=True):
         table_row = page_table_ptr + row * table_width
         begin = split * keys_each // BLOCK_N
         end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
@@ -134,14 +140,13 @@ def _attend_list_tma_kernel(
             tl.trans(acc), peak, tl.sum(totals, 0), out_ptr, partial_ptr, stats_ptr, counter_ptr, row, head, split,
             splits, most, K, GROUP, QUERY_LEN, D, D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
         )  # fmt: skip
-        # Every other round goes backwards: who had the most keys in one has the fewest in the next.
-        item = 2 * last_of_round - 1 - item
-        last_of_round += programs
-        if item < items:
-            row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
-            steady = steady_of_rotation(
-                cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM
-            )
+        item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
+        row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
+        # Masked instead of skipped: values kept for the case of none left would take registers during the loop above.
+        steady = steady_of_rotation(
+            cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM,
+            item < items,
+        )  # fmt: skip
 
 
 def attend_list_tma(

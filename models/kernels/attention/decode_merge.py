@@ -151,6 +151,5 @@ def _merged(
 
 
 def merged_at_once(real_rows: int, block_d: int, fan: int, warps: int) -> int:
-    """MERGE: as many as threads have registers for; with more, where splits are few, they spill."""
-    values = min(8192 if real_rows < 16 else 4096, 2048 * warps)
-    return max(1, min(fan, values // (real_rows * block_d)))
+    """MERGE: with more, ptxas spills to keep twice as many programs on a multiprocessor."""
+    return max(1, min(fan, (4096 if warps <= 2 else 2048) // (real_rows * block_d)))
