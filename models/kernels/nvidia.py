@@ -306,9 +306,7 @@ class NvidiaKernels(Kernels):
             pdl=self.pdl,
         )
 
-    def _decode_form(
-        self, inputs: DecodeAttention, heads: int, kv_layer: Tensor
-    ) -> tuple[bool, tuple[int, int, int]]:
+    def _decode_form(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
         """Whether TMA serves these best, and (keys a block, stages, warps)."""
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
@@ -345,9 +343,9 @@ class NvidiaKernels(Kernels):
         return floats <= self._attention_partial.numel() and counters <= self._attention_counters.numel()
 
 
-def programs_of(rows: int, kv_heads: int, rule: SplitRule, multiprocessors: int) -> int:
-    """Programs of balanced attention: for the splits that all rows have, or for a full GPU where that is more."""
-    full = -(-_PROGRAMS_EACH * multiprocessors // kv_heads)
+def programs_of(rows: int, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int = _PROGRAMS_EACH) -> int:
+    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more."""
+    full = -(-each * multiprocessors // kv_heads)
     return kv_heads * min(rows * rule.most, max(rows * rule.fewest, full))
 
 

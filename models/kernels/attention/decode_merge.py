@@ -105,9 +105,7 @@ def _write(
 
 
 @triton.jit
-def _keep(
-    partial, stats, slot, acc, peak, total, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, REAL_ROWS: tl.constexpr
-):
+def _keep(partial, stats, slot, acc, peak, total, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, REAL_ROWS: tl.constexpr):
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     within = (slot * REAL_ROWS + rows)[:, None] * BLOCK_D + dims[None, :]
     tl.store(partial + within, acc, mask=(rows < REAL_ROWS)[:, None])
@@ -143,9 +141,7 @@ def _merged(
         own = stats + (first + some)[:, None] * 2 * REAL_ROWS + rows[None, :]
         weight = tl.exp2(tl.load(own, mask=there[:, None], other=-float("inf"), cache_modifier=".cg") - shift[None, :])
         tile = partial + ((first + some)[:, None, None] * REAL_ROWS + rows[None, :, None]) * BLOCK_D
-        theirs = tl.load(
-            tile + dims[None, None, :], mask=there[:, None, None], other=0.0, cache_modifier=".cg"
-        )
+        theirs = tl.load(tile + dims[None, None, :], mask=there[:, None, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(theirs * weight[:, :, None], 0)
     return acc, peak, total
 

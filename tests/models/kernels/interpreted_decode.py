@@ -68,7 +68,8 @@ def lists(kernels: InterpretedKernels) -> None:
                 expected = []
                 for row, length in enumerate(lengths):
                     wanted = min(max(rule.fewest, -(-length // rule.longest)), rule.most)
-                    keys = max(1, -(-(-(-length // rule.block)) // wanted)) * rule.block
+                    blocks = -(-length // rule.block)
+                    keys = max(1, -(-blocks // wanted)) * rule.block
                     splits = -(-length // keys) if length or skip_empty else 1
                     assert splits <= rule.most
                     assert sum(min(length - s * keys, keys) for s in range(splits)) == length
