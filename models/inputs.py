@@ -23,12 +23,18 @@ class DecodeAttention:
     page_table_BP int32: physical page of each logical page; entries past a row's length are any valid page.
     kv_lengths_B int32: tokens of KV to attend to, the new ones included.
     max_kv_length: the host's bound for a row (the page table covers it); never read from the device.
+    skip_empty: a row of length 0 is none of decode's: its tokens are left as they are in an output that was given
+    (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
+    work: made of the lengths by Kernels.plan_decode once a step and used by all layers (an object of the backend's own,
+    None where it has none).
     """
 
     page_table_BP: Tensor
     kv_lengths_B: Tensor
     query_len: int
     max_kv_length: int
+    skip_empty: bool = False
+    work: object | None = None
 
 
 class RepeatedPrefill(Protocol):

@@ -61,8 +61,17 @@ class ReferenceKernels(Kernels):
         values.index_copy_(0, rotation.kv_slots_T, v)
         return _rotate(q, cos_sin_TR)
 
-    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
+        if out_THD is not None:
+            return into(out_THD, self.decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
         longest = inputs.max_kv_length
         if q_THD.device.type == "cpu":  # reading a length costs nothing here; on a GPU it would synchronise
             longest = max(1, int(inputs.kv_lengths_B.max()))
@@ -145,6 +154,16 @@ class ReferenceKernels(Kernels):
             term_TN = F.linear(self.silu_mul(F.linear(x_TN, gate_up_2IN)), down_NI) * weight_T1
             out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
         return out_TN.to(x_TN.dtype)
+
+
+def into(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:
+    """``out_THD`` with the rows' tokens copied from ``found_THD``; see Kernels.decode_attention."""
+    first_THD = out_THD[: found_THD.shape[0]]
+    if inputs.skip_empty:
+        taken_B = inputs.kv_lengths_B > 0
+        found_THD = found_THD.where(taken_B.repeat_interleave(inputs.query_len)[:, None, None], first_THD)
+    first_THD.copy_(found_THD)
+    return out_THD
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -116,7 +116,7 @@ class PrefillRole:
         size = self._parts.limits.block_size
         packed = gather_packed(self._parts.tables, chunks, size)
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
-        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, table_RP.shape[1] * size)
+        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, table_RP.shape[1] * size, skip_empty=True)
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,

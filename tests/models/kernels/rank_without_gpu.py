@@ -133,14 +133,21 @@ class Rank:
     """The first rank of a group: two layers of a shape (the first has no residual yet), its slots, and its steps."""
 
     def __init__(
-        self, driver: CompilingDriver, shape: str, *, tp: int = 1, ep: bool = False, dtype: torch.dtype = torch.bfloat16
+        self,
+        driver: CompilingDriver,
+        shape: str,
+        *,
+        tp: int = 1,
+        ep: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        balanced: bool = True,
     ) -> None:
         config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
         experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = nvidia.NvidiaKernels(META, prefill="triton")
+        self.kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
@@ -197,6 +204,7 @@ class Rank:
         heads = cast(Attention, self.model.layers[0].mixer).heads
         table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
         inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960)
+        inputs = self.kernels.plan_decode(inputs, heads, self._kv[0])
         q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)
         self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5)
 
