@@ -81,6 +81,7 @@ def _run(command: Command | BenchCommand) -> int:
     from launch.generate.output_file import ResultsFileError, ResultsWriteError
     from launch.ranks.start_engine import open_engine
     from launch.report.load_plot import LoadPictures
+    from launch.report.mixed_plot import plot_mixed
     from launch.report.peers_plot import plot
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
@@ -94,7 +95,7 @@ def _run(command: Command | BenchCommand) -> int:
     try:
         if isinstance(command, BenchCommand):
             if command.subcommand == "plot":
-                return plot(command.options)
+                return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
             return bench.run(command, os.environ, open_engine, LoadPictures())
         return run(command, os.environ, open_engine)
     except (MeetingError, ResultsWriteError, BenchError) as error:

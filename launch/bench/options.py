@@ -52,6 +52,7 @@ class BenchOptions:
     results: tuple[Path, ...] = ()
     peers: Path | None = None
     out: Path = Path("tpot.png")
+    kind: Literal["latency", "serve"] = "latency"
     ranks: tuple[int, ...] = (2, 4, 8)
     turns: int = 5000
     way: tuple[str, ...] = ()
@@ -182,6 +183,13 @@ def _plot_options(add: OptionAdder) -> None:
         metavar="RESULT",
         help="*.points.jsonl files, or folders that hold them (required) [file]",
     )
+    add.value(
+        "--kind",
+        "latency: TPOT against batch; serve: mixed load of bench serve beside that of --peers",
+        "word",
+        str,
+        choices=("latency", "serve"),
+    )
     add.value("--peers", "results of other engines under the same protocol", "file", Path, "none")
     add.value("--out", "image to write; its suffix selects the format, such as .png or .svg", "file", Path)
 
@@ -225,7 +233,8 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[OptionAdder], None], str, str], 
     (
         "plot",
         _plot_options,
-        "draw TPOT against batch from result files",
-        "TPOT against batch: the measured points, other engines' figures and the roofline floor. Needs matplotlib.",
+        "draw TPOT against batch, or mixed load, from result files",
+        "TPOT against batch: the measured points, other engines' figures and the roofline floor; or mixed load beside "
+        "other engines. Needs matplotlib.",
     ),
 )

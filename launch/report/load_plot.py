@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.bench.point import ServePoint
-from launch.report.axes import STYLE, figure_of_panels, look_of
+from launch.report.axes import STYLE, figure_of_panels, legend_beside, look_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,23 +82,23 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str, steady: tuple
         tokens.step(times, rate, where="post", color=colour, linewidth=0.8, alpha=0.4, label=f"each {width:g} s")
         tokens.step(times, _smooth(rate, round(1.0 / width)), where="post", color=colour, label="mean of 1 s around")
         tokens.set_ylabel("output tokens/s")
-        tokens.legend(loc="lower right")
+        legend_beside(tokens)
         for number, name in enumerate(("running", "waiting")):
             values = [group[-1][name] for group in groups]
             requests.step(times, values, where="post", label=name, color=look_of(number)["color"], linewidth=1.2)
         requests.set_ylabel("requests")
-        requests.legend(loc="lower right")
+        legend_beside(requests)
         if kinds:
             per_second = [[sum(row[kind] for row in group) / width for group in groups] for kind in kinds]
             colours = [look_of(number)["color"] for number in range(len(kinds))]
             names = [kind.replace("_", " ") for kind in kinds]
             steps[0].stackplot(times, per_second, labels=names, colors=colours, step="post", linewidth=0)
             steps[0].set_ylabel("steps/s")
-            steps[0].legend(loc="lower right")
+            legend_beside(steps[0])
         for axes in figure.axes:
             axes.set_ylim(bottom=0)
             if steady is not None:
-                axes.axvspan(*steady, color="#000000", alpha=0.05, linewidth=0)
+                axes.axvspan(*steady, color="#000000", alpha=0.05, linewidth=0, zorder=0)
         figure.axes[-1].set_xlabel("seconds")
         return figure
 
@@ -118,14 +118,14 @@ def curve_figure(series: Mapping[str, Sequence[ServePoint]], title: str) -> Figu
         figure = figure_of_panels(3, 1)
         figure.suptitle(title)
         for axes, metric in zip(figure.subplots(1, 3), ("ttft", "itl", "e2el"), strict=True):
-            draw_curve(axes, series, metric)
+            draw_curve(axes, series, metric, legend=metric == "e2el")
         return figure
 
 
-def draw_curve(axes: Axes, series: Mapping[str, Sequence[ServePoint]], metric: str) -> None:
+def draw_curve(axes: Axes, series: Mapping[str, Sequence[ServePoint]], metric: str, legend: bool = True) -> None:
     """One metric against output tokens/s: p50 as a line, p99 dashed, a point a rate or concurrency.
 
-    ``series``: label -> points; ``metric``: ttft, tpot, itl or e2el.
+    ``series``: label -> points; ``metric``: ttft, tpot, itl or e2el. ``legend``: beside the panel.
     """
     for number, (label, points) in enumerate(series.items()):
         look = look_of(number)
@@ -144,7 +144,8 @@ def draw_curve(axes: Axes, series: Mapping[str, Sequence[ServePoint]], metric: s
     axes.set_xlim(left=0)
     axes.set_xlabel("output tokens/s")
     axes.set_ylabel(f"{metric.upper()} [ms]")
-    axes.legend()
+    if legend:
+        legend_beside(axes)
 
 
 def point_name(point: ServePoint) -> str:
