@@ -21,6 +21,7 @@ import msgspec
 from launch.bench.options import BenchOptions
 from launch.bench.point import ServePoint
 from launch.errors import UsageError
+from launch.report.axes import logarithmic
 from launch.report.peers_plot import OURS, PEERS, figure_for, is_model, result_files
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _draw_loop(axes: Axes, loop: ClosedLoop, colours: Mapping[str, str], words: 
             if name == high:
                 for most, rate, time in zip(known, rates, times, strict=True):
                     axes.annotate(str(most), (rate, time), (4, 4), textcoords="offset points", fontsize=8)
-    axes.set_yscale("log")
+    logarithmic(axes, "y")
     axes.set_xlim(left=0)
     axes.set_title(f"{loop.model}, {_gpus(loop.ranks)}, closed loop: {words}")
     axes.set_xlabel("output tokens/s; numbers are requests at a time")

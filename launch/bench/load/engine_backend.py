@@ -52,6 +52,7 @@ class EngineBackend:
     def advance(self, until: float) -> Sequence[tuple[float, int]]:
         client = self._client
         if not client.live:
+            client.settle()  # what is still in flight is ghosts
             left = until - time.perf_counter()
             if left > 0:
                 client.wait(lambda seconds: _waited(seconds, until), left)
