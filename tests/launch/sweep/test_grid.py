@@ -144,7 +144,7 @@ def test_loads_are_points_too() -> None:
     assert serve is not None
     assert (serve.max_concurrency, serve.request_rate) == ((64, 256), (4.0,))
     assert serve.goodput == (("ttft", 200.0), ("tpot", 20.0))
-    with pytest.raises(SweepError, match="launch bench serve: .*is no goal such as ttft:200"):
+    with pytest.raises(SweepError, match=r"launch bench serve: .*is no goal such as ttft:200"):
         grid_of({"bench": "serve", "options": {"model": "m", "goodput": "fast"}}, "g")
 
 
