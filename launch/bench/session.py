@@ -193,6 +193,7 @@ def _fixed_batch_defaults(engine: Mapping[str, Any], folder: Path) -> dict[str, 
         raise UsageError("fixed batches are measured without a prefix cache: leave out --prefix-caching")
     return {
         "prefix_caching": False,
+        "mixed_steps": False,
         "prefill_burst": PREFILL_FIRST,
         "max_model_len": min(FIXED_BATCH_MODEL_LEN, ModelConfig.from_folder(folder).max_length),
         "control_timeout_s": REPLAY_PATIENCE_S,
