@@ -170,7 +170,13 @@ def add_serve_options(add: OptionAdder) -> None:
     text = "requests that have ended before the steady window begins"
     add.value("--ramp-requests", text, "requests", whole_number, "as many as run at once; with a rate, a tenth")
     text = "requests that have not ended when the steady window ends"
-    add.value("--drain-requests", text, "requests", whole_number, "as many as run at once; with a rate, last arrival")
+    add.value(
+        "--drain-requests",
+        text,
+        "requests",
+        whole_number,
+        "as many as run at once; with a rate, until the last one begins",
+    )
     text = f"goals of a good request, such as ttft:200 tpot:20; names: {', '.join(SLO_NAMES)}"
     add.value("--goodput", text, "name:ms", slos, "none", nargs="+")
     add.value("--temperature", "sampling temperature; 0 is greedy", "number", bounded(number, 0.0))

@@ -3,7 +3,7 @@
 Knows: ramp and drain. Does not know: which figures are made of it (figures.py).
 
     closed loop, all at once    from when as many requests as run at once have ended, until no more than those are left
-    a rate                      from when a tenth of the requests has ended, until the last one arrives
+    a rate                      from when a tenth of the requests has ended, until the last one begins
 
 --ramp-requests and --drain-requests replace either end. In between, a request that ends has another one in its place,
 begun at another time, so that prompts and answers of all ages run together.
@@ -48,9 +48,9 @@ def steady_window(
         advice = f"type --num-prompts {8 * rows}" if not paced else "type more --num-prompts"
         return f"{ramp} requests of ramp and {drain or 0} of drain leave none of {count}: {advice}"
     begin = journal.started if ramp == 0 else ends[ramp - 1]
-    end = max(one.due for one in journal.requests) if drain is None else ends[count - drain - 1]
+    end = max(one.began for one in journal.requests) if drain is None else ends[count - drain - 1]
     if end <= begin:
-        return f"the last request arrived before {ramp} had ended: type more --num-prompts, or less --ramp-requests"
+        return f"the last request began before {ramp} had ended: type more --num-prompts, or less --ramp-requests"
     return Window(begin, end)
 
 

@@ -37,9 +37,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def measure(folder: Path, line: str) -> int:
+def measure(folder: Path, line: str, draw: LoadPictures | None = None) -> int:
     arguments = f"bench serve {SMALL} {line} --model {tiny_folder(folder / 'tiny')} --result-dir {folder / 'results'}"
-    return bench.run(parsed(BenchCommand, arguments.split()), {}, open_engine, LoadPictures())
+    return bench.run(parsed(BenchCommand, arguments.split()), {}, open_engine, draw)
 
 
 def result(folder: Path, ending: str) -> Any:
@@ -64,7 +64,7 @@ def check_run(run: dict[str, Any], requests: int) -> None:
 
 def test_a_sweep_of_closed_loops_leaves_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--num-prompts 12 --max-concurrency 1,3 --num-warmups 2 --goodput ttft:60000 tpot:60000 --save-detailed"
-    assert measure(tmp_path, line) == 0
+    assert measure(tmp_path, line, LoadPictures()) == 0
     one, three = points = result(tmp_path, "points.jsonl")
     for point in points:
         assert point.keys() == {*ServePoint.__dataclass_fields__}

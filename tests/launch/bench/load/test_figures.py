@@ -130,9 +130,13 @@ def test_a_closed_loop_is_steady_between_ramp_and_drain() -> None:
     assert steady_window(closed(12), rows=2, rate=float("inf"), ramp=4) == Window(2.0, 5.0)
 
 
-def test_paced_load_is_steady_until_its_last_arrival() -> None:
+def test_paced_load_is_steady_until_its_last_request_begins() -> None:
     assert steady_window(closed(20), rows=2, rate=2.0) == Window(1.0, 9.0)
     assert steady_window(closed(20), rows=2, rate=2.0, ramp=4, drain=6) == Window(2.0, 7.0)
+    held = closed(20)
+    for one in held.requests:
+        one.due = 0.0
+    assert steady_window(held, rows=2, rate=2.0) == Window(1.0, 9.0), "places were what they waited for"
 
 
 def test_a_run_that_is_all_ramp_and_drain_has_no_window() -> None:
@@ -142,7 +146,7 @@ def test_a_run_that_is_all_ramp_and_drain_has_no_window() -> None:
     together = Journal(0.0, 9.0, [served(0.0, [9.0]) for _ in range(9)])
     refused = steady_window(together, rows=2, rate=9.0)
     assert isinstance(refused, str)
-    assert "the last request arrived before 1 had ended" in refused
+    assert "the last request began before 1 had ended" in refused
 
 
 # ---- over time ----
