@@ -47,7 +47,9 @@ _TESTS = " ".join(
         "doctor_gpu",
     )
 )
-_KERNEL_TESTS = " ".join(f"tests/gpu/test_{name}.py" for name in ("kernels", "expert_kernels", "rotation"))
+_KERNEL_TESTS = " ".join(
+    f"tests/gpu/test_{name}.py" for name in ("kernels", "balanced_attention", "expert_kernels", "rotation")
+)
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
 _PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
@@ -148,6 +150,7 @@ PARTS = (
     Part("step", 1, 120, "-m tests.bench.kernels --out {out}/results --part step --compile-workers 13 --profile"),
     Part("attention", 1, 180, "-m tests.bench.kernels --out {out}/results --part attention --compile-workers 13"),
     Part("attention-in-layer", 1, 110, "-m tests.bench.attention --out {out}/results --compile-workers 13"),
+    Part("ragged-attention", 1, 150, "-m tests.bench.ragged_attention --out {out}/results --compile-workers 13"),
     Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
