@@ -36,11 +36,13 @@ from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, P
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import PARTIAL_BYTES, MatmulDispatch
-from models.kernels.reference import ReferenceKernels, into
+from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_MOST_PROGRAMS = 8192  # of decode.py; most of them only leave
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
 _PROGRAMS_EACH = 8  # of a multiprocessor: programs of balanced attention where the rows need fewer
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
@@ -173,6 +175,9 @@ class NvidiaKernels(Kernels):
         if not self.balanced:
             return inputs
         rule = self._split_rule(inputs, heads, kv_layer)
+        pairs = inputs.kv_lengths_B.shape[0] * kv_layer.shape[3]
+        if pairs < _LIST_PAIRS and pairs * rule.most <= _MOST_PROGRAMS and inputs.starts_B is None:
+            return dataclasses.replace(inputs, work=rule)
         return dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, self.pdl))
 
     def decode_attention(
@@ -272,10 +277,7 @@ class NvidiaKernels(Kernels):
             )
         if inputs.starts_B is not None:
             return self._reference.decode_attention(q_TX, kv_layer, inputs, scale, out_THD)
-        if out_THD is not None:
-            q_TX = q_TX[: rows * inputs.query_len]
-            return into(out_THD, self._triton_attention(q_TX, heads, kv_layer, inputs, scale, rotation), inputs)
-        if by_tma:
+        if by_tma and out_THD is None and work is None:
             return decode_tma.attend_many(
                 q_TX,
                 heads,
@@ -288,21 +290,20 @@ class NvidiaKernels(Kernels):
                 warps=warps,
                 pdl=self.pdl,
             )
-        splits = decode.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, self.traits.multiprocessors)
-        room = self._attention_partial.numel()
-        while decode.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
-            splits //= 2
+        rule = work if isinstance(work, SplitRule) else None
+        if rule is None or not self._fits(rule, rows, kv_heads, query_rows, head_dim):
+            rule = self._split_rule(inputs, heads, kv_layer)
         return decode.decode_attention(
             q_TX,
             heads,
             kv_layer,
             inputs,
+            rule,
             scale,
             self._attention_partial,
             self._attention_counters,
             rotation=rotation,
-            block_n=block_n,
-            splits=splits,
+            out_THD=out_THD,
             stages=stages,
             warps=warps,
             pdl=self.pdl,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels.attention import decode, decode_tma
+from models.kernels.attention.decode_work import COUNTERS, choose_splits, even_rule
 from models.kernels.interface import Rotation
 from models.kernels.matmul import autotune, choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
@@ -145,7 +146,7 @@ class AttentionBench:
         self.kernels, self.dense = kernels, dense
         self.cache = Cache(dense, rows, length, MOST, layers)
         # One a (row, kv head); the kernels' own are enough only for the splits that they choose.
-        self.counters = torch.zeros(rows * dense.kv_heads, dtype=torch.int32, device=DEVICE)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
         self.qkv = torch.randn(rows, (dense.heads + 2 * dense.kv_heads) * dense.head_dim, dtype=BF16, device=DEVICE)
         norm = torch.ones(dense.head_dim, dtype=BF16, device=DEVICE)
         positions = self.cache.positions
@@ -183,12 +184,11 @@ class AttentionBench:
             self.dense.heads,
             kv,
             self.cache.inputs,
+            even_rule(block_n, splits),
             scale,
             self.kernels._attention_partial,
             self.counters,
             rotation=rotation,
-            block_n=block_n,
-            splits=splits,
             stages=stages,
             warps=warps,
             pdl=True,
@@ -229,7 +229,7 @@ def attention_configs(rows: int, kv_heads: int, most: int) -> Iterator[tuple[int
     for block_n, stages, warps in ((64, 3, 4), (64, 5, 4), (32, 5, 4), (32, 5, 2), (32, 3, 2), (128, 3, 4)):
         seen = set()
         for wanted in (132, 264, 1056):
-            splits = decode.choose_splits(rows, kv_heads, most, block_n, wanted)
+            splits = choose_splits(rows, kv_heads, most, block_n, wanted)
             if splits not in seen:
                 seen.add(splits)
                 yield block_n, splits, stages, warps

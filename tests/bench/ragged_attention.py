@@ -29,8 +29,8 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels import nvidia
-from models.kernels.attention import decode_balanced, decode_balanced_tma, decode_work
-from models.kernels.attention.decode_work import SplitRule
+from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_work
+from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.interface import Rotation
 from models.kernels.nvidia import NvidiaKernels
 from tests.bench.dense_shapes import BF16
@@ -45,8 +45,8 @@ ROUNDS = 3
 _MOST_OFF = 5e-3  # of the norm; two forms differ by 1e-3 in bfloat16
 HEADS = {"8B": (32, 8), "0.6B": (16, 8), "30B-A3B-tp2": (16, 2), "one head": (4, 1)}
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LONGEST = (256, 512, 1024, 2048, 4096, 8192)
-PROGRAMS = (4, 16, 32)
+LONGEST = (256, 512, 1024, 2048)
+PROGRAMS = (16, 32)
 
 
 class Case(NamedTuple):
@@ -67,19 +67,20 @@ class Case(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """``blocks``: keys a block, stages, warps. Without ``rule``: what the kernels launch without a list."""
+    """``blocks``: keys a block, stages, warps. Without ``rule``: every row is split alike, by the bucket alone."""
 
     rule: SplitRule | None = None
-    each: int = 0  # programs a multiprocessor
+    each: int = 0  # programs a multiprocessor; 0 where every split that a row could have is one, without a list
     tma: bool = False
     blocks: tuple[int, int, int] = (0, 0, 0)
 
     def __str__(self) -> str:
         if self.rule is None:
-            return "no list"
+            return "alike"
         how = "tma" if self.tma else "pointers"
         rule = f"<= {self.rule.longest} keys, >= {self.rule.fewest} and <= {self.rule.most} splits"
-        return f"{rule}; {self.each} programs; {how} {','.join(map(str, self.blocks))}"
+        programs = f"{self.each} programs" if self.each else "no list"
+        return f"{rule}; {programs}; {how} {','.join(map(str, self.blocks))}"
 
 
 def lognormal(rows: int, seed: int = 6) -> tuple[int, ...]:
@@ -141,7 +142,8 @@ class Bench:
         """What the kernels choose."""
         rule = self.kernels._split_rule(self.inputs, self.heads, self.layers[0])
         tma, blocks = self.kernels._decode_form(self.inputs, self.heads, self.layers[0])
-        return Candidate(rule, nvidia._PROGRAMS_EACH, tma, blocks)
+        listed = isinstance(self.kernels.plan_decode(self.inputs, self.heads, self.layers[0]).work, DecodeWork)
+        return Candidate(rule, nvidia._PROGRAMS_EACH if listed else 0, tma, blocks)
 
     def with_longest(self, one: Candidate, longest: int) -> Candidate:
         assert one.rule is not None
@@ -163,10 +165,12 @@ class Bench:
         """No list, the kernels' choice, then variations of one number each that make a difference to these rows."""
         usual = self.usual()
         assert usual.rule is not None
-        found = [self.with_longest(usual, longest) for longest in LONGEST]
-        found += [usual._replace(each=each) for each in PROGRAMS]
-        found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
         pairs = len(self.case.lengths) * self.kv_heads
+        found = [self.with_longest(usual, longest) for longest in LONGEST]
+        found += [usual._replace(each=each) for each in (*PROGRAMS, nvidia._PROGRAMS_EACH)]
+        if pairs <= 256:
+            found += [self.with_longest(usual._replace(each=0, tma=False), longest) for longest in (256, 512, 1024)]
+        found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
         if all_of_them and self.case.model == "8B":
             forms: list[tuple[bool, tuple[int, int, int]]] = [(False, (64, 3, 4)), (False, (32, 5, 2))]
             if pairs >= 256:
@@ -192,6 +196,8 @@ class Bench:
 
     def programs(self, one: Candidate) -> int:
         assert one.rule is not None
+        if not one.each:
+            return 0
         return nvidia.programs_of(
             len(self.case.lengths), self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each
         )
@@ -199,8 +205,10 @@ class Bench:
     def launch(self, one: Candidate) -> Callable[[Tensor], Tensor]:
         """One layer's attention over its cache. Makes the list."""
         kernels, scale = self.kernels, DIM**-0.5
-        if one.rule is None:
+        if one.rule is None and self.usual().tma:
             return lambda kv: kernels.rope_cache_attend(self.qkv, self.heads, kv, self.rotation, self.inputs, scale)
+        if one.rule is None or not one.each:
+            return self._without_list(one, scale)
         attend = decode_balanced_tma.attend_list_tma if one.tma else decode_balanced.attend_list
         work = decode_work.plan_decode(self.inputs, one.rule, kernels.pdl)
         block_n, stages, warps = one.blocks
@@ -218,6 +226,28 @@ class Bench:
             stages=stages,
             warps=warps,
             programs=self.programs(one),
+            pdl=kernels.pdl,
+        )
+
+    def _without_list(self, one: Candidate, scale: float) -> Callable[[Tensor], Tensor]:
+        kernels, (block_n, stages, warps) = self.kernels, one.blocks if one.rule else self.usual().blocks
+        rule = one.rule
+        if rule is None:
+            rows, most = len(self.case.lengths), self.inputs.max_kv_length
+            splits = decode_work.choose_splits(rows, self.kv_heads, most, block_n, kernels.traits.multiprocessors)
+            rule = decode_work.even_rule(block_n, splits)
+        return lambda kv: decode.decode_attention(
+            self.qkv,
+            self.heads,
+            kv,
+            self.inputs,
+            rule,
+            scale,
+            kernels._attention_partial,
+            kernels._attention_counters,
+            rotation=self.rotation,
+            stages=stages,
+            warps=warps,
             pdl=kernels.pdl,
         )
 
@@ -324,7 +354,7 @@ def line(case: Case, us: dict[Candidate, float], usual: Candidate, plan: float) 
 
 
 HEADER = (
-    "| model | rows | no list: us (TB/s) | list: us (TB/s) | ratio | best: us (ratio) | best is | plan us |\n"
+    "| model | rows | alike: us (TB/s) | ours: us (TB/s) | ratio | best: us (ratio) | best is | plan us |\n"
     "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |"
 )
 
