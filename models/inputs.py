@@ -47,10 +47,10 @@ class DecodeAttention:
 class RepeatedPrefill(Protocol):
     """Prefill attention that captured launches read, and that the host plans anew before each of their replays."""
 
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """Enqueue what the next replay reads, on the current stream, behind the replays before it; no host sync.
 
-        Lengths as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
+        Arguments as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
         """
         ...
 
@@ -60,16 +60,30 @@ class PrefillAttention:
     """Rows with different numbers of new tokens, packed; all lengths are known on the host.
 
     query_lengths[i] new tokens of row i, the last of its kv_lengths[i] tokens (prefix hits and earlier chunks come
-    before). page_table_BP as in DecodeAttention. ``planned`` is filled by the attention backend once a step and reused
-    by all layers (an object of the backend's own, None for the reference kernels). Where it is a RepeatedPrefill, the
-    lengths are those of its last ``plan``, and tokens beyond them are padding: what attention returns for these is
-    undefined.
+    before); both may be 0. The first row's begin at ``first_token``. page_table_BP as in DecodeAttention. ``planned``
+    is filled by the attention backend once a step and reused by all layers (an object of the backend's own, None for
+    the reference kernels). Where it is a RepeatedPrefill, lengths and first token are those of its last ``plan``. What
+    attention returns for tokens of no row is undefined.
     """
 
     page_table_BP: Tensor
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     planned: object | None = None
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MixedAttention:
+    """Rows that decode, one token each, before rows that prefill; how many of each is known on the device only.
+
+    ``decode``: of the first rows, as many as could decode, with kv_lengths_B 0 for those that do not; row i's token is
+    token i. ``prefill``: of all rows, none of whose tokens decode; its page table may have more rows than ``decode``.
+    The new keys and values of all rows are written before any row attends: rows may share pages.
+    """
+
+    decode: DecodeAttention
+    prefill: PrefillAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,7 @@ class StepInputs:
     token_ids_T: Tensor
     positions_T: Tensor
     kv_slots_T: Tensor
-    attention: DecodeAttention | PrefillAttention
+    attention: DecodeAttention | PrefillAttention | MixedAttention
     logit_rows_R: Tensor | None = None
     real_T: Tensor | None = None
     state: StateRows | None = None

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -167,6 +167,11 @@ class Kernels(Protocol):
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         """Causal attention of packed rows over their pages (their new KV is already written), [T, H, D]."""
         ...
+
+    def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
+        """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
+        out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
+        return self.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD)
 
     def route_top_k(
         self,

@@ -21,9 +21,10 @@ class HostLengths:
     def __init__(self) -> None:
         self.query_lengths: tuple[int, ...] = ()
         self.kv_lengths: tuple[int, ...] = ()
+        self.first_token = 0
 
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
-        self.query_lengths, self.kv_lengths = query_lengths, kv_lengths
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
+        self.query_lengths, self.kv_lengths, self.first_token = query_lengths, kv_lengths, first_token
 
 
 class ReferenceKernels(Kernels):
@@ -115,12 +116,14 @@ class ReferenceKernels(Kernels):
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         lengths = inputs.planned if isinstance(inputs.planned, HostLengths) else inputs
-        tokens = sum(lengths.query_lengths)
-        padding_THD = torch.full_like(q_THD[tokens:], float("nan"))  # undefined: NaN shows a reader that should not be
-        packed = torch.split(q_THD[:tokens], list(lengths.query_lengths))
-        rows = zip(packed, inputs.page_table_BP, lengths.kv_lengths, strict=False)
-        outputs = [self._prefill_row(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows]
-        return torch.cat([*outputs, padding_THD])
+        out_THD = torch.full_like(q_THD, float("nan"))  # of no row's token: NaN shows a reader that should not be
+        begin = lengths.first_token
+        for pages_P, new, length in zip(inputs.page_table_BP, lengths.query_lengths, lengths.kv_lengths, strict=False):
+            if new:
+                here = slice(begin, begin + new)
+                out_THD[here] = self._prefill_row(q_THD[here], kv_layer, pages_P, length, scale)
+                begin += new
+        return out_THD
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
         """Causal attention of the last Q of one row's ``length`` tokens."""

@@ -280,9 +280,10 @@ def measure(bench: Bench, all_of_them: bool) -> tuple[dict[Candidate, float], di
     """(microseconds of a layer, why others were left out)"""
     kernels, graphs, left_out = bench.kernels, dict[Candidate, torch.cuda.CUDAGraph](), dict[Candidate, str]()
     expected = bench.launch(Candidate())(bench.layers[0])
+    launches = []  # a captured launch reads the list that its function holds
     for one in bench.candidates(all_of_them):
         try:
-            launch = bench.launch(one)
+            launches.append(launch := bench.launch(one))
             why = objection(launch(bench.layers[0]), expected, kernels._attention_counters)
             if why is None:
                 graphs[one] = graph_of(partial(bench.all_layers, launch))

@@ -43,6 +43,7 @@ from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io, step_io_kernels
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step.prefill_graphs import Lengths
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
@@ -180,20 +181,21 @@ class Rank:
     def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
         """``scored`` prompt tokens with their log-probabilities."""
         self._driver.where = f"{self._name}, prefill of {tokens}"
-        tokens_3T, rows_3R, scored_2T = (
+        tokens_3T, rows_4R, scored_2T = (
             torch.zeros(n, most, dtype=torch.int64, device=META)
-            for n, most in ((3, MOST_PREFILL), (3, BUCKETS[-1]), (2, MOST_PREFILL))
+            for n, most in ((3, MOST_PREFILL), (4, BUCKETS[-1]), (2, MOST_PREFILL))
         )
         columns: tuple[Any, ...] = (
             *tokens_3T[:, :tokens],
-            *rows_3R[:, :rows],
+            *rows_4R[:, :rows],
             scored_2T[:, :scored] if scored else None,
         )
         chunks = Chunks(*columns)
         top = TOP_LOGPROBS[-1]
         words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
         scores = StepPromptLogprobs(Mock(), scored, top, words, words) if scored else None
-        self._prefill.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
+        lengths = (tokens // rows,) * rows
+        self._prefill.prefill(chunks, Lengths(lengths, lengths), GREEDY, scores)
 
     def several_queries(self, rows: int, query_len: int) -> None:
         """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""

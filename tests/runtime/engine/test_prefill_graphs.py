@@ -16,7 +16,8 @@ import torch
 from models.registry import ARCHITECTURES
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs, prefill_buckets
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
@@ -27,7 +28,7 @@ from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_prompt_logprobs import check
 
 BUCKETS = (16, 40, 64)
-EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "mixed": None}
 
 
 def replays(engine: Engine) -> dict[int, int]:
@@ -35,11 +36,11 @@ def replays(engine: Engine) -> dict[int, int]:
     counts = dict.fromkeys(engine.executor.prefill.graphs._graphs, 0)
     launch = engine.executor.prefill.graphs.launch
 
-    def counted(bucket: int, *rest: Any) -> None:
-        counts[bucket] += 1
-        launch(bucket, *rest)
+    def counted(spec: LaunchSpec, lengths: Lengths) -> None:
+        counts[spec.padded_tokens] += 1
+        launch(spec, lengths)
 
-    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign,assignment]
+    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -76,7 +77,7 @@ def test_steps_beyond_the_last_bucket_are_launched() -> None:
 def test_steps_that_score_prompts_are_launched() -> None:
     """They need every token's last layer; others between them are replayed."""
     requests = [*prompts(seed=0), *(request(100 + i, range(i, i + 30)) for i in range(9))]
-    with rig(prefill_buckets=BUCKETS, rows=4) as engine:
+    with rig(prefill_buckets=BUCKETS, rows=4, mixed=None) as engine:
         counts, scores = replays(engine), Scores()
         run(engine, requests, watch=scores)
         assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]
