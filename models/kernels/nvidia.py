@@ -272,7 +272,7 @@ class NvidiaKernels(Kernels):
                 block_n=min(block_n, work.rule.block),
                 stages=stages,
                 warps=warps,
-                programs=programs_of(rows, kv_heads, work.rule, self.traits.multiprocessors),
+                programs=programs_of(inputs, kv_heads, work.rule, self.traits.multiprocessors),
                 pdl=self.pdl,
             )
         if inputs.starts_B is not None:
@@ -346,10 +346,15 @@ class NvidiaKernels(Kernels):
         return floats <= self._attention_partial.numel() and counters <= self._attention_counters.numel()
 
 
-def programs_of(rows: int, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int = _PROGRAMS_EACH) -> int:
-    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more."""
-    full = -(-each * multiprocessors // kv_heads)
-    return kv_heads * min(rows * rule.most, max(rows * rule.fewest, full))
+def programs_of(
+    inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int = _PROGRAMS_EACH
+) -> int:
+    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
+
+    Where rows may be absent, most of them usually are: programs that do nothing take time, too.
+    """
+    rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
+    return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
 
 
 def _many_blocks(query_rows: int) -> tuple[int, int, int]:

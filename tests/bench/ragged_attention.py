@@ -50,7 +50,7 @@ PROGRAMS = (16, 32)
 
 
 class Case(NamedTuple):
-    """``most``: tokens that a row's pages have room for."""
+    """``most``: tokens that a row's pages have room for. Rows of length 0 are absent, as in mixed steps."""
 
     model: str
     name: str
@@ -101,6 +101,7 @@ def cases(quick: bool) -> list[Case]:
         Case("8B", "8 x 32768", (32768,) * 8),
         Case("one head", "1 x 131072", (LONG,), LONG),
         Case("8B", "[40000] + 255 x [450]", (40000, *[450] * 255)),
+        *(Case("8B", f"{n} x lognormal, {256 - n} absent", lognormal(n) + (0,) * (256 - n)) for n in (16, 64)),
     ]
     for rows in (1, 16, 64) if quick else BUCKETS:
         for length in (512, 1024, 3055):
@@ -130,12 +131,14 @@ class Bench:
             table[row, :pages] = order[begin : begin + pages]
             begin += pages
         lengths = torch.tensor(case.lengths, dtype=torch.int32)
-        positions = lengths.long() - 1
+        positions = (lengths.long() - 1).clamp(min=0)
         slots = table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
         norm = torch.ones(DIM, dtype=BF16, device=DEVICE)
         angles = torch.ones(case.most + 1, DIM, device=DEVICE)
         self.rotation = Rotation(norm, norm, 1e-6, angles, positions.to(DEVICE), slots.to(DEVICE))
-        self.inputs = DecodeAttention(table.to(DEVICE), lengths.to(DEVICE), 1, table.shape[1] * PAGE)
+        self.live = torch.tensor([row for row, length in enumerate(case.lengths) if length], device=DEVICE)
+        skip, most = len(self.live) < rows, table.shape[1] * PAGE
+        self.inputs = DecodeAttention(table.to(DEVICE), lengths.to(DEVICE), 1, most, skip_empty=skip)
         self.qkv = torch.randn(rows, (self.heads + 2 * self.kv_heads) * DIM, dtype=BF16, device=DEVICE)
 
     def usual(self) -> Candidate:
@@ -198,9 +201,7 @@ class Bench:
         assert one.rule is not None
         if not one.each:
             return 0
-        return nvidia.programs_of(
-            len(self.case.lengths), self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each
-        )
+        return nvidia.programs_of(self.inputs, self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each)
 
     def launch(self, one: Candidate) -> Callable[[Tensor], Tensor]:
         """One layer's attention over its cache. Makes the list."""
@@ -309,12 +310,12 @@ def objection(found: Tensor, expected: Tensor, counters: Tensor) -> str | None:
 def measure(bench: Bench, all_of_them: bool) -> tuple[dict[Candidate, float], dict[Candidate, str]]:
     """(microseconds of a layer, why others were left out)"""
     kernels, graphs, left_out = bench.kernels, dict[Candidate, torch.cuda.CUDAGraph](), dict[Candidate, str]()
-    expected = bench.launch(Candidate())(bench.layers[0])
+    expected = bench.launch(Candidate())(bench.layers[0])[bench.live]
     launches = []  # a captured launch reads the list that its function holds
     for one in bench.candidates(all_of_them):
         try:
             launches.append(launch := bench.launch(one))
-            why = objection(launch(bench.layers[0]), expected, kernels._attention_counters)
+            why = objection(launch(bench.layers[0])[bench.live], expected, kernels._attention_counters)
             if why is None:
                 graphs[one] = graph_of(partial(bench.all_layers, launch))
         except Exception as error:  # the compiler's and the launcher's have no common class
