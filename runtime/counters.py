@@ -19,9 +19,12 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
     """
     schedule, staging, results = scheduler.counters, executor.staging.counters, executor.results.counters
     counted: dict[str, int | float] = {
-        "steps": schedule.prefill_steps + schedule.decode_steps,
+        "steps": schedule.prefill_steps + schedule.decode_steps + schedule.mixed_steps,
         "prefill_steps": schedule.prefill_steps,
         "decode_steps": schedule.decode_steps,
+        "mixed_steps": schedule.mixed_steps,
+        "mixed_prompt_tokens": schedule.mixed_prompt_tokens,
+        "mixed_padded_tokens": schedule.mixed_padded_tokens,
         "void_steps": schedule.void_steps,
         "chained_steps": schedule.chained_steps,
         "ghost_rows": schedule.ghost_rows,

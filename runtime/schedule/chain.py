@@ -79,13 +79,16 @@ class Chain:
         return flight
 
     def tokens_in_flight(self) -> Iterator[tuple[SequenceState, int]]:
-        """For each row in flight that is to give a token: its sequence, and its step's width."""
+        """For each row in flight that is to give tokens: its sequence, and how many at most."""
         for flight in self._flights:
             plan = flight.plan
             if plan is not None:
-                for row, sequence in enumerate(flight.rows):
-                    if not plan.chunks or plan.chunks[row].last:
-                        yield sequence, plan.width
+                decode_rows = plan.decode_rows
+                for sequence in flight.rows[:decode_rows]:
+                    yield sequence, plan.width
+                for sequence, chunk in zip(flight.rows[decode_rows:], plan.chunks, strict=True):
+                    if chunk.last:
+                        yield sequence, 1
 
     def landed_after(self, step: int) -> bool:
         """Whether ``step`` has landed already."""

@@ -6,6 +6,47 @@ Knows: names and units. Does not know: where the numbers come from (runtime/conf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSteps:
+    """Steps that hold decode rows and prefill chunks together, and how many tokens they may have.
+
+    A step's tokens are W for each decode row and those of its chunks. ``buckets``: totals of them, ascending, for which
+    forward graphs exist; chunks are cut so that the total is one of them. Without any, nothing is rounded.
+    ``budgets``: (decode rows up to, KV tokens of those rows up to, tokens of a mixed step at most), ascending; the
+    first entry that covers a step's rows and KV tokens counts, and the last one of either where none does
+    (budget.py makes them from measured times). Without any, chunks have ``max_prefill_tokens`` at most.
+    ``long_prompt``: prompts of more tokens wait in a lane of their own, where shorter ones may pass them while one
+    before them is prefilled. ``costly_prefix``: behind so many tokens of its own prompt a chunk's token counts as two
+    of the budget, since its attention costs as much as its products (0: all count as one).
+
+    The numbers are data: rank 0 measures and shares them, and the digest holds them, so ranks that differ are found
+    out at the first step. Raises ValueError for numbers that do not ascend, or are not positive.
+    """
+
+    buckets: tuple[int, ...] = ()
+    budgets: tuple[tuple[int, int, int], ...] = ()
+    long_prompt: int = 2048
+    costly_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if self.buckets and (self.buckets[0] < 1 or any(low >= high for low, high in pairwise(self.buckets))):
+            raise ValueError(f"buckets is {self.buckets}, but they are totals of tokens, ascending from 1 on")
+        cells = [(rows, kv_tokens) for rows, kv_tokens, _ in self.budgets]
+        if any(low >= high for low, high in pairwise(cells)) or any(min(entry) < 0 for entry in self.budgets):
+            raise ValueError(f"budgets is {self.budgets}, but (rows, KV tokens) of its entries ascend from 0 on")
+        if self.long_prompt < 1 or self.costly_prefix < 0:
+            raise ValueError(
+                f"long_prompt is {self.long_prompt} and costly_prefix {self.costly_prefix}: they are numbers of tokens"
+            )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Everything above as the digest folds it."""
+        flat = [number for entry in self.budgets for number in entry]
+        return (len(self.buckets), *self.buckets, *flat, self.long_prompt, self.costly_prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +56,9 @@ class SchedulerConfig:
     ``rows`` sequences prefill or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor
     is seated while the last tokens of its predecessor are in flight. ``depth`` is the chain depth D. ``widths`` are
     the widths W of decode steps in tokens a row, taken in turn: decode step n has ``widths[n % len(widths)]``.
-    ``max_prefill_tokens`` is the token budget of one prefill step. Raises ValueError for widths below 1, or none.
+    ``max_prefill_tokens`` is the most that the chunks of one step hold together. ``mixed``: prefill chunks run in the
+    steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others decode.
+    Raises ValueError for widths below 1, or none, and for mixed buckets that all decode rows would fill.
     """
 
     rows: int
@@ -29,10 +72,16 @@ class SchedulerConfig:
     prefill_burst: int = 4
     prefix_caching: bool = True
     max_waiting: int = 100_000
+    mixed: MixedSteps | None = None
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
             raise ValueError(f"widths is {self.widths}, but a decode step gives each row room for at least one token")
+        if self.mixed is not None and self.mixed.buckets and self.mixed.buckets[-1] <= self.rows * self.max_width:
+            raise ValueError(
+                f"the largest bucket of a mixed step is {self.mixed.buckets[-1]} tokens: {self.rows} decode rows of "
+                f"width {self.max_width} leave no room for a prompt"
+            )
 
     @property
     def max_width(self) -> int:

@@ -29,6 +29,9 @@ class ScheduleCounters:
     ``context_full`` (void steps came between: rows, or the queue, waited for memory), ``paused`` (all were paused).
     ``latest_break``: why the latest step was not chained, or was void; None when it was chained.
 
+    ``mixed_steps`` are those with decode rows and prompt chunks; they count as neither of the other two kinds.
+    ``mixed_prompt_tokens``: tokens of their chunks. ``mixed_padded_tokens``: what was added to them up to a bucket.
+
     Requests: ``finished`` by FinishReason label; every request that was submitted ends in exactly one of them.
     ``cancels``: requests ended by a Cancel event, because somebody asked (``finished{cancelled}``) or because the host
     found a stop string (``finished{stop}``). ``pauses``, ``resumes``: events that changed something; a second Pause of
@@ -39,6 +42,9 @@ class ScheduleCounters:
 
     prefill_steps: int = 0
     decode_steps: int = 0
+    mixed_steps: int = 0
+    mixed_prompt_tokens: int = 0
+    mixed_padded_tokens: int = 0
     void_steps: int = 0
     chained_steps: int = 0
     chain_breaks: dict[str, int] = field(default_factory=dict)
@@ -65,6 +71,9 @@ class ScheduleCounters:
             return
         if plan.kind is StepKind.DECODE:
             self.decode_steps += 1
+        elif plan.kind is StepKind.MIXED:
+            self.mixed_steps += 1
+            self.mixed_prompt_tokens += plan.prefill_tokens
         else:
             self.prefill_steps += 1
         if chain.real:

@@ -4,20 +4,29 @@ Knows: admission, chunks of prompts, decode rows, widths of steps, and what the 
 Does not know: events, results, or how requests get and return what they hold (resources.py).
 
 Policy, in one place:
-  * A step is a prefill step or a decode step. While rows are decoding, at most ``prefill_burst`` prefill steps run in
-    a row, so that neither side starves.
+  * With mixed steps (``config.mixed``) all rows that decode are in every step. Chunks of prompts ride with them, up to
+    the token budget of the step (budget.py), and fill its bucket while enough prompt tokens wait; shares.py says whose.
+    Where no row decodes, a prefill step takes ``max_prefill_tokens``. Prompts whose tokens are scored are computed
+    kernel by kernel, so decode rows do not wait for them twice in a row: they have prefill steps of their own, with the
+    budget of the mixed step that they take the place of, and before the next one comes a step of the decode rows.
+  * Without, a step is a prefill step or a decode step. While rows are decoding, at most ``prefill_burst`` prefill steps
+    run in a row, so that neither side starves.
   * Admission is in order of (priority, arrival) and stops at the first that does not fit. It never takes a block from
-    a running request, and waits while any request is stalled.
+    a running request, and waits while any request is stalled. With mixed steps, whoever would get no tokens of the step
+    holds no blocks for it: a long prompt behind another one waits on, and a shorter one, or one of the other kind
+    (scored or not), passes it. Nobody passes whoever is due and does not fit.
   * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when
     those could not be enough does the last in line give up its blocks and queue again (recompute).
 """
 
 from __future__ import annotations
 
-from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.budget import TokenBudget
+from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.shares import cost, gets_a_share, remaining, share_out
 from runtime.schedule.states import State, Trigger
 
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
@@ -25,6 +34,9 @@ NOBODY = (-1, -1)
 
 # A plan and the sequences of its rows.
 Planned = tuple[StepPlan, tuple[SequenceState, ...]]
+
+# Chunks, and the sequences they are of.
+Cut = tuple[list[SequenceState], list[Chunk]]
 
 
 class Planner:
@@ -37,6 +49,9 @@ class Planner:
         self._decoding = resources.by_state[State.DECODE]
         self._stalled = resources.by_state[State.STALLED]
         self._burst = 0  # prefill steps in a row
+        self._mixed = config.mixed
+        self._budget = TokenBudget(config.mixed or MixedSteps(), config.max_prefill_tokens)
+        self._scored_before = False  # the step before was for scored prompts, and rows that decode waited for it
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
         self._slot_writes: list[SlotWrite] = []
         self._rows: tuple[SequenceState, ...] = ()  # of the latest decode step; their slots and epochs
@@ -48,6 +63,9 @@ class Planner:
 
     def plan(self) -> Planned | None:
         """The next step, or None where nothing can run."""
+        return self._in_turns() if self._mixed is None else self._together(self._mixed)
+
+    def _in_turns(self) -> Planned | None:
         planned = None
         if self._burst < self.config.prefill_burst or not self._decoding:
             planned = self._prefill()
@@ -58,6 +76,22 @@ class Planner:
         if planned is None:  # the last rows just drained: their successors need not wait for the next step
             planned = self._prefill()
         return planned
+
+    def _together(self, mixed: MixedSteps) -> Planned | None:
+        """All rows that decode, and chunks beside them. Rows of a prompt's last chunk decode from the next step on."""
+        if not self._ready_rows():
+            self._scored_before = False
+            return self._prefill_step(self._cut_shares(self.config.max_prefill_tokens, scored=None))
+        width = self._width()
+        kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
+        tokens = self._budget.chunk_tokens(len(self._rows), kv_tokens, width)
+        if not self._scored_before:
+            planned = self._prefill_step(self._cut_shares(tokens, scored=True))
+            if planned is not None:
+                self._scored_before = True
+                return planned
+        self._scored_before = False
+        return self._mixed_step(width, self._cut_shares(tokens, scored=False, costly_prefix=mixed.costly_prefix))
 
     def why_void(self) -> str:
         """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""
@@ -80,11 +114,50 @@ class Planner:
         # A row of this step may have left PREFILL and DECODE above (its pause waited for its prompt's end): count it.
         while budget and len(rows) < self.config.rows and (admitted := self._admit_next()) is not None:
             budget -= self._cut_chunk(admitted, budget, rows, chunks)
+        return self._prefill_step((rows, chunks))
+
+    def _prefill_step(self, cut: Cut) -> Planned | None:
+        rows, chunks = cut
         if not chunks:
             return None
         slots, epochs = tuple(chunk.slot for chunk in chunks), tuple(sequence.epoch for sequence in rows)
         plan = self._step_plan(StepKind.PREFILL, slots, epochs, PREFILL_WIDTH, tuple(chunks))
         return plan, tuple(rows)
+
+    def _cut_shares(self, tokens: int, *, scored: bool | None, costly_prefix: int = 0) -> Cut:
+        """The next chunks, of ``tokens`` together, of scored prompts, of the others, or (None) of all."""
+        prefills = [s for s in self._prefilling.values() if scored is None or s.scoring is scored]
+        self._seat_whoever_gets_a_share(prefills, tokens, scored, costly_prefix)
+        shares = share_out(prefills, tokens, costly_prefix)
+        rows: list[SequenceState] = []
+        chunks: list[Chunk] = []
+        for sequence in prefills:
+            if sequence in shares:
+                self._cut_chunk(sequence, shares[sequence], rows, chunks)
+        return rows, chunks
+
+    def _seat_whoever_gets_a_share(
+        self, prefills: list[SequenceState], tokens: int, scored: bool | None, costly_prefix: int
+    ) -> None:
+        """Seat waiting prompts and append them to ``prefills``, as long as tokens of this step are left for them.
+
+        It ends at one who would get tokens of the other kind's next step, so that neither kind takes the other's room.
+        """
+        wanted = sum(cost(sequence, remaining(sequence), costly_prefix) for sequence in prefills)
+        others = [s for s in self._prefilling.values() if s.scoring is not scored]
+        while self._row_free and not self._stalled:
+            for candidate in self.resources.queue.heads():
+                ours = scored is None or candidate.scoring is scored
+                if (ours and wanted < tokens) or gets_a_share(
+                    candidate, prefills if ours else others, tokens, costly_prefix
+                ):
+                    break
+            else:
+                return
+            if not ours or not self._admit(candidate):
+                return
+            prefills.append(candidate)
+            wanted += remaining(candidate)
 
     @property
     def _row_free(self) -> bool:
@@ -92,12 +165,16 @@ class Planner:
 
     def _admit_next(self) -> SequenceState | None:
         """Give the head of the queue a slot and its prompt's blocks, if it fits."""
-        resources = self.resources
-        sequence = resources.queue.head()
+        sequence = self.resources.queue.head()
         if sequence is None or self._stalled or not self._row_free:
             return None
+        return sequence if self._admit(sequence) else None
+
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a head of the queue a slot and its prompt's blocks, if it fits."""
+        resources = self.resources
         if self._refused == (sequence.request.request_id, resources.room_version):
-            return None
+            return False
         config, pool, slots = self.config, resources.pool, resources.slots
         hits: list[int] = []
         if config.prefix_caching and sequence.request.sampling.prompt_logprobs is None:
@@ -107,11 +184,11 @@ class Planner:
         short = fresh + spare - (pool.free_count - pool.idle_among(hits))
         if not slots.free_count or short > 0:
             self._defer(sequence, short)
-            return None
-        resources.queue.pop()
+            return False
+        resources.queue.pop(sequence)
         resources.seat(sequence, hits, fresh)
         self._slot_writes.append(_slot_write(sequence))
-        return sequence
+        return True
 
     def _defer(self, sequence: SequenceState, short: int) -> None:
         """The head is ``short`` blocks, or a slot, short. What is fenced is free soon, and running rows end by
@@ -152,7 +229,8 @@ class Planner:
         widths = self.config.widths
         return widths[self._decode_steps % len(widths)]
 
-    def _decode(self) -> Planned | None:
+    def _ready_rows(self) -> bool:
+        """Bring the rows that decode up to date: who may join, who drains, who gets blocks. False: there are none."""
         resources, decoding = self.resources, self._decoding
         for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.order):
             if sequence.state is not State.STALLED:  # it was the victim of one before it
@@ -163,17 +241,38 @@ class Planner:
         for sequence in [s for s in decoding.values() if s.planned_tokens >= s.wake_at]:
             if sequence.state is State.DECODE:  # it may just have been somebody's victim
                 self._wake(sequence)
-        if not decoding:
-            return None
-        if self._rows_version != resources.decode_version:
+        if decoding and self._rows_version != resources.decode_version:
             self._collect_rows()
-        rows, step, width = self._rows, resources.chain.step, self._width()
+        return bool(decoding)
+
+    def _decode(self) -> Planned | None:
+        if not self._ready_rows():
+            return None
+        width = self._width()
+        self._advance_rows(width)
+        return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), self._rows
+
+    def _mixed_step(self, width: int, cut: Cut) -> Planned:
+        """``cut`` behind the rows that ``_ready_rows`` collected; a decode step where nothing was cut."""
+        self._advance_rows(width)
+        chunk_rows, chunks = cut
+        if not chunks:
+            return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), self._rows
+        slots = self._row_slots + tuple(chunk.slot for chunk in chunks)
+        epochs = self._row_epochs + tuple(sequence.epoch for sequence in chunk_rows)
+        plan = self._step_plan(StepKind.MIXED, slots, epochs, width, tuple(chunks))
+        tokens = plan.decode_rows * width + plan.prefill_tokens
+        self.resources.counters.mixed_padded_tokens += self._budget.bucket(tokens) - tokens
+        return plan, (*self._rows, *chunk_rows)
+
+    def _advance_rows(self, width: int) -> None:
+        resources, step = self.resources, self.resources.chain.step
         if width == 1:
-            for sequence in rows:
+            for sequence in self._rows:
                 sequence.planned_tokens += 1
                 sequence.last_step = step
         else:
-            for sequence in rows:
+            for sequence in self._rows:
                 sequence.planned_tokens += width
                 sequence.uncertain_tokens += width - 1
                 sequence.last_step = step
@@ -181,7 +280,6 @@ class Planner:
             self._last_width = width
             resources.digest.fold(step, "width", (width,))
         self._decode_steps += 1
-        return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), rows
 
     def _wake(self, sequence: SequenceState) -> None:
         """A row at the end of its blocks or near its last token: drain it, grow it, or stall it."""

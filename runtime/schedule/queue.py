@@ -1,37 +1,53 @@
 """The waiting queue: priority first, then first come, first served; bounded.
 
-Knows: order and how many wait. Does not know: who fits (scheduler.py).
+Knows: order, lanes, and how many wait. Does not know: who fits, or who may pass whom (planner.py).
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
 
 
-class WaitingQueue:
-    """A heap with lazy deletion: an entry counts only while its sequence is WAITING, so leaving costs nothing."""
+def _one_lane(_sequence: SequenceState) -> int:
+    return 0
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], SequenceState]] = []
+
+class WaitingQueue:
+    """Heaps with lazy deletion: an entry counts only while its sequence is WAITING, so leaving costs nothing.
+
+    ``lane_of`` says in which of ``lanes`` a sequence waits; its answer does not change while the sequence waits. Lanes
+    keep nobody's place: the heads are those of the whole line wherever everybody's turn is in order.
+    """
+
+    def __init__(self, lanes: int = 1, lane_of: Callable[[SequenceState], int] = _one_lane) -> None:
+        self._heaps: list[list[tuple[tuple[int, int], SequenceState]]] = [[] for _ in range(lanes)]
+        self._lane_of = lane_of
 
     def push(self, sequence: SequenceState) -> None:
         """Join, or join again; the place in line is the sequence's own and never lost."""
         if not sequence.queued:
             sequence.queued = True
-            heapq.heappush(self._heap, (sequence.order, sequence))
+            heapq.heappush(self._heaps[self._lane_of(sequence)], (sequence.order, sequence))
+
+    def heads(self) -> list[SequenceState]:
+        """Who is next in each lane, in the order of the line; they are left in place."""
+        heads = []
+        for heap in self._heaps:
+            while heap and heap[0][1].state is not State.WAITING:
+                heapq.heappop(heap)[1].queued = False
+            if heap:
+                heads.append(heap[0])
+        return [sequence for _, sequence in sorted(heads)]
 
     def head(self) -> SequenceState | None:
-        """Who is next, left in place."""
-        while self._heap:
-            sequence = self._heap[0][1]
-            if sequence.state is State.WAITING:
-                return sequence
-            self.pop()
-        return None
+        """Who is next of all, left in place."""
+        return next(iter(self.heads()), None)
 
-    def pop(self) -> None:
-        """Drop the entry at the head."""
-        heapq.heappop(self._heap)[1].queued = False
+    def pop(self, head: SequenceState) -> None:
+        """Drop the entry of one of the ``heads``."""
+        heapq.heappop(self._heaps[self._lane_of(head)])
+        head.queued = False

@@ -19,6 +19,9 @@ from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError, SlotPool
 from runtime.schedule.states import State, Trigger
 
+LANES = 3  # of the waiting queue, with mixed steps
+LONG_LANE, SCORED_LANE = 1, 2
+
 
 class Resources:
     """``sequences`` holds every unfinished request by id, ``by_state`` the same by state, in the order they entered it.
@@ -31,9 +34,11 @@ class Resources:
         self.config = config
         self.pool = BlockPool(config.blocks, config.block_size)
         self.slots = SlotPool(config.slots)
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
         self.chain = Chain(config.depth)
         self.digest = RollingDigest()
+        if config.mixed is not None:
+            self.digest.fold(0, "mixed", config.mixed.numbers)
         self.counters = ScheduleCounters()
         self.sequences: dict[int, SequenceState] = {}
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
@@ -43,6 +48,13 @@ class Resources:
         self._arrivals = 0
         self._paused = 0  # times that a request became PAUSED
         self._block_writes: list[tuple[int, int, int]] = []  # (slot, index, block) for the next step
+
+    def _lane(self, sequence: SequenceState) -> int:
+        """Those who may be passed by others wait apart: scored prompts, and long ones."""
+        if sequence.scoring:
+            return SCORED_LANE
+        assert self.config.mixed is not None
+        return LONG_LANE if sequence.landed_tokens > self.config.mixed.long_prompt else 0
 
     # ---- arrival and end ----
 

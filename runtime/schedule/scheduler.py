@@ -104,12 +104,14 @@ class Scheduler:
     def _apply(self, flight: Flight, plan: StepPlan, result: StepResult) -> StepOutput:
         """Give each live row its tokens, end those that are done, and drop the ghosts."""
         width, tokens, counts, chunks = plan.width, result.tokens, result.counts, plan.chunks
+        decode_rows = plan.decode_rows
         wide = width > 1
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
         rows: list[SequenceState | None] = list(flight.rows)
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
-        done, barren = [], []
+        done = []
+        barren: list[tuple[SequenceState, int]] = []
         for i, (sequence, count, code) in enumerate(zip(rows, counts, result.finish, strict=True)):
             if sequence is None:
                 continue
@@ -117,17 +119,19 @@ class Scheduler:
                 sequence.tokens.append(tokens[i * width])
             elif count:
                 sequence.tokens.extend(tokens[i * width : i * width + count])
-            elif not chunks or chunks[i].last:
-                barren.append(sequence)
-            if wide:
+            elif i < decode_rows:
+                barren.append((sequence, width))
+            elif chunks[i - decode_rows].last:
+                barren.append((sequence, 1))
+            if wide and i < decode_rows:
                 sequence.planned_tokens += count - width
                 sequence.uncertain_tokens -= width - 1
             if code:
                 done.append(self._end_as_reported(sequence, FinishReason(code)))
             elif len(sequence.tokens) > sequence.publish_at:
                 self._publish(sequence, plan, i)
-        for sequence in barren:
-            self._gained_nothing(sequence, width)
+        for sequence, hoped_for in barren:
+            self._gained_nothing(sequence, hoped_for)
         return StepOutput(
             step=flight.step,
             request_ids=[-1 if s is None else s.request.request_id for s in rows],
@@ -162,8 +166,8 @@ class Scheduler:
         return self.slots.epochs[slot] != epoch
 
     def _gained_nothing(self, sequence: SequenceState, width: int) -> None:
-        """A live row got no token. Where the steps in flight were to end it, they may not be enough now."""
-        if width == 1:  # the loop above corrects the counts of wide steps only
+        """A live row of ``width`` got no token. Steps in flight that were to end it may not be enough now."""
+        if width == 1:  # the loop above corrects the counts of wide rows only
             sequence.planned_tokens -= 1
         certain = sequence.planned_tokens - sequence.uncertain_tokens
         if sequence.state is State.DRAINING and certain < sequence.max_length:
@@ -172,7 +176,6 @@ class Scheduler:
     def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
         """Blocks that are full, and whose writing step has landed, become findable."""
         written = sequence.landed_tokens - 1  # the KV of the newest token is not written yet
-        if plan.chunks and not plan.chunks[row].last:
-            chunk = plan.chunks[row]
+        if row >= plan.decode_rows and not (chunk := plan.chunks[row - plan.decode_rows]).last:
             written = chunk.start + len(chunk.token_ids)
         self.resources.publish(sequence, written)

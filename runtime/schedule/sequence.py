@@ -79,6 +79,11 @@ class SequenceState:
         return Scored(start, prompt[start:stop], self.request.sampling.prompt_logprobs or 0)
 
     @property
+    def scoring(self) -> bool:
+        """Whether some of its prompt tokens are still to be scored."""
+        return self.score_at < len(self.request.prompt_token_ids)
+
+    @property
     def landed_tokens(self) -> int:
         return len(self.tokens)
 

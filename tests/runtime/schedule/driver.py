@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TypedDict, Unpack
 
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
@@ -49,6 +50,7 @@ class Limits(TypedDict, total=False):
     prefill_burst: int
     prefix_caching: bool
     max_waiting: int
+    mixed: MixedSteps | None
 
 
 class Driver:
@@ -117,9 +119,9 @@ class Driver:
 
         A row that has come to its ``max_length`` is finished on the device and writes nothing more.
         """
-        if plan is None or plan.chunks:
+        if plan is None:
             return
-        for sequence in self.scheduler.resources.by_state[State.DECODE].values():
+        for sequence in self.scheduler.chain._flights[-1].rows[: plan.decode_rows]:
             came_to = min(sequence.planned_tokens - plan.width, sequence.max_length - 1)
             assert came_to - 1 + plan.width <= len(sequence.blocks) * self.config.block_size
 

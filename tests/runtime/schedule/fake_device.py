@@ -8,14 +8,18 @@ back from the cells. A ghost row's writes happen as late as they may: when its s
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
-from runtime.schedule.plan import StepKind, StepPlan, StepResult
+from runtime.schedule.plan import Chunk, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason
 
 VOCABULARY = 29
 GARBAGE = -7
 MANY = 1 << 30
+HAS = {StepKind.PREFILL: (False, True), StepKind.DECODE: (True, False), StepKind.MIXED: (True, True)}
+
+Writes = list[tuple[int, int, int]]  # slot, epoch, block * block_size + offset
 
 
 def mix(*numbers: int) -> int:
@@ -69,6 +73,20 @@ class SlotRow:
     tried: bool = False  # its last step gave it no token
 
 
+@dataclass
+class Columns:
+    """A step's result, row by row."""
+
+    tokens: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    finish: list[int] = field(default_factory=list)
+
+    def add(self, plan: StepPlan, new: list[int], code: int) -> None:
+        self.tokens += new + [0] * (plan.width - len(new))
+        self.counts.append(len(new))
+        self.finish.append(code)
+
+
 class FakeDevice:
     """Runs a plan at launch (the stream is in order) and hands its result out at land().
 
@@ -87,7 +105,7 @@ class FakeDevice:
         self.cells = [[GARBAGE] * block_size for _ in range(blocks + 1)]
         self.tables: list[dict[int, int]] = [{} for _ in range(slots + 1)]
         self.rows: list[SlotRow | None] = [None] * (slots + 1)
-        self.results: deque[tuple[StepResult | None, list[tuple[int, int, int]]]] = deque()
+        self.results: deque[tuple[StepResult | None, Writes]] = deque()
         self.accepted: dict[int, list[int]] = {}
         self.breaks_at: dict[int, int] = {}
         self.broken_blocks: dict[int, list[int]] = {}
@@ -105,8 +123,24 @@ class FakeDevice:
         for slot, index, block in plan.block_writes:
             assert index < self.max_blocks, f"block table entry {index} of {self.max_blocks}"
             self.tables[slot][index] = block
-        run = self._prefill if plan.kind is StepKind.PREFILL else self._decode
-        self.results.append(run(plan))
+        self.results.append(self._run(plan))
+
+    def _run(self, plan: StepPlan) -> tuple[StepResult, Writes]:
+        """Rows without a chunk decode, the others prefill. Each kind of step has the rows that it says it has."""
+        decode_rows = plan.decode_rows
+        assert len(plan.epochs) == len(plan.slots)
+        assert [chunk.slot for chunk in plan.chunks] == list(plan.slots[decode_rows:]), "chunks are of the last rows"
+        assert (bool(decode_rows), bool(plan.chunks)) == HAS[plan.kind], "decode rows and chunks"
+        assert len(set(plan.slots)) == len(plan.slots), "a slot is one row of a step"
+        assert plan.width == 1 or decode_rows, "a prompt's last chunk yields one token"
+        result = Columns()
+        writes: Writes = []
+        rows = zip(plan.slots, plan.epochs, strict=True)
+        for slot, epoch in islice(rows, decode_rows):
+            self._decode(plan, slot, epoch, result, writes)
+        for chunk, (_, epoch) in zip(plan.chunks, rows, strict=True):
+            self._prefill(plan, chunk, epoch, result, writes)
+        return StepResult(plan.step, result.tokens, result.counts, result.finish), writes
 
     def land(self, epochs: list[int]) -> StepResult | None:
         """The oldest result. ``epochs`` are the scheduler's: rows it has ended write late, over whoever is there."""
@@ -126,58 +160,41 @@ class FakeDevice:
             tokens += self.cells[table[index]]
         return tuple(tokens[:length])
 
-    def _write(self, slot: int, position: int, token: int, writes: list[tuple[int, int, int]], epoch: int) -> None:
+    def _write(self, slot: int, position: int, token: int, writes: Writes, epoch: int) -> None:
         block, offset = self._cell(slot, position)
         self.cells[block][offset] = token
         writes.append((slot, epoch, block * self.block_size + offset))
 
-    def _prefill(self, plan: StepPlan) -> tuple[StepResult, list[tuple[int, int, int]]]:
-        tokens: list[int] = []
-        counts: list[int] = []
-        finish: list[int] = []
-        writes: list[tuple[int, int, int]] = []
-        assert plan.width == 1, "a prompt's last chunk yields one token"
-        for chunk, epoch in zip(plan.chunks, plan.epochs, strict=True):
-            row = self.rows[chunk.slot]
-            assert row is not None
-            assert row.epoch == epoch
-            assert row.length == chunk.start, "chunks of a prompt follow each other"
-            for i, token in enumerate(chunk.token_ids):
-                self._write(chunk.slot, chunk.start + i, token, writes, epoch)
-            row.length += len(chunk.token_ids)
-            new = self._advance(row, self._history(chunk.slot, row.length), 1) if chunk.last else []
-            tokens += new + [0] * (plan.width - len(new))
-            counts.append(len(new))
-            finish.append(self._code(row, new) if chunk.last else FinishReason.NONE)
-            self._distrust(plan.step, chunk.slot, row, finish[-1])
-        return StepResult(plan.step, tokens, counts, finish), writes
+    def _prefill(self, plan: StepPlan, chunk: Chunk, epoch: int, result: Columns, writes: Writes) -> None:
+        row = self.rows[chunk.slot]
+        assert row is not None
+        assert row.epoch == epoch
+        assert row.length == chunk.start, "chunks of a prompt follow each other"
+        for i, token in enumerate(chunk.token_ids):
+            self._write(chunk.slot, chunk.start + i, token, writes, epoch)
+        row.length += len(chunk.token_ids)
+        new = self._advance(row, self._history(chunk.slot, row.length), 1) if chunk.last else []
+        result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
+        self._distrust(plan.step, chunk.slot, row, result.finish[-1])
 
-    def _decode(self, plan: StepPlan) -> tuple[StepResult, list[tuple[int, int, int]]]:
-        tokens: list[int] = []
-        counts: list[int] = []
-        finish: list[int] = []
-        writes: list[tuple[int, int, int]] = []
-        for slot, epoch in zip(plan.slots, plan.epochs, strict=True):
-            row = self.rows[slot]
-            assert row is not None
-            new: list[int] = []
-            live = not row.finished
-            if live:
-                assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
-                self._write(slot, row.length, row.last, writes, epoch)
-                history = self._history(slot, row.length + 1)
-                barren = self.barren and not row.tried
-                new = self._advance(row, history, accepted(row.request_id, history, plan.width, barren=barren))
-                for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
-                    self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)
-                row.length += len(new) or int(row.broken)
-                row.tried = not new
-                self.accepted.setdefault(row.request_id, []).append(len(new))
-            tokens += new + [0] * (plan.width - len(new))
-            counts.append(len(new))
-            finish.append(self._code(row, new) if live else FinishReason.NONE)
-            self._distrust(plan.step, slot, row, finish[-1])
-        return StepResult(plan.step, tokens, counts, finish), writes
+    def _decode(self, plan: StepPlan, slot: int, epoch: int, result: Columns, writes: Writes) -> None:
+        row = self.rows[slot]
+        assert row is not None
+        new: list[int] = []
+        live = not row.finished
+        if live:
+            assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
+            self._write(slot, row.length, row.last, writes, epoch)
+            history = self._history(slot, row.length + 1)
+            barren = self.barren and not row.tried
+            new = self._advance(row, history, accepted(row.request_id, history, plan.width, barren=barren))
+            for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
+                self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)
+            row.length += len(new) or int(row.broken)
+            row.tried = not new
+            self.accepted.setdefault(row.request_id, []).append(len(new))
+        result.add(plan, new, self._code(row, new) if live else FinishReason.NONE)
+        self._distrust(plan.step, slot, row, result.finish[-1])
 
     def _distrust(self, step: int, slot: int, row: SlotRow, code: int) -> None:
         if code == FinishReason.ERROR:

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
 from runtime.schedule.slots import AccountingError
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
+from tests.runtime.schedule.mixed_rules import MixedRules
 
 MOST_STEPS = 4000  # a trace that runs longer hangs
 WIDTHS = ((1,), (1,), (2,), (8,), (1, 4), (1, 8, 3), (32, 1))
@@ -104,7 +106,32 @@ def make_trace(seed: int) -> Trace:
         if draw.random() < 0.25:
             breaks_at[admit.request.request_id] = len(admit.request.prompt_token_ids) + draw.randrange(9)
     barren = draw.random() < 0.3
+    if draw.random() < 0.5:
+        config = replace(config, mixed=_draw_mixed(draw, config))
+        _score_some(draw, events)
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren)
+
+
+def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
+    """Any table there is, good or bad: buckets for all totals, for a few, or none; budgets below the decode rows."""
+    decoding = config.rows * config.max_width
+    most = decoding + draw.choice((1, 4, 16))
+    buckets: tuple[int, ...] = ()
+    if draw.random() < 0.7:
+        buckets = tuple(sorted({most, *draw.sample(range(1, most + 1), draw.randrange(most))}))
+    limits = [(rows, kv_tokens) for rows in range(config.rows + 1) for kv_tokens in (0, 5, 12, 30, 100)]
+    some = sorted(draw.sample(limits, draw.choice((0, 1, 6, len(limits)))))
+    budgets = tuple((rows, kv_tokens, draw.randrange(most + 8)) for rows, kv_tokens in some)
+    return MixedSteps(buckets, budgets, long_prompt=draw.choice((3, 8, 100)), costly_prefix=draw.choice((0, 0, 6)))
+
+
+def _score_some(draw: random.Random, events: dict[int, list[Event]]) -> None:
+    likely = draw.choice((0.0, 0.2, 0.6))
+    for listed in events.values():
+        for i, event in enumerate(listed):
+            if isinstance(event, Admit) and draw.random() < likely:
+                sampling = replace(event.request.sampling, prompt_logprobs=0)
+                listed[i] = Admit(replace(event.request, sampling=sampling))
 
 
 @dataclass
@@ -131,6 +158,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True, least_ste
     finished: dict[int, Finished] = {}
     shown: dict[int, list[int]] = {}
     last_event = max(trace.events)
+    rules = MixedRules(scheduler) if check and config.mixed is not None else None
 
     def end(ended: tuple[Finished, ...]) -> None:
         for item in ended:
@@ -158,7 +186,11 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True, least_ste
             end(scheduler.submit(event))
             if check:
                 scheduler.check()
+        if rules is not None:
+            rules.before()
         plan = scheduler.plan()
+        if rules is not None:
+            rules.after(plan)
         if plan is not None and len(plan.slots) > config.rows:
             raise TooManyRows(f"step {plan.step} has {len(plan.slots)} rows, there is room for {config.rows}")
         device.launch(plan)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.schedule.plan import StepOutput, StepPlan, StepResult
-from runtime.schedule.planner import Planned, Planner
+from runtime.schedule.planner import Planner
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
@@ -56,7 +56,10 @@ def test_tokens_are_the_same_whatever_the_widths(widths: tuple[int, ...], depth:
     for seed in range(40):
         trace = make_trace(seed)
         blocks = trace.config.blocks + most // trace.config.block_size
-        config = replace(trace.config, widths=widths, depth=depth, blocks=blocks)
+        mixed = trace.config.mixed
+        if mixed is not None and mixed.buckets:  # wide rows need room in them
+            mixed = replace(mixed, buckets=(*mixed.buckets, mixed.buckets[-1] + most * trace.config.rows))
+        config = replace(trace.config, widths=widths, depth=depth, blocks=blocks, mixed=mixed)
         check_trace(replace(trace, config=config, barren=seed % 2 == 0))
 
 
@@ -129,13 +132,13 @@ class NoGhostCheck(Scheduler):
 class FreesOnPlannedCounts(Planner):
     """A request whose last token is planned gives its slot and blocks back before that token has landed."""
 
-    def _decode(self) -> Planned | None:
-        planned = super()._decode()
+    def _ready_rows(self) -> bool:
+        ready = super()._ready_rows()
         for sequence in self.resources.sequences.values():
             if sequence.slot and sequence.blocks and sequence.planned_tokens >= sequence.max_length:
                 self.resources.pool.give_back(sequence.blocks)
                 sequence.blocks = []
-        return planned
+        return ready
 
 
 class PublishesUnlanded(Scheduler):
@@ -156,9 +159,9 @@ class ReservesOneStep(Resources):
 class ReservesForThisWidth(Planner):
     """Blocks for the width of the step being planned, where the steps behind it may be wider."""
 
-    def _decode(self) -> Planned | None:
+    def _ready_rows(self) -> bool:
         self.resources._max_width = self._width()
-        return super()._decode()
+        return super()._ready_rows()
 
 
 class CountsStepsByOneWidth(Planner):

@@ -19,7 +19,7 @@ def drain(queue: WaitingQueue) -> list[int]:
     order = []
     while (head := queue.head()) is not None:
         order.append(head.request.request_id)
-        queue.pop()
+        queue.pop(head)
     return order
 
 
@@ -67,7 +67,7 @@ def test_who_was_taken_may_queue_again_before_those_who_came_later() -> None:
     sequences = [sequence(request_id) for request_id in range(3)]
     for each in sequences:
         queue.push(each)
-    queue.pop()
+    queue.pop(sequences[0])
     for trigger in (Trigger.ADMIT, Trigger.EVICT):
         advance(sequences[0], trigger)
     assert queue.head() is sequences[1]

@@ -27,7 +27,7 @@ def arrive(resources: Resources, request_id: int, prompt: int = 4, max_tokens: i
 def seat(resources: Resources, request_id: int, blocks: int = 3) -> SequenceState:
     """A request that arrived, got a slot, and whose prompt is planned: a row of the next decode step."""
     sequence = arrive(resources, request_id)
-    resources.queue.pop()
+    resources.queue.pop(sequence)
     resources.seat(sequence, [], blocks)
     resources.move(sequence, Trigger.PROMPT_PLANNED)
     return sequence
@@ -61,7 +61,7 @@ def test_a_request_arrives_is_seated_and_ends() -> None:
     sequence = arrive(resources, 0)
     assert resources.queue.head() is sequence
     assert list(resources.by_state[State.WAITING]) == [0]
-    resources.queue.pop()
+    resources.queue.pop(sequence)
     resources.seat(sequence, [], 3)
     assert (sequence.state, sequence.slot, len(sequence.blocks), resources.pool.free_count) == (State.PREFILL, 1, 3, 5)
     assert resources.take_block_writes() == tuple((1, i, block) for i, block in enumerate(sequence.blocks))
@@ -174,7 +174,7 @@ def test_the_decode_version_tells_when_rows_changed() -> None:
     resources = Resources(SMALL)
     before = resources.decode_version
     sequence = arrive(resources, 0)
-    resources.queue.pop()
+    resources.queue.pop(sequence)
     resources.seat(sequence, [], 3)
     assert resources.decode_version == before
     resources.move(sequence, Trigger.PROMPT_PLANNED)
@@ -207,7 +207,7 @@ def test_blocks_are_published_as_they_are_written_and_found_by_the_next() -> Non
     resources.publish(sequence, 4)
     assert resources.pool.lookup(prompt_of(4), 2) == sequence.blocks[:2]
     later = arrive(resources, 1)
-    resources.queue.pop()
+    resources.queue.pop(later)
     resources.seat(later, sequence.blocks[:2], 1)
     assert (later.prefilled, later.published_blocks, resources.counters.prefix_hit_tokens) == (4, 2, 4)
     resources.check()

@@ -1,0 +1,74 @@
+"""Who gets the prompt tokens of a step.
+
+Knows: places in line, and how much of each prompt is left. Does not know: budgets of steps (budget.py), slots, blocks.
+
+The rule: the prompt that is first in line gets half of the tokens, or less if it needs less. The rest goes to the
+shortest remaining prompts first, whoever they are. So
+  * a long prompt advances by half a step's tokens in every step once it is first in line, whatever comes after it;
+  * a short prompt gets its tokens of the other half, however long and however many the prompts before it are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from runtime.schedule.sequence import SequenceState
+
+
+def share_out(prefills: Sequence[SequenceState], tokens: int, costly_prefix: int = 0) -> dict[SequenceState, int]:
+    """Tokens of the next chunk of each of ``prefills`` that gets any, ``tokens`` together.
+
+    The first in line gets at least one. ``costly_prefix``: a token behind so many of its own prompt counts as two.
+    """
+    if not prefills or tokens < 1:
+        return {}
+    first = min(prefills, key=lambda sequence: sequence.order)
+    shares = {first: max(1, _affordable(first, -(-tokens // 2), costly_prefix))}
+    left = tokens - cost(first, shares[first], costly_prefix)
+    for sequence in sorted(prefills, key=lambda sequence: _turn(sequence, shares.get(sequence, 0))):
+        if left <= 0:
+            break
+        had = shares.get(sequence, 0)
+        more = min(_affordable(sequence, left, costly_prefix), remaining(sequence) - had)
+        if more:
+            shares[sequence] = had + more
+            left -= cost(sequence, more, costly_prefix)
+    return shares
+
+
+def gets_a_share(
+    candidate: SequenceState, prefills: Iterable[SequenceState], tokens: int, costly_prefix: int = 0
+) -> bool:
+    """Whether ``candidate``, which holds no blocks yet, would get tokens of a step beside ``prefills``."""
+    first = min(prefills, key=lambda sequence: sequence.order, default=None)
+    if first is None or candidate.order < first.order:
+        return tokens > 0
+    guaranteed = max(1, _affordable(first, -(-tokens // 2), costly_prefix))
+    left = tokens - cost(first, guaranteed, costly_prefix)
+    turn = (candidate.landed_tokens, candidate.order)
+    for sequence in prefills:
+        had = guaranteed if sequence is first else 0
+        if _turn(sequence, had) < turn:
+            left -= cost(sequence, remaining(sequence) - had, costly_prefix)
+    return left > 0
+
+
+def remaining(sequence: SequenceState) -> int:
+    return sequence.prefill_target - sequence.prefilled
+
+
+def _turn(sequence: SequenceState, had: int) -> tuple[int, tuple[int, int]]:
+    return remaining(sequence) - had, sequence.order
+
+
+def _affordable(sequence: SequenceState, tokens: int, costly_prefix: int) -> int:
+    """How many of its tokens cost ``tokens`` at most."""
+    if costly_prefix:
+        tokens = tokens * costly_prefix // (costly_prefix + sequence.prefilled)
+    return min(tokens, remaining(sequence))
+
+
+def cost(sequence: SequenceState, tokens: int, costly_prefix: int) -> int:
+    if not costly_prefix:
+        return tokens
+    return -(-tokens * (costly_prefix + sequence.prefilled) // costly_prefix)
