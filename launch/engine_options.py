@@ -63,7 +63,19 @@ _ENGINE: dict[str, _Option] = {
         "share of the device's memory that the engine may use", "fraction", number, alias="--gpu-memory-utilization"
     ),
     "max_prefill_tokens": _Option("token budget of one prefill step", "tokens"),
-    "prefill_burst": _Option("consecutive prefill steps at most, while other requests decode", "steps"),
+    "mixed_steps": _Option(
+        "prefill prompts in the steps of the requests that decode; off: in steps of their own, for which those wait",
+        "switch",
+    ),
+    "itl_target_ms": _Option(
+        "longest step that prefills prompts while requests decode, so the inter-token latency to keep to; shorter "
+        "steps delay first tokens",
+        "ms",
+        number,
+    ),
+    "prefill_burst": _Option(
+        "consecutive prefill steps at most, while other requests decode; without mixed steps only", "steps"
+    ),
     "chain_depth": _Option(
         "steps in flight besides the one whose results are read next; 0 is the serial engine", "steps"
     ),
@@ -109,6 +121,7 @@ _DERIVED_DEFAULTS = {
     "expert_parallel": "off; on with --data-parallel-size",
     "max_model_len": "the model's own limit",
     "num_blocks": "sized from --memory-fraction of the memory",
+    "itl_target_ms": "twice the time of the decode step",
     "timeline": "not written",
     "expert_load": "not written",
     "expert_map": "in order",

@@ -23,21 +23,27 @@ class DecodeAttention:
     page_table_BP int32: physical page of each logical page; entries past a row's length are any valid page.
     kv_lengths_B int32: tokens of KV to attend to, the new ones included.
     max_kv_length: the host's bound for a row (the page table covers it); never read from the device.
+    skip_empty: a row of length 0 is none of decode's: its tokens are left as they are in an output that was given
+    (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
+    work: made of the lengths by Kernels.plan_decode once a step and used by all layers (an object of the backend's own,
+    None where it has none).
     """
 
     page_table_BP: Tensor
     kv_lengths_B: Tensor
     query_len: int
     max_kv_length: int
+    skip_empty: bool = False
+    work: object | None = None
 
 
 class RepeatedPrefill(Protocol):
     """Prefill attention that captured launches read, and that the host plans anew before each of their replays."""
 
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """Enqueue what the next replay reads, on the current stream, behind the replays before it; no host sync.
 
-        Lengths as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
+        Arguments as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
         """
         ...
 
@@ -47,16 +53,30 @@ class PrefillAttention:
     """Rows with different numbers of new tokens, packed; all lengths are known on the host.
 
     query_lengths[i] new tokens of row i, the last of its kv_lengths[i] tokens (prefix hits and earlier chunks come
-    before). page_table_BP as in DecodeAttention. ``planned`` is filled by the attention backend once a step and reused
-    by all layers (an object of the backend's own, None for the reference kernels). Where it is a RepeatedPrefill, the
-    lengths are those of its last ``plan``, and tokens beyond them are padding: what attention returns for these is
-    undefined.
+    before); both may be 0. The first row's begin at ``first_token``. page_table_BP as in DecodeAttention. ``planned``
+    is filled by the attention backend once a step and reused by all layers (an object of the backend's own, None for
+    the reference kernels). Where it is a RepeatedPrefill, lengths and first token are those of its last ``plan``. What
+    attention returns for tokens of no row is undefined.
     """
 
     page_table_BP: Tensor
     query_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     planned: object | None = None
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MixedAttention:
+    """Rows that decode, one token each, before rows that prefill; how many of each is known on the device only.
+
+    ``decode``: of the first rows, as many as could decode, with kv_lengths_B 0 for those that do not; row i's token is
+    token i. ``prefill``: of all rows, none of whose tokens decode; its page table may have more rows than ``decode``.
+    The new keys and values of all rows are written before any row attends: rows may share pages.
+    """
+
+    decode: DecodeAttention
+    prefill: PrefillAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +106,7 @@ class StepInputs:
     token_ids_T: Tensor
     positions_T: Tensor
     kv_slots_T: Tensor
-    attention: DecodeAttention | PrefillAttention
+    attention: DecodeAttention | PrefillAttention | MixedAttention
     logit_rows_R: Tensor | None = None
     real_T: Tensor | None = None
     state: StateRows | None = None

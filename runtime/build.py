@@ -39,7 +39,9 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -127,10 +129,10 @@ def build_engine(
         opened.close()
         raise
     served = replace(served, widest=executor.widest)
-    scheduler = Scheduler(_schedule(config, served, executor))
+    scheduler = Scheduler(_schedule(config, served, executor, mixed_steps(config, model, executor, share)))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
-        executor.decode.graphs.around_capture = lambda: watchdog.phase("capture", CAPTURE_SECONDS)
+        executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
     at_end = load_report(config, model, split)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
@@ -179,6 +181,9 @@ def _limits(
         warm_variants=tuple(WARM_VARIANTS[kind] for kind in config.warm),
         exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
         prefill_buckets=_prefill_buckets(config) if exchange is None else (),
+        mixed=config.mixed_steps
+        and exchange is None
+        and config.max_prefill_tokens > config.max_num_seqs * config.width,
     )
 
 
@@ -186,6 +191,11 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
     """Captured on GPUs; a CPU would compute the padding and gain nothing. Not where groups prefill by turns, either:
     each step's rows of the exchange would be one more dimension of graphs."""
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
+
+
+def _mixes(config: EngineConfig) -> bool:
+    """Where all rows of a full batch would fill a step, none is left for a prompt."""
+    return config.mixed_steps and config.max_prefill_tokens > config.max_num_seqs * config.width
 
 
 def _groups(
@@ -198,7 +208,9 @@ def _groups(
     return DpStepSync(control, assignment), RequestRouter(control, assignment)
 
 
-def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> SchedulerConfig:
+def _schedule(
+    config: EngineConfig, served: ServedModel, executor: Executor, mixed: MixedSteps | None
+) -> SchedulerConfig:
     if config.prefix_caching and not executor.restores_prefixes:
         log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
     return SchedulerConfig(
@@ -213,4 +225,5 @@ def _schedule(config: EngineConfig, served: ServedModel, executor: Executor) -> 
         prefill_burst=config.prefill_burst,
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,
+        mixed=mixed,
     )

@@ -73,7 +73,10 @@ class EngineConfig:
     ranks. max_model_len: tokens of prompt and answer together; None takes the model's own limit.
     max_num_seqs: slots, that is, requests that run at once in a group. block_size: tokens a KV block. num_blocks: KV
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
-    max_prefill_tokens: token budget of one prefill step; prefill_burst: prefill steps in a row while others decode.
+    max_prefill_tokens: token budget of one prefill step. mixed_steps: prompts are prefilled in the steps of the rows
+    that decode, where a step may hold both (not with data-parallel groups, whose prefill takes turns with decode, as
+    all do without). itl_target_ms: how long such a step may take; None allows twice the time of the decode step that it
+    replaces. prefill_burst: prefill steps in a row while others decode, where they take turns.
     chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine). width: W, tokens a row may gain
     in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a decode step; empty takes
     ``default_buckets``. prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
@@ -107,6 +110,8 @@ class EngineConfig:
     memory_fraction: float = 0.9
     max_prefill_tokens: int = _FILLED_IN
     prefill_burst: int = 4
+    mixed_steps: bool = True
+    itl_target_ms: float | None = None
     chain_depth: int = 2
     width: int = 1
     decode_buckets: tuple[int, ...] = ()
@@ -146,6 +151,11 @@ class EngineConfig:
             raise ConfigError(
                 f"control_timeout_s is {self.control_timeout_s}, but must be a positive number of seconds: "
                 "type --control-timeout-s 10"
+            )
+        if self.itl_target_ms is not None and not 0.0 < self.itl_target_ms < float("inf"):
+            raise ConfigError(
+                f"itl_target_ms is {self.itl_target_ms}, but must be a positive number of milliseconds: type "
+                "--itl-target-ms 20, or leave it out"
             )
         if not self.decode_buckets:
             object.__setattr__(self, "decode_buckets", default_buckets(self.max_num_seqs))

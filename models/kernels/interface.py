@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -124,10 +124,27 @@ class Kernels(Protocol):
         """
         ...
 
-    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    def plan_decode(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
+        """What all layers of one decode step share, made on the device; returns ``inputs`` with ``work`` set.
+
+        ``kv_layer``: of the first layer. May be captured; the launch right before it may write the lengths. Between it
+        and the first attention is at least one other launch: attention may read ``work`` before its predecessor ends.
+        """
+        return inputs
+
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D].
 
         The launch right before this one may write q, but not lengths or pages: these may be read before it ends (PDL).
+        ``out_THD`` is written and returned where given; it and q may have more tokens than the rows, which come first.
+        What it holds of the other tokens, and with ``skip_empty`` of rows of length 0, stays as it is.
         """
         ...
 
@@ -150,6 +167,11 @@ class Kernels(Protocol):
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         """Causal attention of packed rows over their pages (their new KV is already written), [T, H, D]."""
         ...
+
+    def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
+        """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
+        out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
+        return self.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD)
 
     def route_top_k(
         self,

@@ -10,6 +10,7 @@ current one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,16 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
-from models.kernels.attention import decode, decode_tma, rope_decode, rope_prefill
+from models.kernels.attention import (
+    decode,
+    decode_balanced,
+    decode_balanced_tma,
+    decode_tma,
+    decode_work,
+    rope_decode,
+    rope_prefill,
+)
+from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -26,11 +36,13 @@ from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, P
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import PARTIAL_BYTES, MatmulDispatch
-from models.kernels.reference import ReferenceKernels
+from models.kernels.reference import ReferenceKernels, into
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
+_PROGRAMS_EACH = 8  # of a multiprocessor: programs of balanced attention where the rows need fewer
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 _MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
 _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faster on an H200, fewer were not tried
@@ -38,7 +50,8 @@ _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faste
 
 class NvidiaKernels(Kernels):
     """See the module. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
-    ``flashinfer``: FlashInfer's environment variables.
+    ``flashinfer``: FlashInfer's environment variables. ``balanced``: decode attention takes splits from a work list;
+    without, every row of a step is split alike, to compare the two.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -52,6 +65,7 @@ class NvidiaKernels(Kernels):
         choices: ChoiceTable | None = None,
         prefill: PrefillWanted = "auto",
         flashinfer: FlashInferSwitches = NO_SWITCHES,
+        balanced: bool = True,
     ) -> None:
         device = torch.device(device)
         reason = unsupported(device)
@@ -64,7 +78,8 @@ class NvidiaKernels(Kernels):
         self._reference = ReferenceKernels()
         self._prefill = Prefill(device, prefill, traits, flashinfer)
         self._attention_partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
-        self._attention_counters = torch.zeros(traits.multiprocessors, dtype=torch.int32, device=device)
+        self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
+        self.balanced = balanced
 
     # -- norms and matrix products ------------------------------------------------------------------------------------
 
@@ -154,11 +169,24 @@ class NvidiaKernels(Kernels):
             return rope_prefill.rope_and_cache(qkv_TX, heads, kv_layer, rotation, self.pdl)
         return rope_decode.rope_and_cache(qkv_TX, heads, kv_layer, rotation, self.pdl)
 
-    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    def plan_decode(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
+        if not self.balanced:
+            return inputs
+        rule = self._split_rule(inputs, heads, kv_layer)
+        return dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, self.pdl))
+
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
         heads, kv_heads = q_THD.shape[1], kv_layer.shape[3]
         if q_THD.dtype == torch.float32 and heads // kv_heads * inputs.query_len > _MOST_FLOAT32_ROWS:
-            return self._reference.decode_attention(q_THD, kv_layer, inputs, scale)
-        return self._triton_attention(q_THD, heads, kv_layer, inputs, scale, None)
+            return self._reference.decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
+        return self._triton_attention(q_THD, heads, kv_layer, inputs, scale, None, out_THD)
 
     def rope_cache_attend(
         self,
@@ -217,30 +245,47 @@ class NvidiaKernels(Kernels):
         inputs: DecodeAttention,
         scale: float,
         rotation: Rotation | None,
+        out_THD: Tensor | None = None,
     ) -> Tensor:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
-        row_bytes = padded_dim(head_dim) * kv_layer.element_size()
-        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # the same GPUs have TMA and dependent launches
-            block_n, stages, warps = _many_blocks(query_rows)
-            if decode_tma.supports(q_TX, heads, kv_layer, inputs, block_n):
-                return decode_tma.attend_many(
-                    q_TX,
-                    heads,
-                    kv_layer,
-                    inputs,
-                    scale,
-                    rotation=rotation,
-                    block_n=block_n,
-                    stages=stages,
-                    warps=warps,
-                    pdl=self.pdl,
-                )
-        shared = self.traits.shared_bytes - _SHARED_RESERVE
-        padded_rows = power_of_two_above(query_rows)
-        block_n, stages, warps = _attention_blocks(rows * kv_heads, padded_rows, row_bytes, shared)
-        if q_TX.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
-            block_n, stages, warps = min(block_n, 32), 3, 8
+        by_tma, (block_n, stages, warps) = self._decode_form(inputs, heads, kv_layer)
+        work = inputs.work
+        if isinstance(work, DecodeWork) and self._fits(work.rule, rows, kv_heads, query_rows, head_dim):
+            attend = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
+            return attend(
+                q_TX,
+                heads,
+                kv_layer,
+                inputs,
+                work,
+                scale,
+                self._attention_partial,
+                self._attention_counters,
+                rotation=rotation,
+                out_THD=out_THD,
+                block_n=min(block_n, work.rule.block),
+                stages=stages,
+                warps=warps,
+                programs=programs_of(rows, kv_heads, work.rule, self.traits.multiprocessors),
+                pdl=self.pdl,
+            )
+        if out_THD is not None:
+            q_TX = q_TX[: rows * inputs.query_len]
+            return into(out_THD, self._triton_attention(q_TX, heads, kv_layer, inputs, scale, rotation), inputs)
+        if by_tma:
+            return decode_tma.attend_many(
+                q_TX,
+                heads,
+                kv_layer,
+                inputs,
+                scale,
+                rotation=rotation,
+                block_n=block_n,
+                stages=stages,
+                warps=warps,
+                pdl=self.pdl,
+            )
         splits = decode.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, self.traits.multiprocessors)
         room = self._attention_partial.numel()
         while decode.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
@@ -260,6 +305,48 @@ class NvidiaKernels(Kernels):
             warps=warps,
             pdl=self.pdl,
         )
+
+    def _decode_form(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
+        """Whether TMA serves these best, and (keys a block, stages, warps)."""
+        rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
+        query_rows = heads // kv_heads * inputs.query_len
+        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # the same GPUs have TMA and dependent launches
+            blocks = _many_blocks(query_rows)
+            if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
+                return True, blocks
+        row_bytes = padded_dim(head_dim) * kv_layer.element_size()
+        shared = self.traits.shared_bytes - _SHARED_RESERVE
+        blocks = _attention_blocks(rows * kv_heads, power_of_two_above(query_rows), row_bytes, shared)
+        if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
+            blocks = min(blocks[0], 32), 3, 8
+        return False, blocks
+
+    def _split_rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
+        rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
+        by_tma, (block_n, _, _) = self._decode_form(inputs, heads, kv_layer)
+        return decode_work.choose_rule(
+            rows,
+            kv_heads,
+            heads // kv_heads * inputs.query_len,
+            head_dim,
+            inputs.max_kv_length,
+            block=block_n,
+            longest=_LONGEST_SPLIT,
+            programs=0 if by_tma else self.traits.multiprocessors,
+            room=self._attention_partial.numel(),
+        )
+
+    def _fits(self, rule: SplitRule, rows: int, kv_heads: int, query_rows: int, head_dim: int) -> bool:
+        """Whether there is room for the partial results of this layer, which may not be that of the rule."""
+        floats = decode_work.workspace_floats(rows, kv_heads, query_rows, head_dim, rule.most)
+        counters = decode_work.counters_of(rows, kv_heads, rule.most)
+        return floats <= self._attention_partial.numel() and counters <= self._attention_counters.numel()
+
+
+def programs_of(rows: int, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int = _PROGRAMS_EACH) -> int:
+    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more."""
+    full = -(-each * multiprocessors // kv_heads)
+    return kv_heads * min(rows * rule.most, max(rows * rule.fewest, full))
 
 
 def _many_blocks(query_rows: int) -> tuple[int, int, int]:

@@ -21,9 +21,10 @@ class HostLengths:
     def __init__(self) -> None:
         self.query_lengths: tuple[int, ...] = ()
         self.kv_lengths: tuple[int, ...] = ()
+        self.first_token = 0
 
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
-        self.query_lengths, self.kv_lengths = query_lengths, kv_lengths
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
+        self.query_lengths, self.kv_lengths, self.first_token = query_lengths, kv_lengths, first_token
 
 
 class ReferenceKernels(Kernels):
@@ -60,8 +61,17 @@ class ReferenceKernels(Kernels):
         values.index_copy_(0, rotation.kv_slots_T, v)
         return _rotate(q, cos_sin_TR)
 
-    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
+        if out_THD is not None:
+            return into(out_THD, self.decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
         longest = inputs.max_kv_length
         if q_THD.device.type == "cpu":  # reading a length costs nothing here; on a GPU it would synchronise
             longest = max(1, int(inputs.kv_lengths_B.max()))
@@ -89,12 +99,14 @@ class ReferenceKernels(Kernels):
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         lengths = inputs.planned if isinstance(inputs.planned, HostLengths) else inputs
-        tokens = sum(lengths.query_lengths)
-        padding_THD = torch.full_like(q_THD[tokens:], float("nan"))  # undefined: NaN shows a reader that should not be
-        packed = torch.split(q_THD[:tokens], list(lengths.query_lengths))
-        rows = zip(packed, inputs.page_table_BP, lengths.kv_lengths, strict=False)
-        outputs = [self._prefill_row(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows]
-        return torch.cat([*outputs, padding_THD])
+        out_THD = torch.full_like(q_THD, float("nan"))  # of no row's token: NaN shows a reader that should not be
+        begin = lengths.first_token
+        for pages_P, new, length in zip(inputs.page_table_BP, lengths.query_lengths, lengths.kv_lengths, strict=False):
+            if new:
+                here = slice(begin, begin + new)
+                out_THD[here] = self._prefill_row(q_THD[here], kv_layer, pages_P, length, scale)
+                begin += new
+        return out_THD
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
         """Causal attention of the last Q of one row's ``length`` tokens."""
@@ -142,6 +154,16 @@ class ReferenceKernels(Kernels):
             term_TN = F.linear(self.silu_mul(F.linear(x_TN, gate_up_2IN)), down_NI) * weight_T1
             out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
         return out_TN.to(x_TN.dtype)
+
+
+def into(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:
+    """``out_THD`` with the rows' tokens copied from ``found_THD``; see Kernels.decode_attention."""
+    first_THD = out_THD[: found_THD.shape[0]]
+    if inputs.skip_empty:
+        taken_B = inputs.kv_lengths_B > 0
+        found_THD = found_THD.where(taken_B.repeat_interleave(inputs.query_len)[:, None, None], first_THD)
+    first_THD.copy_(found_THD)
+    return out_THD
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.cache_layout import PagedKV
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, StepInputs
 from models.kernels.interface import Rotation
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
@@ -81,7 +81,10 @@ class Attention(Mixer[Tensor]):
             )
         else:
             q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
-            out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
+            if isinstance(inputs.attention, MixedAttention):
+                out_THD = self.kernels.mixed_attention(q_THD, kv_layer, inputs.attention, self.scale)
+            else:
+                out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
         out_TX = out_THD.flatten(1)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.cache_layout import CacheLayout, CacheView, LayerCache
 from models.config import ModelConfig
 from models.group_size import require_legal_size
-from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
@@ -155,13 +155,29 @@ class Decoder(nn.Module):
         return gather_logits(local_RV, self.config.vocab_size, self.collectives)
 
     def _planned(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
-        attention, found = inputs.attention, self._first_attention
-        if found is None or not isinstance(attention, PrefillAttention) or attention.planned is not None:
+        """With what all layers of attention share; where it is there already, as it was."""
+        found = self._first_attention
+        if found is None:
             return inputs
         number, mixer = found
-        kv_layer = cast(Tensor, caches[number])
-        planned = self.kernels.plan_prefill(attention, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
-        return replace(inputs, attention=planned)
+        attention, kv_layer = inputs.attention, cast(Tensor, caches[number])
+        if isinstance(attention, MixedAttention):
+            decode = self._planned_decode(attention.decode, mixer, kv_layer)
+            prefill = self._planned_prefill(attention.prefill, mixer, kv_layer)
+            return replace(inputs, attention=MixedAttention(decode, prefill))
+        if isinstance(attention, DecodeAttention):
+            return replace(inputs, attention=self._planned_decode(attention, mixer, kv_layer))
+        return replace(inputs, attention=self._planned_prefill(attention, mixer, kv_layer))
+
+    def _planned_decode(self, attention: DecodeAttention, mixer: Attention, kv_layer: Tensor) -> DecodeAttention:
+        if attention.work is not None:
+            return attention
+        return self.kernels.plan_decode(attention, mixer.heads, kv_layer)
+
+    def _planned_prefill(self, attention: PrefillAttention, mixer: Attention, kv_layer: Tensor) -> PrefillAttention:
+        if attention.planned is not None:
+            return attention
+        return self.kernels.plan_prefill(attention, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
 
     def _with_real_tokens(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
         """Masked tokens write into page 0, and only they do; experts leave them out."""

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -34,6 +35,7 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.row_role import RowRole
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import MAX_TOP_LOGPROBS
@@ -41,6 +43,9 @@ from runtime.schedule.request import MAX_TOP_LOGPROBS
 log = logging.getLogger(__name__)
 
 SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait for the first penalised request
+_ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
+_COST_RUNS = 2
+_READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
 CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
 
 
@@ -74,7 +79,8 @@ class Executor:
             vocab_size=model.config.vocab_size,
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
         )
-        self.staging = Staging(device, self.tables, max_prefill_tokens=limits.max_prefill_tokens, max_rows=max_rows)
+        most_tokens = limits.max_prefill_tokens + (max_rows if limits.mixed else 0)
+        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows)
         self._ring = ResultRing(
             device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
@@ -107,15 +113,65 @@ class Executor:
     def late_captures(self) -> dict[str, int]:
         """Graphs that a running engine had to wait for, by sampling variant."""
         found: Counter[str] = Counter()
-        for role in self._roles.values():
-            if isinstance(role, RowRole):
-                found.update(role.graphs.late)
+        for graphs in self._row_graphs:
+            found.update(graphs.late)
         return found
+
+    @property
+    def _row_graphs(self) -> list[RowGraphs]:
+        """All graphs that may be captured late."""
+        decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowRole)]
+        return [*decoding, self.prefill.graphs.tails]
+
+    def surround_captures(self, around: Callable[[], AbstractContextManager[object]]) -> None:
+        """Have every late capture run inside ``around()``."""
+        for graphs in self._row_graphs:
+            graphs.around_capture = around
 
     @property
     def restores_prefixes(self) -> bool:
         """Whether a sequence can begin behind tokens that another one computed: of slot state there is no copy."""
         return not self._model.cache_layout.has_slot_state
+
+    @property
+    def mixes(self) -> bool:
+        """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
+        longer for their launches than all rows for a decode step."""
+        captured = bool(self.prefill.graphs.buckets) or self.device.torch_device.type == "cpu"
+        return self._limits.mixed and captured
+
+    @property
+    def captured_tokens(self) -> tuple[int, ...]:
+        """Tokens of the steps with chunks that are captured, ascending."""
+        return self.prefill.graphs.buckets
+
+    def kv_read_ms(self) -> float:
+        """Milliseconds that reading the KV of one token takes, in all layers, at the rate of one large read."""
+        if not self.pool.paged:
+            return 0.0
+        words = self.pool.paged[0].view(torch.uint8).view(-1)[:_READ_BYTES].view(torch.int64)
+        words.sum()  # of this size once before, for its memory
+        took = min(self._milliseconds_of(lambda: self.device.compute.submit(words.sum)) for _ in range(_COST_RUNS))
+        return took / (words.numel() * 8) * self.pool.layout.bytes_per_token
+
+    def step_costs(self) -> dict[int, float]:
+        """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling.
+
+        For start-up; with several ranks all of them must call it. Tokens are padding, in prompts of their own.
+        """
+        found = {}
+        for tokens in self.prefill.graphs.buckets:
+            if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0:
+                rehearse = partial(self.prefill.graphs.rehearse, tokens)
+                found[tokens] = min(self._milliseconds_of(rehearse) for _ in range(_COST_RUNS))
+        return found
+
+    def _milliseconds_of(self, work: Callable[[], object]) -> float:
+        self.device.compute.synchronize()
+        began = time.perf_counter()
+        work()
+        self.device.compute.synchronize()
+        return (time.perf_counter() - began) * 1e3
 
     # ---- each step ----
 

@@ -37,10 +37,10 @@ class LaunchSpec:
     """One step as this rank launches it; frozen, and made only by ``LaunchResolver.resolve``.
 
     ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
-    padding. ``padded_tokens``: tokens that a captured prefill is filled up to; 0 where the prefill is launched kernel
-    by kernel, and for decode. ``exchange_rows``: rows that every data-parallel group brings to each exchange of the
-    step; 0 where there is one group. ``shared_bucket``: rows of the decode graph that any group replays in this step;
-    0 where there is one group.
+    padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0 where such a step is
+    launched kernel by kernel, and for decode. ``exchange_rows``: rows that every data-parallel group brings to each
+    exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the decode graph that any group replays
+    in this step; 0 where there is one group.
     """
 
     plan: StepPlan
@@ -54,6 +54,11 @@ class LaunchSpec:
     @property
     def step(self) -> int:
         return self.plan.step
+
+    @property
+    def label(self) -> str:
+        """The step's kind in timelines: its role, or "mixed" where rows decode beside chunks of prompts."""
+        return "mixed" if self.plan.kind is StepKind.MIXED else self.role
 
     @property
     def width(self) -> int:
@@ -70,7 +75,8 @@ class LaunchSpec:
 class Ladders:
     """Sizes for which steps are prepared, each ascending.
 
-    ``decode``: rows of decode graphs. ``prefill``: tokens of captured prefills; empty where none is captured.
+    ``decode``: rows of decode graphs, and of what draws tokens behind a captured step with chunks. ``prefill``: tokens
+    of captured steps with chunks; empty where none is captured.
     ``exchange``: rows of the groups' exchanges while one of them prefills; empty where there is one group.
     """
 
@@ -129,10 +135,10 @@ class LaunchResolver:
         if plan.kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
             return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket)
-        tokens = plan.prefill_tokens
-        captured = ladders.prefill and tokens <= ladders.prefill[-1] and not plan.scored_tokens
-        padded = _rung(ladders.prefill, tokens) if captured else 0
-        return LaunchSpec(plan, role, len(plan.slots), needs.variant, padded, exchange_rows, shared_bucket)
+        tokens, rows = plan.packed_tokens, len(plan.slots)
+        if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
+            return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket)
+        return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, _rung(ladders.prefill, tokens))
 
     def _variant(self, plan: StepPlan) -> SamplingVariant:
         """The sampling variant that serves every row; worked out again only when the rows changed."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.slot_state import PADDING_SLOT, SlotTables, fill_record
+from runtime.execute.slot_state import NEWEST, PADDING_SLOT, SlotTables, fill_record
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
 _Array = npt.NDArray[Any]
@@ -30,7 +30,7 @@ class Changes(Generic[A]):
     slots_N int64 and records_NX int32: slot records (slot_state.py). cells_M int64, flat indices into the block table,
     and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T, known_tokens_T int64 and
     known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
-    slots; chunk_rows_3R int64: slots, emitting slots, logit rows; scored_2S int64 (see Chunks).
+    slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
     """
 
     slots_N: A | None = None
@@ -43,7 +43,7 @@ class Changes(Generic[A]):
     known_prompt_T: A | None = None
     row_map_B: A | None = None
     chunk_tokens_3T: A | None = None
-    chunk_rows_3R: A | None = None
+    chunk_rows_4R: A | None = None
     scored_2S: A | None = None
 
     def parts(self) -> Iterator[tuple[str, A]]:
@@ -67,7 +67,7 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
         _pack_slots(packed, plan, tables)
     if plan.block_writes:
         _pack_blocks(packed, plan, tables)
-    if plan.kind is StepKind.PREFILL:
+    if plan.kind is not StepKind.DECODE:
         _pack_chunks(packed, spec, max_rows)
         if plan.scored_tokens:
             _pack_scored(packed, plan)
@@ -136,27 +136,33 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
 
 
 def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:
-    plan = spec.plan
+    plan, decoding = spec.plan, spec.plan.decode_rows
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-    tokens_3T = np.full((3, max(sum(lengths), spec.padded_tokens)), PADDING_SLOT, np.int64)
-    offset = 0
+    tokens_3T = np.full((3, max(plan.packed_tokens, spec.padded_tokens)), PADDING_SLOT, np.int64)
+    slots_R = _integers(plan.slots)
+    tokens_3T[1, :decoding] = NEWEST
+    tokens_3T[2, :decoding] = slots_R[:decoding]
+    offset = decoding
     for chunk, length in zip(plan.chunks, lengths, strict=True):
         here = slice(offset, offset + length)
         tokens_3T[0, here] = _integers(chunk.token_ids)
         tokens_3T[1, here] = np.arange(chunk.start, chunk.start + length)
         tokens_3T[2, here] = chunk.slot
         offset += length
-    rows_3R = np.zeros((3, max(spec.bucket, min(spec.padded_tokens, max_rows))), np.int64)
-    real = len(plan.chunks)
-    rows_3R[0, :real] = plan.slots
-    rows_3R[1, :real] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]
-    rows_3R[2, :real] = np.cumsum(lengths) - 1
-    packed.chunk_tokens_3T, packed.chunk_rows_3R = tokens_3T, rows_3R
+    rows_4R = np.zeros((4, max(spec.bucket, min(spec.padded_tokens, max_rows))), np.int64)
+    real = len(plan.slots)
+    rows_4R[0, :real] = slots_R
+    rows_4R[1, :decoding] = slots_R[:decoding]
+    rows_4R[1, decoding:real] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]
+    rows_4R[2, :decoding] = np.arange(decoding)
+    rows_4R[2, decoding:real] = decoding + np.cumsum(lengths) - 1
+    rows_4R[3, :decoding] = 1
+    packed.chunk_tokens_3T, packed.chunk_rows_4R = tokens_3T, rows_4R
 
 
 def _pack_scored(packed: Changes[_Array], plan: StepPlan) -> None:
     packed.scored_2S = np.empty((2, plan.scored_tokens), np.int64)
-    chunk_at, offset = 0, 0
+    chunk_at, offset = plan.decode_rows, 0
     for chunk in plan.chunks:
         if (scored := chunk.scored) is not None:
             here = slice(offset, offset + len(scored.token_ids))

@@ -207,7 +207,7 @@ class ResultReader:
         while (ticket := self._submitted.get()) is not None:
             try:
                 if self._failure is None:
-                    with self._land_range(f"results of {ticket.spec.role}"):
+                    with self._land_range(f"results of {ticket.spec.label}"):
                         self._land(ticket)
             except BaseException as error:
                 failure = ResultError(f"step {ticket.spec.step}: {error}")

@@ -36,7 +36,8 @@ class ExecutorLimits:
     ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
     measurement. ``kernel_cache``: folder in which those choices are kept. ``width``: the largest W of any plan.
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
-    is one group. ``prefill_buckets``: token counts, ascending, of prefill steps that are captured; none where empty.
+    is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
+    empty. ``mixed``: rows may decode in these steps.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class ExecutorLimits:
     warm_variants: tuple[SamplingVariant, ...] = (SamplingVariant(),)
     exchanges: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
+    mixed: bool = False
     share: Callable[[Callable[[], str]], str] | None = None
     kernel_cache: Path | None = None
 

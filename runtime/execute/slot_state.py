@@ -34,6 +34,7 @@ from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason
 
 PADDING_SLOT = 0
 TRASH_BLOCK = 0
+NEWEST = -1  # staged as a token's position: the slot's newest token, which only the device knows
 NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
 
 # One slot's record: 64 bytes, then the stop ids. Name, numpy type, byte offset.

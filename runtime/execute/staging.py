@@ -27,7 +27,7 @@ from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
-from runtime.execute.slot_state import SlotTables
+from runtime.execute.slot_state import PADDING_SLOT, SlotTables
 
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
@@ -39,11 +39,12 @@ _TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A prefill step's tokens and rows on the device, int64; views that stay right until the next prefill is applied.
+    """Tokens and rows of a step with chunks on the device, int64; views that stay right until the next is applied.
 
-    token_ids_T, positions_T, slots_T: each new token, its position and its slot. slots_R: each row's slot;
-    emitting_R: the same where the row's chunk is the last, the padding slot elsewhere, so that sampling into
-    ``emitting_R`` masks the others; logit_rows_R: where in T each row's last token is. R is the step's bucket; the
+    token_ids_T, positions_T, slots_T: each new token, its position and its slot. Of a row that decodes the host knows
+    neither: the position is NEWEST, the id 0. slots_R: each row's slot; emitting_R: the same where the row decodes or
+    its chunk is the last, the padding slot elsewhere, so that sampling into ``emitting_R`` masks the others;
+    logit_rows_R: where in T each row's last token is; decodes_R: 1 where the row decodes. R is the step's bucket; the
     rows past its real ones are slot 0 and logit row 0. scored_2S: of each prompt token that is scored, where in T the
     token before it is, and its id; None when there is none.
     """
@@ -54,11 +55,16 @@ class Chunks:
     slots_R: Tensor
     emitting_R: Tensor
     logit_rows_R: Tensor
+    decodes_R: Tensor
     scored_2S: Tensor | None = None
 
-    def state_rows(self) -> StateRows:
-        """Whose state each row continues, and where its tokens end; rows past the real ones end where the last does."""
-        return StateRows(self.slots_R, (self.logit_rows_R + 1).cummax(0).values)
+    def state_rows(self, ghosts_R: Tensor | None = None) -> StateRows:
+        """Whose state each row continues, and where its tokens end; rows past the real ones end where the last does.
+
+        ``ghosts_R`` bool: rows that continue nobody's.
+        """
+        slots_R = self.slots_R if ghosts_R is None else torch.where(ghosts_R, PADDING_SLOT, self.slots_R)
+        return StateRows(slots_R, (self.logit_rows_R + 1).cummax(0).values)
 
 
 @dataclass(slots=True)
@@ -103,7 +109,7 @@ class Staging:
         self._row_maps: dict[tuple[str, int], Tensor] = {}
         self._mapped: dict[tuple[str, int], tuple[int, ...]] = {}  # the slots that each row map holds
         self._chunk_tokens_3T = device.zeros(3, max_prefill_tokens, dtype=torch.int64)
-        self._chunk_rows_3R = device.zeros(3, max_rows, dtype=torch.int64)
+        self._chunk_rows_4R = device.zeros(4, max_rows, dtype=torch.int64)
         self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
         expected_bytes = max_rows * (tables.record_dtype.itemsize + 256) + max_prefill_tokens * 40 + 1024
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
@@ -121,20 +127,20 @@ class Staging:
         return self._row_maps[key]
 
     def padded_chunks(self, tokens: int) -> Chunks:
-        """Where the first ``tokens`` of any prefill plan are, and the rows of as many chunks as so many tokens can be;
-        always the same memory. Past the plan's is the padding that ``spec.padded_tokens`` asked for.
+        """Where the first ``tokens`` of any plan with chunks are, and as many rows as so many tokens can be; always the
+        same memory. Past the plan's is the padding that ``spec.padded_tokens`` asked for.
         """
-        return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, :tokens])
+        return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, :tokens])
 
     @property
     def max_rows(self) -> int:
-        """Chunks that a prefill plan may have."""
-        return self._chunk_rows_3R.shape[1]
+        """Rows that a plan with chunks may have."""
+        return self._chunk_rows_4R.shape[1]
 
     def chunks(self, spec: LaunchSpec) -> Chunks:
-        """Where a prefill's chunks are once its changes are applied."""
-        tokens, scored = spec.plan.prefill_tokens, spec.plan.scored_tokens
-        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_3R[:, : spec.bucket])
+        """Where a plan's chunks are once its changes are applied."""
+        tokens, scored = spec.plan.packed_tokens, spec.plan.scored_tokens
+        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, : spec.bucket])
         return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
 
     # ---- each step ----
@@ -172,7 +178,7 @@ class Staging:
         """Put staged changes into force on the compute stream, before the step's work."""
         tables, changes = self._tables, staged.changes
         row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
-        chunks = (self._chunk_tokens_3T, self._chunk_rows_3R, self._scored_2T)
+        chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T)
 
         def work() -> None:
             apply_changes(changes, tables, row_map, *chunks)
@@ -187,7 +193,7 @@ class Staging:
     def _check_room(self, step: int, packed: Changes[npt.NDArray[Any]]) -> None:
         for what, chunk_array, room, option in (
             ("prefill tokens", packed.chunk_tokens_3T, self._chunk_tokens_3T, "--max-num-batched-tokens"),
-            ("prefill rows", packed.chunk_rows_3R, self._chunk_rows_3R, "--max-num-seqs"),
+            ("prefill rows", packed.chunk_rows_4R, self._chunk_rows_4R, "--max-num-seqs"),
         ):
             if chunk_array is not None and chunk_array.shape[1] > room.shape[1]:
                 wanted = chunk_array.shape[1]
@@ -235,7 +241,7 @@ def apply_changes(
     tables: SlotTables,
     row_map: Tensor | None,
     chunk_tokens_3T: Tensor,
-    chunk_rows_3R: Tensor,
+    chunk_rows_4R: Tensor,
     scored_2T: Tensor,
 ) -> None:
     """Scatter staged changes into their tables: a few kernels, none without a change, no synchronisation."""
@@ -249,8 +255,8 @@ def apply_changes(
         row_map.copy_(changes.row_map_B)
     if changes.chunk_tokens_3T is not None:
         chunk_tokens_3T[:, : changes.chunk_tokens_3T.shape[1]].copy_(changes.chunk_tokens_3T)
-    if changes.chunk_rows_3R is not None:
-        chunk_rows_3R[:, : changes.chunk_rows_3R.shape[1]].copy_(changes.chunk_rows_3R)
+    if changes.chunk_rows_4R is not None:
+        chunk_rows_4R[:, : changes.chunk_rows_4R.shape[1]].copy_(changes.chunk_rows_4R)
     if changes.scored_2S is not None:
         scored_2T[:, : changes.scored_2S.shape[1]].copy_(changes.scored_2S)
 

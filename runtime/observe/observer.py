@@ -22,7 +22,7 @@ from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepPlan
 
 RECENT = 256  # more than can ever be in flight (chain_depth is at most 64), and than a watchdog's bundle shows
-_ROLES = ("prefill", "decode")  # by StepKind
+_ROLES = ("prefill", "decode", "mixed")  # by StepKind
 
 
 class StepObserver:
@@ -74,11 +74,11 @@ class StepObserver:
         """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
         turn = self._turn
         turn.bucket = spec.bucket
-        self._next(f"launch {spec.role}")
+        self._next(f"launch {spec.label}")
         if spec.shared_bucket:
             turn.exchange_rows = spec.exchange_rows
         elif turn.role != VOID:
-            turn.role = spec.role
+            turn.role = spec.label
 
     def launched(self) -> None:
         turn = self._turn

@@ -18,11 +18,11 @@ VOID = "void"
 class StepRecord:
     """One step, filled from the beginning of its turn to the end of its landing.
 
-    ``role`` is prefill, decode or void (a turn in which nothing could run); ``bucket`` rows were launched, ``rows`` of
-    them real, of which ``ghosts`` turned out to belong to ended requests. ``exchange_rows``: where several groups share
-    experts, the rows that each of them brought to every exchange of the step, as agreed; None where there is one
-    group, and where no group launched anything. ``break_reason`` is None when the step was chained, else one of
-    ScheduleCounters' reasons.
+    ``role`` is prefill, decode, mixed (both) or void (a turn in which nothing could run). ``bucket`` rows were
+    launched, ``rows`` of them real, of which ``ghosts`` turned out to belong to ended requests. ``exchange_rows``:
+    where several groups share experts, the rows that each of them brought to every exchange of the step, as agreed;
+    None where there is one group, and where no group launched anything. ``break_reason`` is None when the step was
+    chained, else one of ScheduleCounters' reasons.
 
     ``*_at_ns`` are times of time.perf_counter_ns. Its turn: agree, plan, launch follow each other from ``began_at_ns``
     on; its landing, D turns later: wait (for the device) and land (bookkeeping) from ``land_at_ns`` on; durations in

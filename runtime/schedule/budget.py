@@ -7,6 +7,7 @@ which prompts get the tokens (shares.py).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from runtime.schedule.config import MixedSteps
 
@@ -52,3 +53,33 @@ class TokenBudget:
     def bucket(self, total: int) -> int:
         """The smallest bucket that holds ``total`` tokens."""
         return self._buckets[bisect_left(self._buckets, total)] if self._buckets else total
+
+
+SLOWDOWN = 2.0  # a step with prompts takes at most so many times as long as the decode step that it replaces
+LEAST_CHUNK = 16  # tokens of prompts in a mixed step, where even fewer would miss the target
+
+
+def budget_table(
+    step_ms: Sequence[tuple[int, float]],
+    kv_ms: float,
+    rows: Sequence[int],
+    kv_tokens: Sequence[int],
+    target_ms: float | None = None,
+) -> tuple[tuple[int, int, int], ...]:
+    """MixedSteps.budgets from measured times: the most tokens whose step is not longer than the target.
+
+    ``step_ms``: (total tokens, ms) of steps that read next to no KV, ascending. ``kv_ms``: of reading one token's KV.
+    ``rows`` and ``kv_tokens``, ascending: the cells of the table, each for steps up to these. ``target_ms``: how long a
+    step may take, so how long a decode row waits for its next token; None: ``SLOWDOWN`` times what the step takes
+    without prompts.
+    """
+    slowest = 0.0
+    rising = [(tokens, slowest := max(slowest, ms)) for tokens, ms in step_ms]  # a measured dip promises nothing
+    table = []
+    for row_limit in rows:
+        decode_ms = next((ms for tokens, ms in rising if tokens >= row_limit), slowest)
+        for kv_limit in kv_tokens:
+            allowed = (SLOWDOWN * (decode_ms + kv_limit * kv_ms) if target_ms is None else target_ms) - kv_limit * kv_ms
+            fits = [tokens for tokens, ms in rising if ms <= allowed]
+            table.append((row_limit, kv_limit, max(row_limit + LEAST_CHUNK, *fits, 0)))
+    return tuple(table)

@@ -143,6 +143,11 @@ class StepPlan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
+    def packed_tokens(self) -> int:
+        """Tokens of a step of width 1 with chunks: one a decode row, and the chunks'."""
+        return self.decode_rows + self.prefill_tokens
+
+    @property
     def scored_tokens(self) -> int:
         """How many prompt tokens its chunks score."""
         return sum(len(chunk.scored.token_ids) for chunk in self.chunks if chunk.scored is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -19,12 +19,15 @@ from torch import Tensor
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
-from runtime.execute.slot_state import SlotTables
+from runtime.execute.slot_state import NEWEST, SlotTables
+from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io
 from runtime.execute.step.step_io import (
     Gathered,
     gather_decode,
     gather_decode_in_torch,
+    gather_packed,
+    gather_packed_in_torch,
     write_back,
     write_back_in_torch,
 )
@@ -59,6 +62,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append("begin")
         return kernels.begin(*args)
 
+    def begin_packed(*args: Any) -> Any:
+        ran.append("begin_packed")
+        return kernels.begin_packed(*args)
+
     def finish(*args: Any) -> None:
         ran.append("finish")
         kernels.finish(*args)
@@ -66,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         step_io,
         "kernels_for",
-        lambda tensor: StepKernels(begin, finish) if INTERPRETED or tensor.is_cuda else None,
+        lambda tensor: StepKernels(begin, begin_packed, finish) if INTERPRETED or tensor.is_cuda else None,
     )
     return ran
 
@@ -178,6 +185,44 @@ def test_both_ends_are_those_of_torch(rows: int, blocks: int, calls: list[str]) 
         if rows > 100:  # the case is one in which rows do end
             assert int((case.tables.columns.finished != 0).sum()) > finished_before
     assert calls == ["begin", "finish"] * 3
+
+
+@pytest.mark.parametrize(("rows", "blocks"), SIZES)
+def test_packed_tokens_are_those_of_torch(rows: int, blocks: int, calls: list[str]) -> None:
+    """Some rows decode, ghosts among them, the others have chunks, and tokens and rows are filled up."""
+    for seed in range(3):
+        case = _random(seed, rows, blocks)
+        chunks = _chunks(case, seed)
+        device = case.on(DEVICE)
+        there = replace(chunks, **{name: getattr(chunks, name).to(DEVICE) for name in _COLUMNS})
+        found = gather_packed(device.tables, there, BLOCK_SIZE)
+        wanted = gather_packed_in_torch(case.tables, chunks, BLOCK_SIZE)
+        for ours, theirs, what in zip(found, wanted, wanted._fields, strict=True):
+            _same(ours, theirs, what)
+        _same_state(device, case)
+    assert calls == ["begin_packed"] * 3
+
+
+_COLUMNS = ("token_ids_T", "positions_T", "slots_T", "slots_R", "emitting_R", "logit_rows_R", "decodes_R")
+
+
+def _chunks(case: Case, seed: int) -> Chunks:
+    rng = np.random.default_rng(seed)
+    slots = case.rows_B.tolist()
+    decoding = (len(slots) + 1) // 2
+    columns: list[list[int]] = [[0] * decoding, [NEWEST] * decoding, slots[:decoding]]
+    for slot in slots[decoding:]:
+        length = int(rng.integers(1, 5))
+        start = int(rng.integers(0, case.tables.max_blocks * BLOCK_SIZE - length + 1))
+        columns[0] += rng.integers(0, 151_936, length).tolist()
+        columns[1] += range(start, start + length)
+        columns[2] += [slot] * length
+    tokens_3T = torch.zeros(3, len(columns[0]) + seed, dtype=torch.int64)
+    tokens_3T[:, : len(columns[0])] = torch.tensor(columns)
+    rows_2R = torch.zeros(2, len(slots) + seed, dtype=torch.int64)
+    rows_2R[:, : len(slots)] = torch.tensor([slots, [1] * decoding + [0] * (len(slots) - decoding)])
+    (ids_T, positions_T, slots_T), (slots_R, decodes_R) = tokens_3T, rows_2R
+    return Chunks(ids_T, positions_T, slots_T, slots_R, slots_R, slots_R, decodes_R)
 
 
 @pytest.mark.parametrize("stop_ids", [1, 2, 5])

@@ -38,13 +38,13 @@ from models.kernels.attention.query import (
 from models.kernels.interface import Rotation
 
 MOST_QUERY_ROWS = 16  # of a kv head; more were not tried
-_FEWEST_QUERY_ROWS = 8  # columns of the narrowest product
+FEWEST_QUERY_ROWS = 8  # columns of the narrowest product
 HEAD_DIMS = (64, 128)  # 256 was not tried
-_LINE_BYTES = 128
+LINE_BYTES = 128
 
 
 @triton.jit
-def _weights(scores, peak):
+def weights_of_keys(scores, peak):
     """Online softmax: (weights [keys, rows], the rows' new maximum, the factor of older sums)."""
     new_peak = tl.maximum(peak, tl.max(scores, 0))
     # A row that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
@@ -114,7 +114,7 @@ def _attend_many_kernel(
         # The next block's page, one step ahead: otherwise loads would wait for loads.
         held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
         k = keys_desc.load([first, head * D])
-        weights, peak, decay = _weights(tl.dot(k, across) * scale_log2e, peak)
+        weights, peak, decay = weights_of_keys(tl.dot(k, across) * scale_log2e, peak)
         totals = totals * decay[None, :] + weights
         v = values_desc.load([first, head * D])
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
@@ -127,7 +127,7 @@ def _attend_many_kernel(
         k = tl.load(keys_ptr + where, mask=mask, other=0.0)
         scores = tl.dot(k, across) * scale_log2e
         scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
-        weights, peak, decay = _weights(scores, peak)
+        weights, peak, decay = weights_of_keys(scores, peak)
         totals = totals * decay[None, :] + weights
         v = tl.load(values_ptr + where, mask=mask, other=0.0)
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
@@ -138,12 +138,14 @@ def _attend_many_kernel(
     tl.store(out_row + where, acc.to(out_ptr.dtype.element_ty), mask=(rows < GROUP * QUERY_LEN)[:, None])
 
 
-def supports(q_TX: Tensor, heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
-    """Whether ``attend_many`` takes these, with ``block_n`` keys a block; assumes a device with TMA."""
+def supports(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
+    """Whether ``attend_many`` takes these, with ``block_n`` keys a block; assumes a device with TMA.
+
+    Queries are of the dtype of ``kv_layer``.
+    """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     return (
-        q_TX.dtype in (torch.bfloat16, torch.float16)
-        and q_TX.dtype == kv_layer.dtype
+        kv_layer.dtype in (torch.bfloat16, torch.float16)
         and head_dim in HEAD_DIMS
         and heads // kv_heads * inputs.query_len <= MOST_QUERY_ROWS
         and page % block_n == 0
@@ -189,10 +191,10 @@ def attend_many(
         D=head_dim,
         PAGE=page,
         QUERY_LEN=inputs.query_len,
-        ROWS=max(_FEWEST_QUERY_ROWS, power_of_two_above(group * inputs.query_len)),
+        ROWS=max(FEWEST_QUERY_ROWS, power_of_two_above(group * inputs.query_len)),
         BLOCK_N=block_n,
         STAGES=stages,
-        LINES=head_dim * kv_layer.element_size() // _LINE_BYTES,
+        LINES=head_dim * kv_layer.element_size() // LINE_BYTES,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

@@ -67,7 +67,7 @@ class PagedPrefill:
         planned = next(self._ring)
         planned.copied.synchronize()
         planned.wrapper.plan(
-            _pinned(_starts(inputs.query_lengths)),
+            _pinned(_starts(inputs.query_lengths, inputs.first_token)),
             _pinned(_starts(pages)),
             indices,
             _pinned([(length - 1) % page + 1 for length in inputs.kv_lengths]),
@@ -159,7 +159,7 @@ class RepeatedPaged:
             [(torch.empty(size, dtype=torch.uint8, pin_memory=True), event()) for _ in range(_WRAPPERS)]
         )
 
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """See RepeatedPrefill. Raises RuntimeError where FlashInfer's plan layout differs from the captured one."""
         wrapper, rows = self._wrapper, self._rows
         padding = (0,) * (rows - len(query_lengths))
@@ -169,7 +169,7 @@ class RepeatedPaged:
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
             pinned,
-            torch.tensor(_starts((*query_lengths, *padding)), dtype=torch.int32),
+            torch.tensor(_starts((*query_lengths, *padding), first_token), dtype=torch.int32),
             self._page_starts,
             torch.tensor((*kv_lengths, *padding), dtype=torch.int32),
             self._most_tokens,
@@ -187,8 +187,8 @@ class RepeatedPaged:
         return returned
 
 
-def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
-    return [0, *itertools.accumulate(lengths)]
+def _starts(lengths: tuple[int, ...] | list[int], first: int = 0) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=first))
 
 
 def _pinned(values: tuple[int, ...] | list[int]) -> Tensor:

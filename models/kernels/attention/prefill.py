@@ -177,10 +177,10 @@ def heads_of_a_tile(group: int, block_m: int) -> int:
 
 
 def list_tiles(
-    query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int
+    query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int, first_token: int = 0
 ) -> list[tuple[int, int, int, int]]:
-    """Tiles of at most ``tokens``, most keys first; see the module. Lengths as in PrefillAttention."""
-    tiles, starts = [], itertools.accumulate(query_lengths, initial=0)
+    """Tiles of at most ``tokens``, most keys first; see the module. The rest as in PrefillAttention."""
+    tiles, starts = [], itertools.accumulate(query_lengths, initial=first_token)
     for row, (start, new, length) in enumerate(zip(starts, query_lengths, kv_lengths, strict=False)):
         tiles += [
             (start + first, min(tokens, new - first), length - new + first, row) for first in range(0, new, tokens)
@@ -207,7 +207,8 @@ class TiledPrefill:
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> Tiles:
         """The tiles of these rows; their copy to the device is asynchronous."""
-        listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, _tokens_of_a_tile(heads, kv_layer))
+        a_tile = _tokens_of_a_tile(heads, kv_layer)
+        listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, a_tile, inputs.first_token)
         tiles = torch.tensor(listed, dtype=torch.int32).view(-1, _FIELDS)
         if self._device.type == "cuda":
             tiles = tiles.pin_memory()  # an asynchronous copy needs pinned memory
@@ -267,9 +268,9 @@ class RepeatedTiles:
             ]
         )
 
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> None:
+    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """See RepeatedPrefill. ValueError for more rows or tokens than there is room for."""
-        listed = list_tiles(query_lengths, kv_lengths, self._tile_tokens)
+        listed = list_tiles(query_lengths, kv_lengths, self._tile_tokens, first_token)
         if len(listed) > len(self.tiles) or len(query_lengths) > self._rows:
             raise ValueError(
                 f"{sum(query_lengths)} tokens in {len(query_lengths)} rows make {len(listed)} tiles: there is room for "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class Prefill:
     ) -> PrefillAttention:
         """See Kernels.plan_prefill. Without ``agree`` before it, this machine decides alone."""
         planned = self._planner(kv_layer).plan(inputs, heads, kv_heads, head_dim, kv_layer)
-        return PrefillAttention(inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, planned)
+        return replace(inputs, planned=planned)
 
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor

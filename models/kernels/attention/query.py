@@ -35,16 +35,21 @@ def steady_of_rotation(
     ROTARY: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
+    there=True,
 ):
-    """What ``query`` may read before the wait: the predecessor wrote q, but never a position or a slot."""
+    """What ``query`` may read before the wait: the predecessor wrote q, but never a position or a slot.
+
+    Nothing is loaded unless ``there``, a scalar.
+    """
     cos, sin, slot = 0.0, 0.0, 0
     q_norm, q_partner_norm, k_norm, k_partner_norm = 0.0, 0.0, 0.0, 0.0
     if ROPE:
-        cos, sin = angles(cos_sin_ptr + tl.load(positions_ptr + row, cache_modifier=".cg") * ROTARY, BLOCK_D, ROTARY)
-        slot = (tl.load(slots_ptr + row, cache_modifier=".cg") * K + head) * D
+        position = tl.load(positions_ptr + row, mask=there, other=0, cache_modifier=".cg")
+        cos, sin = angles(cos_sin_ptr + position * ROTARY, BLOCK_D, ROTARY, there)
+        slot = (tl.load(slots_ptr + row, mask=there, other=0, cache_modifier=".cg") * K + head) * D
         if NORM:
-            q_norm, q_partner_norm = norm_weights(q_norm_ptr, D, BLOCK_D, ROTARY)
-            k_norm, k_partner_norm = norm_weights(k_norm_ptr, D, BLOCK_D, ROTARY)
+            q_norm, q_partner_norm = norm_weights(q_norm_ptr, D, BLOCK_D, ROTARY, there)
+            k_norm, k_partner_norm = norm_weights(k_norm_ptr, D, BLOCK_D, ROTARY, there)
     return cos, sin, slot, q_norm, q_partner_norm, k_norm, k_partner_norm
 
 

@@ -26,12 +26,16 @@ def partners(BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def angles(cos_sin_row_ptr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
-    """cos and signed sin of every dim at one position: the rotation is x * cos + x[partner] * sin."""
+def angles(cos_sin_row_ptr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, there=True):
+    """cos and signed sin of every dim at one position: the rotation is x * cos + x[partner] * sin.
+
+    Nothing is loaded unless ``there``, a scalar.
+    """
     dims = tl.arange(0, BLOCK_D)
     half: tl.constexpr = ROTARY // 2
-    cos = tl.load(cos_sin_row_ptr + dims % half, mask=dims < ROTARY, other=1.0)
-    sin = tl.load(cos_sin_row_ptr + half + dims % half, mask=dims < ROTARY, other=0.0)
+    mask = (dims < ROTARY) & there
+    cos = tl.load(cos_sin_row_ptr + dims % half, mask=mask, other=1.0)
+    sin = tl.load(cos_sin_row_ptr + half + dims % half, mask=mask, other=0.0)
     return cos, tl.where(dims < half, -sin, sin)
 
 
@@ -63,11 +67,12 @@ def normed_and_rotated(
 
 
 @triton.jit
-def norm_weights(norm_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
-    """A head norm's weights [BLOCK_D] in float32, of each dim and of its partner."""
+def norm_weights(norm_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, there=True):
+    """A head norm's weights [BLOCK_D] in float32, of each dim and of its partner; not loaded unless ``there``."""
     dims = tl.arange(0, BLOCK_D)
-    own = tl.load(norm_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
-    other = tl.load(norm_ptr + partners(BLOCK_D, ROTARY), mask=dims < D, other=0.0).to(tl.float32)
+    mask = (dims < D) & there
+    own = tl.load(norm_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(norm_ptr + partners(BLOCK_D, ROTARY), mask=mask, other=0.0).to(tl.float32)
     return own, other
 
 

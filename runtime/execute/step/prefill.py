@@ -1,7 +1,7 @@
-"""The prefill role: chunks of prompts, packed; rows whose chunk is the last draw their first token.
+"""The prefill role: chunks of prompts, packed, behind rows that decode; every row that is due draws one token.
 
-Knows: what a prefill step computes, and that it is replayed from a graph where there is one (prefill_graphs.py) and
-launched kernel by kernel elsewhere. Does not know: how prompts were cut, other roles.
+Knows: what a step with chunks computes, and that it is replayed from graphs where there are some (prefill_graphs.py)
+and launched kernel by kernel elsewhere. Does not know: how prompts were cut, other roles.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from models.inputs import PrefillAttention, RepeatedPrefill, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import ExecutorLimits, RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.staging import Chunks
-from runtime.execute.step.prefill_graphs import PrefillGraphs
+from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
+from runtime.execute.step.step_io import gather_packed
 from runtime.execute.step.tail import Tail
 from runtime.schedule.plan import StepKind, StepPlan
 
 
 class PrefillRole:
-    """Serves plans of kind PREFILL."""
+    """Serves plans with chunks. Rows that decode in such a step are those of width 1."""
 
     name = "prefill"
 
@@ -34,7 +35,7 @@ class PrefillRole:
         self.graphs = PrefillGraphs(parts, self)
 
     def serves(self, plan: StepPlan) -> bool:
-        return plan.kind is StepKind.PREFILL
+        return plan.kind is not StepKind.DECODE and plan.width == 1
 
     def rehearse(self) -> None:
         """The largest step that a plan can ask for."""
@@ -54,14 +55,13 @@ class PrefillRole:
         kernels = self._parts.model.kernels
         if kernels.slower_prefill is not None:
             self._parts.fallbacks.take(f"{kernels.prefill_name}_prefill", kernels.slower_prefill)
-        query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
-        known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+        lengths = Lengths.of(plan)
         if spec.padded_tokens:
-            self.graphs.launch(spec.padded_tokens, chunks, query, known, spec.variant)
+            self.graphs.launch(spec, lengths)
         else:
             self._count_fallback(spec)
             self._parts.device.compute.submit(
-                lambda: self.prefill(chunks, query, known, spec.variant, scores, spec.exchange_rows)
+                lambda: self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows)
             )
 
     def _count_fallback(self, spec: LaunchSpec) -> None:
@@ -71,7 +71,7 @@ class PrefillRole:
         if spec.plan.scored_tokens:
             reason = "log-probabilities of prompt tokens need the last layer of every token"
         else:
-            reason = f"{spec.plan.prefill_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
+            reason = f"{spec.plan.packed_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
         self._parts.fallbacks.take("eager_prefill", reason)
 
     # ---- what a step computes ----
@@ -79,48 +79,59 @@ class PrefillRole:
     def prefill(
         self,
         chunks: Chunks,
-        query_lengths: tuple[int, ...],
-        kv_lengths: tuple[int, ...],
+        lengths: Lengths,
         variant: SamplingVariant,
         scores: StepPromptLogprobs | None = None,
         exchange_rows: int = 0,
     ) -> None:
-        """Chunks of prompts, packed; rows whose chunk is the last draw their first token, the others produce nothing.
+        """Rows that decode, and chunks of prompts; a chunk that is not its prompt's last yields nothing.
 
-        ``query_lengths`` and ``kv_lengths`` (tokens of KV after the chunk) are the host's: prompts are known there.
         ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none.
         """
         model = self._parts.model
-        attention = PrefillAttention(self._parts.tables.gather_blocks(chunks.slots_R), query_lengths, kv_lengths)
+        attention = lengths.attention(self._parts.tables.gather_blocks(chunks.slots_R))
         scored_2S = None if scores is None else chunks.scored_2S
-        hidden = self.hidden(chunks, attention, exchange_rows, every_token=scored_2S is not None)
+        every_token, mixed = scored_2S is not None, lengths.first_token > 0
+        hidden = self.hidden(chunks, attention, exchange_rows, mixed=mixed, every_token=every_token)
         if scores is not None and scored_2S is not None:
             scores.fill(hidden, scored_2S, lambda h_RN: model.gather_logits(model.logits(h_RN)))
             hidden = hidden.index_select(0, chunks.logit_rows_R)
-        self.finish(hidden, chunks, variant)
+        self.finish(hidden, chunks.emitting_R, variant)
 
     def hidden(
-        self, chunks: Chunks, attention: PrefillAttention, exchange_rows: int = 0, *, every_token: bool = False
+        self,
+        chunks: Chunks,
+        attention: PrefillAttention,
+        exchange_rows: int = 0,
+        *,
+        mixed: bool = False,
+        every_token: bool = False,
     ) -> Tensor:
-        """The part of a prefill step that depends on no row's parameters: final hidden states of each row's last token
-        [R, N], or of every token [T, N]."""
-        positions_T, size = chunks.positions_T, self._parts.limits.block_size
-        pages_T = self._parts.tables.block_table_SP[chunks.slots_T, positions_T // size].to(torch.int64)
+        """The part of the step that depends on no row's parameters: final hidden states of each row's last token
+        [R, N], or of every token [T, N].
+
+        ``attention`` is of the chunks. ``mixed``: some rows may decode; which ones is read on the device. Its page
+        table has at least R rows.
+        """
+        size = self._parts.limits.block_size
+        packed = gather_packed(self._parts.tables, chunks, size)
+        table_RP = attention.page_table_BP[: len(chunks.slots_R)]
+        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, table_RP.shape[1] * size, skip_empty=True)
         inputs = StepInputs(
-            token_ids_T=chunks.token_ids_T,
-            positions_T=positions_T,
-            kv_slots_T=pages_T * size + positions_T % size,
-            attention=attention,
+            token_ids_T=packed.token_ids_T,
+            positions_T=packed.positions_T,
+            kv_slots_T=packed.kv_slots_T,
+            attention=MixedAttention(decode, attention) if mixed else attention,
             logit_rows_R=None if every_token else chunks.logit_rows_R,
-            state=chunks.state_rows() if self._parts.has_slot_state else None,
+            state=chunks.state_rows(packed.ghosts_R) if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
         return self._parts.model.forward(inputs, self._parts.caches)
 
-    def finish(self, hidden_RN: Tensor, chunks: Chunks, variant: SamplingVariant) -> None:
-        """The rest of it: the first tokens of rows whose chunk is the last."""
-        columns = self._parts.tables.gather(chunks.emitting_R)
-        self._tail.finish(hidden_RN, chunks.emitting_R, columns, columns.sampling(), variant)
+    def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None:
+        """The rest of it: a token for every row that is not the padding slot's."""
+        columns = self._parts.tables.gather(emitting_R)
+        self._tail.finish(hidden_RN, emitting_R, columns, columns.sampling(), variant)
 
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None:
         """Attention for captured prefill steps over this role's cache; see Kernels.repeat_prefill."""
@@ -131,7 +142,7 @@ class PrefillRole:
         lengths = padding_lengths(tokens, self._parts.limits)
         chunks = _padding_chunks(lengths, self._parts.device.torch_device)
         exchanges = self._parts.limits.exchanges
-        self.prefill(chunks, lengths, lengths, GREEDY, exchange_rows=exchanges[-1] if exchanges else 0)
+        self.prefill(chunks, Lengths(lengths, lengths), GREEDY, exchange_rows=exchanges[-1] if exchanges else 0)
         self._parts.ring.undo()
 
 
@@ -161,4 +172,4 @@ def _padding_chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
     ends = torch.tensor(lengths).cumsum(0) - 1
     rows = torch.full((len(lengths),), PADDING_SLOT, dtype=torch.int64, device=device)
     padding = torch.full_like(positions, PADDING_SLOT)
-    return Chunks(padding, positions, padding, rows, rows, ends.to(device))
+    return Chunks(padding, positions, padding, rows, rows, ends.to(device), torch.zeros_like(rows))

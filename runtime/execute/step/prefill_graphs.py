@@ -1,43 +1,71 @@
-"""One captured graph a token bucket: a prefill step is one launch up to its hidden states, and a few after them.
+"""Captured steps with chunks: one graph a number of tokens up to the hidden states, one a number of rows behind it.
 
-Knows: which token counts are captured, and what every replay reads anew: staged chunks, page tables, the plan of
-attention. Does not know: what a step computes (prefill.py), or which steps are replayed (launch_spec.py).
+Knows: which token counts are captured, and what every replay reads anew: staged tokens and rows, page tables, the plan
+of the chunks' attention. Does not know: what a step computes (prefill.py), which steps are replayed (launch_spec.py).
 
-Launched kernel by kernel, a prefill step costs the host tens of milliseconds, whatever its size: more than the device
-needs for a short prompt. A step's tokens are filled up to a bucket with tokens of the padding slot. What depends on the
-kind of sampling is launched after the replay: graphs for all would be many. Steps that score prompt tokens have none:
-they need the last layer of all tokens, the others of one a row.
+Launched kernel by kernel, such a step costs the host tens of milliseconds, whatever its size: more than the device
+needs for a short prompt. So it is two launches:
+
+    forward   keyed by its tokens alone, filled up with tokens of the padding slot. Which tokens decode, and how long
+              their rows are, is read from device tables, so that rows x tokens x kinds of sampling are no graphs.
+    tail      head, draw and write-back, keyed by rows and kind of sampling, as decode graphs are.
+
+Steps that score prompt tokens have none: they need the last layer of all tokens, the others of one a row.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from runtime.execute.device.protocol import DeviceError, Graph
+from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
-from runtime.execute.step.row_graphs import CaptureError
+from runtime.execute.step.row_graphs import CaptureError, RowGraphs
+from runtime.schedule.plan import StepPlan
 
 log = logging.getLogger(__name__)
 
 
-class PrefillWork(Protocol):
-    """What is captured, and what follows each replay: prefill.py's PrefillRole."""
+class Lengths(NamedTuple):
+    """What the host knows of the rows of a step with chunks; all three as in PrefillAttention.
 
-    def hidden(self, chunks: Chunks, attention: PrefillAttention) -> Tensor: ...
-    def finish(self, hidden_RN: Tensor, chunks: Chunks, variant: SamplingVariant) -> None: ...
+    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first.
+    """
+
+    query: tuple[int, ...]
+    kv: tuple[int, ...]
+    first_token: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Self:
+        decoding = (0,) * plan.decode_rows
+        query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
+        known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+        return cls(decoding + query, decoding + known, len(decoding))
+
+    def attention(self, page_table_RP: Tensor) -> PrefillAttention:
+        return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
+
+
+class PrefillWork(Protocol):
+    """What is captured: prefill.py's PrefillRole."""
+
+    def hidden(self, chunks: Chunks, attention: PrefillAttention, *, mixed: bool) -> Tensor: ...
+    def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None: ...
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None: ...
 
 
 class PrefillGraphs:
-    """Graphs of prefill steps of up to ``limits.prefill_buckets[-1]`` tokens, on every rank or on none.
+    """Graphs of steps with chunks of up to ``limits.prefill_buckets[-1]`` tokens, on every rank or on none.
 
     ``warm_up`` once, before the first step. Without buckets, and where some rank's attention cannot be captured,
     ``buckets`` stays empty.
@@ -54,6 +82,13 @@ class PrefillGraphs:
         self._graphs: dict[int, Graph] = {}
         self._attention: RepeatedPrefill | None = None
 
+    @cached_property
+    def tails(self) -> RowGraphs:
+        """The second halves, in every kind of sampling that was asked for so far."""
+        emitting_R = self._staging.padded_chunks(self._staging.max_rows).emitting_R
+        row_maps = {bucket: emitting_R[:bucket] for bucket in self._limits.decode_buckets}
+        return RowGraphs("tail", self._device, self._tail, self._ring, row_maps)
+
     @property
     def buckets(self) -> tuple[int, ...]:
         """Token counts that are captured, ascending."""
@@ -63,24 +98,19 @@ class PrefillGraphs:
     def captured(self) -> int:
         return len(self._graphs)
 
-    def launch(
-        self,
-        bucket: int,
-        chunks: Chunks,
-        query_lengths: tuple[int, ...],
-        kv_lengths: tuple[int, ...],
-        variant: SamplingVariant,
-    ) -> None:
-        """Put a prefill step whose chunks are staged, and padded to ``bucket``, on the compute stream.
+    def launch(self, spec: LaunchSpec, lengths: Lengths) -> None:
+        """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
+        self._replay(spec.padded_tokens, lengths)
+        self.tails.get(spec.bucket, spec.variant).replay()
 
-        Arguments as those of PrefillRole.prefill.
-        """
-        attention, compute = self._attention, self._device.compute
+    def _replay(self, bucket: int, lengths: Lengths) -> None:
+        attention = self._attention
         assert attention is not None  # or there would be no bucket
-        hidden_RN = self._hidden_RN[: len(chunks.slots_R)]  # those past the plan's rows are of no row
-        compute.submit(lambda: attention.plan(query_lengths, kv_lengths))
+        self._device.compute.submit(lambda: attention.plan(*lengths))
         self._graphs[bucket].replay()
-        compute.submit(lambda: self._work.finish(hidden_RN, chunks, variant))
+
+    def _tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
+        self._work.finish(self._hidden_RN[: len(emitting_B)], emitting_B, variant)
 
     def warm_up(self) -> None:
         """Capture every bucket, the largest first so that the shared memory pool is sized once, and replay that one.
@@ -94,16 +124,21 @@ class PrefillGraphs:
         largest = self._limits.prefill_buckets[-1]
         for bucket in reversed(self._limits.prefill_buckets):
             self._graphs[bucket] = self._capture(bucket)
+        self.tails.warm_up(self._limits.warm_variants)
         self._device.release_unused()  # of the rehearsals here
-        chunks, lengths = self._staging.padded_chunks(largest), self._rows_of(largest)
-        self.launch(largest, chunks, lengths, lengths, SamplingVariant())
+        self.rehearse(largest)
+        self.tails.get(self._limits.decode_buckets[-1], GREEDY).replay()
         self._device.compute.submit(self._ring.undo)  # what the replay reports is nobody's
         log.info(
-            "graphs: %d of prefill steps of up to %d tokens captured in %.1f s",
+            "graphs: %d of steps with chunks of up to %d tokens captured in %.1f s",
             len(self._graphs),
             largest,
             time.perf_counter() - began,
         )
+
+    def rehearse(self, bucket: int) -> None:
+        """Run the forward pass of a captured number of tokens over padding; nothing is reported."""
+        self._replay(bucket, self._rows_of(bucket))
 
     def _prepared(self) -> bool:
         """Make what all graphs share; False where nothing is to be captured."""
@@ -129,10 +164,10 @@ class PrefillGraphs:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            self._hidden_RN[:rows].copy_(work.hidden(chunks, read))
+            self._hidden_RN[:rows].copy_(work.hidden(chunks, read, mixed=self._limits.mixed))
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
-            attention.plan(lengths, lengths)
+            attention.plan(*lengths)
             forward()
 
         try:
@@ -143,11 +178,12 @@ class PrefillGraphs:
                 "--memory-fraction or --max-num-batched-tokens; --no-prefill-graphs does without these graphs"
             ) from error
 
-    def _rows_of(self, tokens: int) -> tuple[int, ...]:
-        """Lengths of the rows that so many tokens fill; those past the last row of the page table are left out."""
+    def _rows_of(self, tokens: int) -> Lengths:
+        """Rows that so many tokens fill; those past the last row of the page table are left out."""
         longest = self._limits.max_model_len
         whole, rest = divmod(tokens, longest)
-        return ((longest,) * whole + ((rest,) if rest else ()))[: len(self._page_table_BP)]
+        lengths = ((longest,) * whole + ((rest,) if rest else ()))[: len(self._page_table_BP)]
+        return Lengths(lengths, lengths)
 
 
 def prefill_buckets(most: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ Everything is graph-safe. On CUDA one Triton launch does each end; the torch cod
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
-from runtime.execute.slot_state import SlotColumns, SlotTables
+from runtime.execute.slot_state import NEWEST, TRASH_BLOCK, SlotColumns, SlotTables
+from runtime.execute.staging import Chunks
 from runtime.execute.step.step_io_kernels import kernels_for
 
 
@@ -78,6 +80,48 @@ def gather_decode_in_torch(tables: SlotTables, rows_B: Tensor, block_size: int) 
         position_B=position_B,
         kv_slots_B=torch.where(live_B, page_B, 0) * block_size + position_B % block_size,
         live_B=live_B,
+    )
+
+
+class Packed(NamedTuple):
+    """T tokens of R rows that decode or prefill. token_ids_T, positions_T, kv_slots_T int64: those of StepInputs.
+
+    kv_lengths_R int32: of rows that decode, the tokens to attend to (1 for ghosts); 0 of others. ghosts_R bool: the
+    row decodes, but has ended.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
+    kv_lengths_R: Tensor
+    ghosts_R: Tensor
+
+
+def gather_packed(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
+    """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest."""
+    if (kernels := kernels_for(chunks.slots_T)) is None:
+        return gather_packed_in_torch(tables, chunks, block_size)
+    slots = tables.columns
+    staged = chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.decodes_R
+    columns = slots.last_token, slots.length, slots.finished
+    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size))
+
+
+def gather_packed_in_torch(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
+    """The reference of ``gather_packed``."""
+    slots, newest_T = tables.columns, chunks.positions_T == NEWEST
+    live_T = slots.finished[chunks.slots_T] == 0
+    newest_position_T = torch.where(live_T, slots.length[chunks.slots_T].to(torch.int64) - 1, 0)
+    positions_T = torch.where(newest_T, newest_position_T, chunks.positions_T)
+    pages_T = tables.block_table_SP[chunks.slots_T, positions_T // block_size].to(torch.int64)
+    pages_T = torch.where(newest_T & ~live_T, TRASH_BLOCK, pages_T)
+    decodes_R, live_R = chunks.decodes_R != 0, slots.finished[chunks.slots_R] == 0
+    return Packed(
+        token_ids_T=torch.where(newest_T, slots.last_token[chunks.slots_T], chunks.token_ids_T),
+        positions_T=positions_T,
+        kv_slots_T=pages_T * block_size + positions_T % block_size,
+        kv_lengths_R=torch.where(decodes_R, torch.where(live_R, slots.length[chunks.slots_R], 1), 0),
+        ghosts_R=decodes_R & ~live_R,
     )
 
 

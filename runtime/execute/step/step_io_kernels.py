@@ -19,6 +19,7 @@ class StepKernels(NamedTuple):
     """Entry points of runtime/execute/step/step_io_triton.py."""
 
     begin: Callable[..., Begun]
+    begin_packed: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
     finish: Callable[..., None]
 
 
@@ -34,4 +35,4 @@ def triton_kernels() -> StepKernels | None:
         from runtime.execute.step import step_io_triton
     except ImportError:
         return None
-    return StepKernels(begin=step_io_triton.begin, finish=step_io_triton.finish)
+    return StepKernels(step_io_triton.begin, step_io_triton.begin_packed, step_io_triton.finish)

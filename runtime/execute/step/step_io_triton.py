@@ -1,10 +1,10 @@
-"""The two ends of a step in Triton, one launch each: rows gathered by slot, and what was drawn written back by slot.
+"""The ends of a step in Triton, one launch each: rows or packed tokens gathered by slot, draws written back by slot.
 
 Knows: the arithmetic of runtime/execute/step/step_io.py, which holds the torch reference. Does not know: which words
 of a record mean what (columns come as tensors, strides included), the forward pass and the draw between the two.
 
-Both are plain launches, without programmatic dependent launch: what ``begin`` writes has landed before the embedding
-behind it starts. See models/kernels/dependent_launch.py.
+All are plain launches, without programmatic dependent launch: what ``begin`` and ``begin_packed`` write has landed
+before the embedding behind them starts. See models/kernels/dependent_launch.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -119,6 +119,59 @@ def _finish_kernel(
     tl.store(appended_ptr, tl.where(appended + 1 == stamps, 0, appended + 1))
 
 
+@triton.jit(do_not_specialize=["tokens", "rows", "token_programs"])
+def _begin_packed_kernel(
+    token_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    row_slots_ptr,
+    decodes_ptr,
+    last_token_ptr,
+    length_ptr,
+    finished_ptr,
+    pages_ptr,
+    out_token_ptr,
+    out_position_ptr,
+    out_kv_slot_ptr,
+    out_kv_length_ptr,
+    out_ghost_ptr,
+    tokens,
+    rows,
+    token_programs,
+    words,
+    last_token_stride,
+    max_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * BLOCK + tl.arange(0, BLOCK)
+        inside = token < tokens
+        slot = tl.load(slots_ptr + token, mask=inside, other=0)
+        position = tl.load(positions_ptr + token, mask=inside, other=0)
+        token_id = tl.load(token_ids_ptr + token, mask=inside, other=0)
+        newest = inside & (position < 0)
+        live = tl.load(finished_ptr + slot * words, mask=newest, other=1) == 0
+        length = tl.load(length_ptr + slot * words, mask=newest, other=1)
+        latest = tl.load(last_token_ptr + slot * last_token_stride, mask=newest, other=0)
+        position = tl.where(newest, tl.where(live, length - 1, 0).to(tl.int64), position)
+        there = inside & (live | (newest == 0))
+        page = tl.load(pages_ptr + slot * max_blocks + position // BLOCK_SIZE, mask=there, other=0)
+        tl.store(out_token_ptr + token, tl.where(newest, latest, token_id), mask=inside)
+        tl.store(out_position_ptr + token, position, mask=inside)
+        tl.store(out_kv_slot_ptr + token, page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+    else:
+        row = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
+        inside = row < rows
+        slot = tl.load(row_slots_ptr + row, mask=inside, other=0)
+        decodes = tl.load(decodes_ptr + row, mask=inside, other=0) != 0
+        live = tl.load(finished_ptr + slot * words, mask=decodes, other=1) == 0
+        length = tl.load(length_ptr + slot * words, mask=decodes, other=0)
+        tl.store(out_kv_length_ptr + row, tl.where(decodes, tl.where(live, length, 1), 0), mask=inside)
+        tl.store(out_ghost_ptr + row, decodes & (live == 0), mask=inside)
+
+
 class Begun(NamedTuple):
     """What ``begin`` fills: records int32 [B, words], pages int32 [B, max_blocks], and [B] each the rest.
 
@@ -183,6 +236,51 @@ def begin(
         num_warps=4,
     )
     return begun
+
+
+def begin_packed(
+    token_ids_T: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    row_slots_R: Tensor,
+    decodes_R: Tensor,
+    last_token_S: Tensor,
+    length_S: Tensor,
+    finished_S: Tensor,
+    block_table_SP: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """step_io.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``."""
+    tokens, rows = len(token_ids_T), len(row_slots_R)
+    words = length_S.stride(0)
+    longs = [torch.empty_like(token_ids_T) for _ in range(3)]
+    kv_length_R = torch.empty(rows, dtype=torch.int32, device=row_slots_R.device)
+    ghost_R = torch.empty(rows, dtype=torch.bool, device=row_slots_R.device)
+    token_programs = triton.cdiv(tokens, _ROWS)
+    _begin_packed_kernel[(token_programs + triton.cdiv(rows, _ROWS),)](
+        token_ids_T,
+        positions_T,
+        slots_T,
+        row_slots_R,
+        decodes_R,
+        last_token_S,
+        length_S,
+        finished_S,
+        block_table_SP,
+        *longs,
+        kv_length_R,
+        ghost_R,
+        tokens,
+        rows,
+        token_programs,
+        words,
+        last_token_S.stride(0),
+        block_table_SP.shape[1],
+        BLOCK_SIZE=block_size,
+        BLOCK=_ROWS,
+        num_warps=4,
+    )
+    return longs[0], longs[1], longs[2], kv_length_R, ghost_R
 
 
 def finish(

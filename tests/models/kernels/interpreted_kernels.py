@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
-from models.kernels.attention import decode, decode_tma
+from models.kernels.attention import decode, decode_tma, decode_work
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates
@@ -77,7 +77,8 @@ class InterpretedKernels(NvidiaKernels):
         self._reference = ReferenceKernels()
         self._prefill = Prefill(self.device, "triton", TRAITS)
         self._attention_partial = torch.full((1 << 20,), math.nan)
-        self._attention_counters = torch.zeros(TRAITS.multiprocessors, dtype=torch.int32)
+        self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32)
+        self.balanced = True
 
     def check_counters(self) -> None:
         assert not self.matmul._counters.any(), "a split product left its counters set"
@@ -221,7 +222,7 @@ def attention(kernels: InterpretedKernels) -> None:
                 pdl=False,
             )
             check(found, expected, dtype, (*what, block_n, splits))
-        if decode_tma.supports(q, heads, cache.kv, cache.inputs(query_len), 16):
+        if decode_tma.supports(heads, cache.kv, cache.inputs(query_len), 16):
             found = many_rows(q, heads, cache.kv, cache.inputs(query_len), dim**-0.5)
             check(found, expected, dtype, (*what, "many rows"))
             by_tma += 1
@@ -252,7 +253,7 @@ def rotation(kernels: InterpretedKernels) -> None:
         check(
             kernels.rope_cache_attend(qkv, heads, folded, turn, inputs, scale), expected, dtype, ("folded", heads, dim)
         )
-        if decode_tma.supports(qkv, heads, many, inputs, 16):
+        if decode_tma.supports(heads, many, inputs, 16):
             check(many_rows(qkv, heads, many, inputs, scale, rotation=turn), expected, dtype, ("many rows", heads, dim))
         else:
             kernels.rope_cache_attend(qkv, heads, many, turn, inputs, scale)

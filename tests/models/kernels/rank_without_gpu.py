@@ -43,6 +43,7 @@ from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io, step_io_kernels
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step.prefill_graphs import Lengths
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
@@ -132,14 +133,21 @@ class Rank:
     """The first rank of a group: two layers of a shape (the first has no residual yet), its slots, and its steps."""
 
     def __init__(
-        self, driver: CompilingDriver, shape: str, *, tp: int = 1, ep: bool = False, dtype: torch.dtype = torch.bfloat16
+        self,
+        driver: CompilingDriver,
+        shape: str,
+        *,
+        tp: int = 1,
+        ep: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        balanced: bool = True,
     ) -> None:
         config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
         experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = nvidia.NvidiaKernels(META, prefill="triton")
+        self.kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
@@ -173,20 +181,21 @@ class Rank:
     def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
         """``scored`` prompt tokens with their log-probabilities."""
         self._driver.where = f"{self._name}, prefill of {tokens}"
-        tokens_3T, rows_3R, scored_2T = (
+        tokens_3T, rows_4R, scored_2T = (
             torch.zeros(n, most, dtype=torch.int64, device=META)
-            for n, most in ((3, MOST_PREFILL), (3, BUCKETS[-1]), (2, MOST_PREFILL))
+            for n, most in ((3, MOST_PREFILL), (4, BUCKETS[-1]), (2, MOST_PREFILL))
         )
         columns: tuple[Any, ...] = (
             *tokens_3T[:, :tokens],
-            *rows_3R[:, :rows],
+            *rows_4R[:, :rows],
             scored_2T[:, :scored] if scored else None,
         )
         chunks = Chunks(*columns)
         top = TOP_LOGPROBS[-1]
         words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
         scores = StepPromptLogprobs(Mock(), scored, top, words, words) if scored else None
-        self._prefill.prefill(chunks, (tokens // rows,) * rows, (tokens // rows,) * rows, GREEDY, scores)
+        lengths = (tokens // rows,) * rows
+        self._prefill.prefill(chunks, Lengths(lengths, lengths), GREEDY, scores)
 
     def several_queries(self, rows: int, query_len: int) -> None:
         """Decode attention of ``query_len`` tokens a row, which no step asks for yet."""
@@ -195,6 +204,7 @@ class Rank:
         heads = cast(Attention, self.model.layers[0].mixer).heads
         table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
         inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960)
+        inputs = self.kernels.plan_decode(inputs, heads, self._kv[0])
         q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)
         self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5)
 

@@ -28,7 +28,7 @@ MOST_SHARED = 232448  # bytes: 227 KiB, what one program of an H200 may have
 # Arguments that the launch right before never wrote: weights, and what a step says about its rows.
 STEADY = {
     *("weight_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
-    *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr"),
+    *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr", "units_ptr"),
 }
 
 

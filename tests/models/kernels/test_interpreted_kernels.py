@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize(
     "module",
     [
-        *(f"models.kernels.interpreted_{part}" for part in ("experts", "kernels", "prefill", "push")),
+        *(f"models.kernels.interpreted_{part}" for part in ("decode", "experts", "kernels", "prefill", "push")),
         *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange")),
     ],
 )

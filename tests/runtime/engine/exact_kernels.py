@@ -44,7 +44,16 @@ class ExactKernels(ReferenceKernels):
         values.index_copy_(0, rotation.kv_slots_T, v)
         return _rotate(q, cos_sin_TR)
 
-    def decode_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
+        if out_THD is not None:
+            return super().decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
         lengths = inputs.kv_lengths_B.tolist()
         q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
         rows = zip(q_BQHD, inputs.page_table_BP, lengths, strict=True)

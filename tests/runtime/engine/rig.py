@@ -35,6 +35,7 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler, SchedulerConfig
@@ -61,6 +62,9 @@ TINY = {
 }
 
 
+MIXED = MixedSteps(long_prompt=30)  # whatever fits rides along; tiny prompts of more than 30 tokens are long ones
+
+
 def tiny_folder(folder: Path) -> Path:
     """A model folder with a config and no weights, for load_format dummy."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,6 +89,7 @@ class RigLimits(TypedDict, total=False):
     buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...]
     prefill_burst: int
+    mixed: MixedSteps | None
     variants: tuple[SamplingVariant, ...]
     observe: StepObserver | None
     ranges: Ranges | None
@@ -127,6 +132,7 @@ def rig(
     buckets: tuple[int, ...] | None = None,
     prefill_buckets: tuple[int, ...] = (),
     prefill_burst: int = 4,
+    mixed: MixedSteps | None = MIXED,
     variants: tuple[SamplingVariant, ...] = (SamplingVariant(),),
     observe: StepObserver | None = None,
     ranges: Ranges | None = None,
@@ -141,6 +147,8 @@ def rig(
     decode steps, in turn; ``further_roles`` serve those that are not 1.
     """
     torch.set_num_threads(1)
+    if groups is not None or widths != (1,):  # where prefill and decode take turns
+        mixed = None
     config = EngineConfig(
         model="tiny",
         load_format="dummy",
@@ -183,6 +191,7 @@ def rig(
             warm_variants=variants,
             exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
             prefill_buckets=prefill_buckets,
+            mixed=mixed is not None,
         ),
         further_roles=further_roles,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
@@ -201,6 +210,7 @@ def rig(
             max_prefill_tokens=max_prefill_tokens,
             prefill_burst=prefill_burst,
             prefix_caching=prefix_caching and executor.restores_prefixes,
+            mixed=mixed,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)

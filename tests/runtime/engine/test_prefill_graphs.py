@@ -16,7 +16,8 @@ import torch
 from models.registry import ARCHITECTURES
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs, prefill_buckets
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
@@ -35,11 +36,11 @@ def replays(engine: Engine) -> dict[int, int]:
     counts = dict.fromkeys(engine.executor.prefill.graphs._graphs, 0)
     launch = engine.executor.prefill.graphs.launch
 
-    def counted(bucket: int, *rest: Any) -> None:
-        counts[bucket] += 1
-        launch(bucket, *rest)
+    def counted(spec: LaunchSpec, lengths: Lengths) -> None:
+        counts[spec.padded_tokens] += 1
+        launch(spec, lengths)
 
-    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign,assignment]
+    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign]
     return counts
 
 

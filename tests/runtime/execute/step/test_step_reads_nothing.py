@@ -31,6 +31,7 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step.prefill_graphs import Lengths
 from tests.dispatch_mode import DispatchMode
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.rig import TINY
@@ -120,11 +121,20 @@ def test_a_decode_step(shape: Mapping[str, object], features: SamplingVariant) -
 def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], features: SamplingVariant) -> None:
     parts = Parts(shape)
     tokens, rows = integers(24), integers(2)
-    chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, integers(2, 5))
+    chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows, integers(2, 5))
     words = torch.zeros(score_words(5, 3), dtype=torch.int32, device=META)
     with step():
         scores = StepPromptLogprobs(cast(Any, None), 5, 3, words, words)
-        parts.prefill.prefill(chunks, (12, 12), (12, 28), features, scores)
+        parts.prefill.prefill(chunks, Lengths((12, 12), (12, 28)), features, scores)
+
+
+@pytest.mark.parametrize("shape", [TINY, SPARSE, TINY | HYBRID], ids=["dense", "sparse", "hybrid"])
+def test_a_mixed_step(shape: Mapping[str, object]) -> None:
+    parts = Parts(shape)
+    tokens, rows = integers(24), integers(4)
+    chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
+    with step():
+        parts.prefill.prefill(chunks, Lengths((0, 0, 10, 12), (0, 0, 10, 28), 2), SamplingVariant())
 
 
 def test_what_a_plan_changes() -> None:
@@ -140,12 +150,12 @@ def test_what_a_plan_changes() -> None:
         known_prompt_T=torch.zeros(6, dtype=torch.bool, device=META),
         row_map_B=integers(8),
         chunk_tokens_3T=integers(3, 10),
-        chunk_rows_3R=integers(3, 2),
+        chunk_rows_4R=integers(4, 2),
         scored_2S=integers(2, 4),
     )
     pool = Parts(TINY | HYBRID).pool
     with step():
-        apply_changes(changes, tables, integers(8), integers(3, 64), integers(3, 8), integers(2, 64))
+        apply_changes(changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64))
         pool.reset(integers(3))
 
 

@@ -1,0 +1,216 @@
+"""Paged decode attention over a work list: rows of any lengths keep all multiprocessors busy until the end.
+
+Knows: flash-decoding (Dao et al. 2023) of one split of one row and kv head, with the loads and products of decode.py.
+Does not know: how rows are split and ordered (decode_work.py), how splits are merged (decode_merge.py), when TMA is
+better (decode_balanced_tma.py, models/kernels/nvidia.py).
+
+The grid is fixed and one-dimensional: a program takes every so-manieth item (unit of the list, kv head), in most steps
+one. Programs without an item leave at once. The GPU starts programs in order, so the largest splits begin first.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.inputs import DecodeAttention
+from models.kernels.attention.decode_merge import finish_unit, merged_at_once, unit_of
+from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
+from models.kernels.attention.query import (
+    LOG2_E,
+    block_to_l2,
+    padded_dim,
+    power_of_two_above,
+    query,
+    rotation_arguments,
+    steady_of_rotation,
+)
+from models.kernels.interface import Rotation
+
+
+@triton.jit(do_not_specialize=["most"])
+def _attend_list_kernel(
+    q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    units_ptr,  # DecodeWork.units_U4
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    eps,
+    scale_log2e,
+    table_width,
+    most,
+    K,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP * QUERY_LEN, padded to what the tensor cores take
+    REAL_ROWS: tl.constexpr,  # the same, padded to a power of two only
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINES: tl.constexpr,  # 128-byte lines of a head
+    FAN: tl.constexpr,
+    MERGE: tl.constexpr,
+    ALONE: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    item = tl.program_id(0)
+    programs = tl.num_programs(0)
+    # Read before the wait: the predecessor wrote q, but never the list, a page or a position.
+    items = tl.load(units_ptr, cache_modifier=".cg") * K
+    row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
+    steady = steady_of_rotation(
+        cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM,
+        item < items,
+    )  # fmt: skip
+    if PDL:
+        if split * keys_each < length:  # older keys and values are in memory: prefetch their first block to L2
+            table_row = page_table_ptr + row * table_width
+            first = split * keys_each // BLOCK_N
+            block_to_l2(keys_ptr, values_ptr, table_row, first, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
+        # One program waits even where there is nothing to do, or the successor would start before the predecessor ends.
+        if (item < items) | (item == 0):
+            gdc_wait()
+            gdc_launch_dependents()
+    dims = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, ROWS)
+    # Every other round goes backwards: who had the most keys in one has the fewest in the next.
+    first_of_round, across_round = item, programs - 1 - item
+    full_rounds = items // programs
+    mine_of_last = tl.where(full_rounds % 2 == 0, first_of_round, across_round)
+    rounds = full_rounds + (mine_of_last < items % programs).to(tl.int32)
+    # What stays the same in every round is made anew: kept, it would take a hundred registers during the loop within.
+    for done in tl.range(0, rounds, num_stages=1, disable_licm=True):
+        table_row = page_table_ptr + row * table_width
+        begin = split * keys_each // BLOCK_N
+        end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
+        # The program that reads the row's newest key is the one that writes it.
+        q = query(
+            q_ptr, keys_ptr, values_ptr, steady, eps, row, head, rows, split == splits - 1, K, GROUP, QUERY_LEN, D,
+            BLOCK_D, ROTARY, ROPE, NORM,
+        )  # fmt: skip
+        visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
+        peak = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for block in tl.range(begin, end, num_stages=STAGES):
+            keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            if PAGE % BLOCK_N == 0:
+                page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
+                slots = page * PAGE + keys % PAGE
+            else:
+                pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
+                slots = pages.to(tl.int64) * PAGE + keys % PAGE
+            where = (slots * K + head)[:, None] * D + dims[None, :]
+            mask = (keys < length)[:, None] & (dims < D)[None, :]
+            k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+            scores = tl.where(keys[None, :] < visible[:, None], scores, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
+            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(peak - shift)
+            total = total * decay + tl.sum(weights, 1)
+            v = tl.load(values_ptr + where, mask=mask, other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            peak = new_peak
+        finish_unit(
+            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, head, split, splits, most, K, GROUP,
+            QUERY_LEN, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+        )  # fmt: skip
+        item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
+        row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
+        # Masked instead of skipped: values kept for the case of none left would take registers during the loop above.
+        steady = steady_of_rotation(
+            cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM,
+            item < items,
+        )  # fmt: skip
+
+
+def attend_list(
+    q_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    work: DecodeWork,
+    scale: float,
+    workspace: Tensor,
+    counters: Tensor,
+    *,
+    rotation: Rotation | None = None,
+    out_THD: Tensor | None = None,
+    block_n: int,
+    stages: int,
+    warps: int,
+    programs: int,
+    pdl: bool,
+) -> Tensor:
+    """decode.decode_attention over ``work``, which plan_decode made of the same ``inputs``. Returns [T, H, D].
+
+    ``block_n`` divides the rule's ``block``. ``programs``: of the grid; any number is right. ``workspace`` float32 and
+    ``counters`` int32, all zero and left zero, have what workspace_floats and counters_of of decode_work.py say.
+    The launch before this one may write q_TX, but not lengths, pages, positions, slots or the list.
+    """
+    _, _, page, kv_heads, head_dim = kv_layer.shape
+    rows, most = inputs.kv_lengths_B.shape[0], work.rule.most
+    group = heads // kv_heads
+    real_rows = power_of_two_above(group * inputs.query_len)
+    block_d = padded_dim(head_dim)
+    if out_THD is None:
+        out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
+    slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
+    _attend_list_kernel[(programs,)](
+        q_TX,
+        kv_layer[0],
+        kv_layer[1],
+        inputs.page_table_BP,
+        work.units_U4,
+        out_THD,
+        workspace,
+        workspace[slots * real_rows * block_d :] if most > 1 else workspace,
+        counters,
+        *rotation_arguments(rotation, q_TX),
+        scale * LOG2_E,
+        inputs.page_table_BP.stride(0),
+        most,
+        kv_heads,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_D=block_d,
+        PAGE=page,
+        QUERY_LEN=inputs.query_len,
+        ROWS=max(16, real_rows),
+        REAL_ROWS=real_rows,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        LINES=max(1, block_d * kv_layer.element_size() // 128),
+        FAN=MERGED_AT_ONCE,
+        MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps),
+        ALONE=most == 1,
+        ROPE=rotation is not None,
+        NORM=rotation is not None and rotation.q_norm_D is not None,
+        ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_THD

@@ -1,0 +1,151 @@
+"""The back of both balanced attention kernels: where a unit's result goes, and how the splits of a row become one.
+
+Knows: the next unit of a program's share of the work list, partial results in the workspace, counters.
+Does not know: scores (decode_balanced.py, decode_balanced_tma.py), how the list was made (decode_work.py).
+
+A row with one split is written at once. Of a row with more, the last program to finish a group of FAN splits merges
+them in split order; where there are several groups, the last program to finish one merges the groups in their order.
+So no program reads more than FAN partial results twice, and bits do not depend on which program is last.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unit_of(units_ptr, item, items, K):
+    """(row, kv head, length, split, splits, keys a split) of one item of the list; row 0 of length 0 beyond its end."""
+    unit = units_ptr + 4 * (1 + item // K)
+    there = item < items
+    row = tl.load(unit, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
+    length = tl.load(unit + 1, mask=there, other=0, cache_modifier=".cg")
+    packed = tl.load(unit + 2, mask=there, other=0, cache_modifier=".cg")
+    keys = tl.load(unit + 3, mask=there, other=0, cache_modifier=".cg")
+    return row, item % K, length, packed & 0xFFFF, packed >> 16, keys
+
+
+@triton.jit
+def finish_unit(
+    acc,  # [ROWS, BLOCK_D] float32, relative to peak
+    peak,  # [ROWS]
+    total,  # [ROWS]
+    out_ptr,
+    partial_ptr,  # float32 [B * K, most + groups, REAL_ROWS, BLOCK_D]
+    stats_ptr,  # float32 [B * K, most + groups, 2, REAL_ROWS]: maximum and sum
+    counter_ptr,  # int32 [B * K, groups + 1]
+    row,
+    head,
+    split,
+    splits,
+    most,
+    K,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    REAL_ROWS: tl.constexpr,
+    FAN: tl.constexpr,
+    MERGE: tl.constexpr,  # partial results loaded at once
+    ALONE: tl.constexpr,  # no row has a second split
+):
+    out_row = out_ptr + (row * QUERY_LEN * K * GROUP + head * GROUP) * D
+    if ALONE:
+        _write(out_row, acc, total, K, GROUP, QUERY_LEN, D, BLOCK_D, ROWS)
+    else:
+        if splits == 1:
+            _write(out_row, acc, total, K, GROUP, QUERY_LEN, D, BLOCK_D, ROWS)
+        else:
+            groups = (most + FAN - 1) // FAN
+            pair = row * K + head
+            partial = partial_ptr + pair * (most + groups) * (REAL_ROWS * BLOCK_D)
+            stats = stats_ptr + pair * (most + groups) * (2 * REAL_ROWS)
+            counter = counter_ptr + pair * (groups + 1)
+            _keep(partial, stats, split, acc, peak, total, BLOCK_D, ROWS, REAL_ROWS)
+            tl.debug_barrier()  # every thread's partial sums are written before one thread counts them
+            group = split // FAN
+            first = group * FAN
+            members = tl.minimum(splits - first, FAN)
+            if tl.atomic_add(counter + group, 1, sem="acq_rel", scope="gpu") == members - 1:
+                tl.store(counter + group, 0)
+                some, their_peak, some_total = _merged(partial, stats, first, members, BLOCK_D, REAL_ROWS, FAN, MERGE)
+                if splits <= FAN:
+                    _write(out_row, some, some_total, K, GROUP, QUERY_LEN, D, BLOCK_D, REAL_ROWS)
+                else:
+                    _keep(partial, stats, most + group, some, their_peak, some_total, BLOCK_D, REAL_ROWS, REAL_ROWS)
+                    tl.debug_barrier()
+                    used = (splits + FAN - 1) // FAN
+                    if tl.atomic_add(counter + groups, 1, sem="acq_rel", scope="gpu") == used - 1:
+                        tl.store(counter + groups, 0)
+                        every, _, every_total = _merged(partial, stats, most, used, BLOCK_D, REAL_ROWS, FAN, MERGE)
+                        _write(out_row, every, every_total, K, GROUP, QUERY_LEN, D, BLOCK_D, REAL_ROWS)
+
+
+@triton.jit
+def _write(
+    out_row,
+    acc,
+    total,
+    K,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    where = ((rows // GROUP) * K * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
+    mask = (rows < GROUP * QUERY_LEN)[:, None] & (dims < D)[None, :]
+    tl.store(out_row + where, acc.to(out_row.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _keep(partial, stats, slot, acc, peak, total, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, REAL_ROWS: tl.constexpr):
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    within = (slot * REAL_ROWS + rows)[:, None] * BLOCK_D + dims[None, :]
+    tl.store(partial + within, acc, mask=(rows < REAL_ROWS)[:, None])
+    tl.store(stats + slot * 2 * REAL_ROWS + rows, peak, mask=rows < REAL_ROWS)
+    tl.store(stats + (slot * 2 + 1) * REAL_ROWS + rows, total, mask=rows < REAL_ROWS)
+
+
+@triton.jit
+def _merged(
+    partial,
+    stats,
+    first,
+    count,
+    BLOCK_D: tl.constexpr,
+    REAL_ROWS: tl.constexpr,
+    FAN: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """(sums [REAL_ROWS, BLOCK_D], maximum, total) of ``count`` partial results from ``first`` on, at most FAN."""
+    rows, dims, parts = tl.arange(0, REAL_ROWS), tl.arange(0, BLOCK_D), tl.arange(0, FAN)
+    where = (first + parts)[:, None] * 2 * REAL_ROWS + rows[None, :]
+    counted = (parts < count)[:, None]
+    peaks = tl.load(stats + where, mask=counted, other=-float("inf"), cache_modifier=".cg")
+    totals = tl.load(stats + where + REAL_ROWS, mask=counted, other=0.0, cache_modifier=".cg")
+    peak = tl.max(peaks, 0)
+    # A query that sees no key of these splits keeps -inf; subtracting it would make NaN of its weights.
+    shift = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.sum(totals * tl.exp2(peaks - shift[None, :]), 0)
+    acc = tl.zeros((REAL_ROWS, BLOCK_D), tl.float32)
+    for begin in tl.range(0, count, MERGE):
+        some = begin + tl.arange(0, MERGE)
+        there = some < count
+        own = stats + (first + some)[:, None] * 2 * REAL_ROWS + rows[None, :]
+        weight = tl.exp2(tl.load(own, mask=there[:, None], other=-float("inf"), cache_modifier=".cg") - shift[None, :])
+        tile = partial + ((first + some)[:, None, None] * REAL_ROWS + rows[None, :, None]) * BLOCK_D
+        theirs = tl.load(tile + dims[None, None, :], mask=there[:, None, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(theirs * weight[:, :, None], 0)
+    return acc, peak, total
+
+
+def merged_at_once(real_rows: int, block_d: int, fan: int, warps: int) -> int:
+    """MERGE: with more, ptxas spills to keep twice as many programs on a multiprocessor."""
+    return max(1, min(fan, (4096 if warps <= 2 else 2048) // (real_rows * block_d)))

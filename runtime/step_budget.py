@@ -1,0 +1,93 @@
+"""How many tokens a mixed step may have, from what this machine was measured to take for them.
+
+Knows: which measurements the table of runtime/schedule/budget.py needs, and that all ranks use rank 0's.
+Does not know: how a step is measured (runtime/execute/executor.py), how the table is used (runtime/schedule).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from torch import nn
+
+from models.layers.attention import Attention
+from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.moe import SparseMLP
+from runtime.config import EngineConfig
+from runtime.execute.executor import Executor
+from runtime.schedule.budget import budget_table
+from runtime.schedule.config import MixedSteps
+
+log = logging.getLogger(__name__)
+
+_FIRST_KV_CELL = 1 << 14  # tokens of KV; cells of the table double from here to what the pool holds
+
+
+def mixed_steps(
+    config: EngineConfig,
+    model: Decoder,
+    executor: Executor,
+    share: Callable[[Callable[[], str]], str] | None,
+) -> MixedSteps | None:
+    """The budgets of steps in which rows decode beside chunks; None where none are run.
+
+    With several ranks a collective call. ``share(make)`` returns on every rank what ``make()`` returned on rank 0.
+    """
+    if not executor.mixes:
+        return None
+    buckets = executor.captured_tokens
+    if not buckets:  # a CPU: no step is padded, and none is measured
+        return MixedSteps(costly_prefix=costly_prefix(model))
+    costs, kv_ms = list(executor.step_costs().items()), executor.kv_read_ms()
+    rows, kv_tokens = config.decode_buckets, _kv_cells(executor.sizing.num_blocks * config.block_size)
+
+    def make() -> str:
+        return json.dumps(budget_table(costs, kv_ms, rows, kv_tokens, config.itl_target_ms))
+
+    table = json.loads(make() if share is None else share(make))
+    mixed = MixedSteps(buckets, tuple((row, kv, total) for row, kv, total in table), costly_prefix=costly_prefix(model))
+    log.info("%s", _told(mixed, costs, config.itl_target_ms))
+    return mixed
+
+
+def costly_prefix(model: Decoder) -> int:
+    """Tokens of a prefix behind which a token's attention costs as many multiplications as its matrix products."""
+    layers = [cast(DecoderLayer, layer) for layer in model.layers]
+    products = sum(_multiplications(layer) for layer in layers)
+    attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    a_key = sum(2 * mixer.heads * mixer.head_dim for mixer in attending)  # scores, and the sum of values
+    return products // a_key if a_key else 0
+
+
+def _multiplications(layer: DecoderLayer) -> int:
+    """Of one token, in the matrix products of a layer on this rank."""
+    if isinstance(layer.mlp, SparseMLP):
+        experts = _parameters(layer.mlp.experts) * layer.mlp.choices // len(layer.mlp.all_E)
+        return _parameters(layer.mixer) + _parameters(layer.mlp.router) + experts
+    return _parameters(layer.mixer) + _parameters(layer.mlp)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _kv_cells(pool_tokens: int) -> list[int]:
+    cells = [_FIRST_KV_CELL]
+    while cells[-1] < pool_tokens:
+        cells.append(cells[-1] * 2)
+    return cells
+
+
+def _told(mixed: MixedSteps, costs: list[tuple[int, float]], target_ms: float | None) -> str:
+    """For the log: the first KV cell of a few row counts."""
+    first = {rows: total for rows, kv, total in reversed(mixed.budgets) if kv == _FIRST_KV_CELL}
+    few = [rows for rows in sorted(first) if rows & (rows - 1) == 0]
+    aim = "twice a decode step's time" if target_ms is None else f"{target_ms:g} ms"
+    return (
+        f"mixed steps: at most {', '.join(f'{first[rows]} tokens beside {rows} rows' for rows in few)}, so that one "
+        f"takes {aim} at most (--itl-target-ms); {costs[0][0]} tokens took {costs[0][1]:.2f} ms, {costs[-1][0]} "
+        f"{costs[-1][1]:.1f} ms"
+    )

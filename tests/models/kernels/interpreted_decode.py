@@ -1,0 +1,268 @@
+"""Balanced decode attention through Triton's interpreter, on a CPU: ``TRITON_INTERPRET=1 python -m ...``.
+
+The work list against a dumb one, both kernels against the torch reference, with rows of very different lengths.
+Exits with an error where one differs.
+
+Knows: how to reach every branch of decode_work.py, decode_merge.py and the two kernels. Does not know: which form or
+rule a GPU's steps take (models/kernels/nvidia.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.inputs import DecodeAttention
+from models.kernels.attention import decode_balanced, decode_balanced_tma, decode_tma, decode_work
+from models.kernels.attention.decode_work import DecodeWork, SplitRule
+from models.kernels.interface import Rotation
+from tests.models.kernels.interpreted_kernels import REFERENCE, Cache, InterpretedKernels, check, randn
+
+FORMS: tuple[Callable[..., Tensor], ...] = (
+    partial(decode_balanced.attend_list, stages=2, warps=4, pdl=False),
+    partial(decode_balanced_tma.attend_list_tma, stages=2, warps=4, pdl=False),
+)
+
+
+def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:
+    return decode_work.plan_decode(inputs, rule, pdl=False)
+
+
+def attend(
+    kernels: InterpretedKernels, form: Callable[..., Tensor], q: Tensor, heads: int, kv: Tensor, *rest: Any, **more: Any
+) -> Tensor:
+    return form(
+        q, heads, kv, *rest, kv.shape[-1] ** -0.5, kernels._attention_partial, kernels._attention_counters, **more
+    )
+
+
+def forms_for(heads: int, cache: Cache, query_len: int) -> tuple[Callable[..., Tensor], ...]:
+    """Without a GPU, TMA takes float32 too."""
+    half = cache.kv.half() if cache.kv.dtype == torch.float32 else cache.kv
+    return FORMS[: 1 + decode_tma.supports(heads, half, cache.inputs(query_len), 16)]
+
+
+# -- the list -------------------------------------------------------------------------------------------------------
+
+
+def lists(kernels: InterpretedKernels) -> None:
+    """Every key of every row in exactly one split, the most keys first, as a few lines of Python would have it."""
+    for rule in (
+        SplitRule(16, 1, 64, 100),
+        SplitRule(16, 4, 128, 5),
+        SplitRule(64, 2, 1024, 2),
+        SplitRule(32, 1, 32, 256),
+    ):
+        for lengths in ([5], [0, 0, 0], [1, 0, 16, 17, 2000, 64, 65, 300, 2000], list(range(0, 700, 41)) * 2):
+            for skip_empty in (False, True):
+                held = torch.tensor(lengths, dtype=torch.int32)
+                inputs = DecodeAttention(held[:, None], held, 1, 2048, skip_empty=skip_empty)
+                units = work_of(inputs, rule).units_U4
+                expected = []
+                for row, length in enumerate(lengths):
+                    wanted = min(max(rule.fewest, -(-length // rule.longest)), rule.most)
+                    blocks = -(-length // rule.block)
+                    keys = max(1, -(-blocks // wanted)) * rule.block
+                    splits = -(-length // keys) if length or skip_empty else 1
+                    assert splits <= rule.most
+                    assert sum(min(length - s * keys, keys) for s in range(splits)) == length
+                    expected += [[row, length, split + (splits << 16), keys] for split in range(splits)]
+                expected.sort(key=lambda unit: -unit[3])
+                assert int(units[0, 0]) == len(expected)
+                assert units[1 : 1 + len(expected)].tolist() == expected, (rule, lengths)
+
+
+def rules(kernels: InterpretedKernels) -> None:
+    """No bucket's rule asks for more room than there is, whatever its rows' lengths."""
+    for rows, kv_heads, query_rows, dim, longest in (
+        (1, 1, 4, 128, 131072),
+        (64, 8, 4, 128, 131072),
+        (256, 8, 4, 128, 40960),
+        (256, 8, 32, 128, 131072),
+        (1024, 1, 256, 256, 1 << 20),
+        (3, 2, 7, 24, 50),
+    ):
+        for room in (0, 1 << 20, 1 << 24):
+            rule = decode_work.choose_rule(
+                rows, kv_heads, query_rows, dim, longest, block=64, longest=512, programs=132, room=room
+            )
+            assert decode_work.workspace_floats(rows, kv_heads, query_rows, dim, rule.most) <= room
+            assert decode_work.counters_of(rows, kv_heads, rule.most) <= decode_work.COUNTERS
+            assert 1 <= rule.fewest <= rule.most <= decode_work.MOST_SPLITS
+            assert rule.longest % rule.block == 0
+            if room == 0:
+                assert rule.most == 1
+    one = decode_work.choose_rule(1, 1, 4, 128, 131072, block=64, longest=512, programs=132, room=1 << 24)
+    assert one.most == 256, "a long row alone is spread over the whole GPU"
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+SHAPES = (  # heads, kv heads, head size, page, query_len, dtype
+    (4, 2, 64, 16, 1, torch.float32),
+    (2, 1, 64, 16, 1, torch.float16),
+    (6, 2, 24, 8, 1, torch.float32),  # pages smaller than blocks of keys
+    (4, 1, 64, 64, 5, torch.float32),
+    (3, 3, 16, 48, 1, torch.float32),  # blocks of keys that straddle pages
+)
+
+
+def ragged(query_len: int) -> list[int]:
+    """Page borders, the shortest there are, and one row as long as all others together."""
+    return [query_len, 330, 15 + query_len, 16, 64, 65, 33]
+
+
+def attention(kernels: InterpretedKernels) -> None:
+    """Ragged rows by both kernels: one split a row, several, more than are merged at once; any number of programs."""
+    grouped = 0
+    for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
+        cache = Cache(ragged(query_len), kv_heads, dim, page, dtype)
+        inputs = cache.inputs(query_len)
+        q = randn(len(cache.lengths) * query_len, heads, dim, dtype=dtype)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
+        for form in forms_for(heads, cache, query_len):
+            for rule, programs in (
+                (SplitRule(16, 1, 1024, 1), 20),
+                (SplitRule(32, 2, 64, 64), 90),
+                (SplitRule(16, 1, 16, 64), 5),
+            ):
+                work = work_of(inputs, rule)
+                grouped += int((work.units_U4[1 : 1 + work.units_U4[0, 0], 2] >> 16).max()) > 16
+                found = attend(
+                    kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
+                )
+                check(found, expected, dtype, ("balanced", heads, dim, query_len, rule, programs))
+                kernels.check_counters()
+    assert grouped >= len(SHAPES), "no row had so many splits that they were merged in groups"
+
+
+def rotation(kernels: InterpretedKernels) -> None:
+    """The newest key is written by who reads it, once, and nothing else is written."""
+    for heads, kv_heads, dim, rotary, norm, dtype in (
+        (4, 2, 64, 64, True, torch.float32),
+        (2, 1, 64, 64, True, torch.float16),
+        (6, 3, 24, 8, False, torch.float32),
+    ):
+        cache = Cache(lengths := [1, 33, 340, 17, 64], kv_heads, dim, 16, dtype)
+        positions = torch.tensor(lengths) - 1
+        slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(lengths))])
+        qkv = randn(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        q_norm, k_norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
+        turn = Rotation(q_norm, k_norm, 1e-6, torch.randn(512, rotary), positions, slots)
+        written, inputs = cache.kv.clone(), cache.inputs(1)
+        q = REFERENCE.rope_and_cache(qkv, heads, written, turn)
+        expected = REFERENCE.decode_attention(q, written, inputs, dim**-0.5)
+        work = work_of(inputs, SplitRule(16, 1, 16, 64))
+        for form in forms_for(heads, cache, 1):
+            for programs in (3, 64):  # with 3, the later rounds need the angles of other rows
+                kv = cache.kv.clone()
+                found = attend(
+                    kernels, form, qkv, heads, kv, inputs, work, rotation=turn, block_n=16, programs=programs
+                )
+                check(found, expected, dtype, ("balanced, folded", heads, dim, programs))
+                check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
+                assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
+    kernels.check_counters()
+
+
+def neighbours(kernels: InterpretedKernels) -> None:
+    """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place."""
+    heads, kv_heads, dim, page, dtype = 2, 1, 64, 16, torch.float32
+    rule = SplitRule(16, 2, 16, 40)
+    for form in FORMS:
+        for length in (1, 31, 100, 300):
+            seen = []
+            for place, others in ((0, [1, 1, 1]), (0, [320, 3, 160]), (2, [160, 160, 0]), (3, [300, 300, 300])):
+                lengths = [*others[:place], length, *others[place:]]
+                torch.manual_seed(1)
+                row_kv, row_q = randn(2, 304, kv_heads, dim, dtype=dtype), randn(heads, dim, dtype=dtype)
+                cache = Cache(lengths, kv_heads, dim, page, dtype)
+                where = cache.slots(place, torch.arange(length))
+                cache.kv.flatten(1, 2)[:, where] = row_kv[:, :length]
+                q = randn(len(lengths), heads, dim, dtype=dtype)
+                q[place] = row_q
+                inputs = cache.inputs(1)
+                work = work_of(inputs, rule)
+                for programs in (2, 200):
+                    found = attend(
+                        kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
+                    )
+                    seen.append(found[place])
+            assert all(torch.equal(one, seen[0]) for one in seen), f"a row of {length} tokens depends on its neighbours"
+
+
+def empties(kernels: InterpretedKernels) -> None:
+    """Rows of length 0 are zeros, or nothing at all in an output of more tokens that was given."""
+    heads, kv_heads, dim, dtype = 4, 2, 64, torch.float32
+    cache = Cache([0, 90, 0, 16, 0], kv_heads, dim, 16, dtype)
+    q = randn(9, heads, dim, dtype=dtype)
+    plain = cache.inputs(1)
+    skipping = dataclasses.replace(plain, skip_empty=True)
+    expected = REFERENCE.decode_attention(q[:5], cache.kv, plain, dim**-0.5)
+    real = torch.tensor([1, 3])
+    nothing = dataclasses.replace(skipping, kv_lengths_B=torch.zeros_like(cache.lengths))
+    for form in FORMS:
+        launch = partial(attend, kernels, form, q, heads, cache.kv, rotation=None, block_n=16, programs=9)
+        rule = SplitRule(16, 1, 32, 8)
+        found = launch(plain, work_of(plain, rule))
+        check(found[real], expected[real], dtype, "beside empty rows")
+        assert not found[[0, 2, 4]].any()
+        out = torch.full((9, heads, dim), math.nan, dtype=dtype)
+        assert launch(skipping, work_of(skipping, rule), out_THD=out) is out
+        check(out[real], expected[real], dtype, "into what was given")
+        assert out[[0, 2, 4, 5, 6, 7, 8]].isnan().all()
+        launch(nothing, work_of(nothing, rule), out_THD=out.fill_(math.nan))
+        assert out.isnan().all()
+    for inputs in (skipping, kernels.plan_decode(skipping, heads, cache.kv)):  # without a list, and the kernels' own
+        out = torch.full((9, heads, dim), math.nan, dtype=dtype)
+        kernels.decode_attention(q, cache.kv, inputs, dim**-0.5, out)
+        check(out[real], expected[real], dtype, "by the kernels' choice")
+        assert out[[0, 2, 4, 5, 6, 7, 8]].isnan().all()
+    kernels.check_counters()
+
+
+def chosen(kernels: InterpretedKernels) -> None:
+    """The rule and the form that the kernels choose; a list whose partial results do not fit is not used."""
+    for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
+        cache = Cache(ragged(query_len), kv_heads, dim, page, dtype)
+        inputs = kernels.plan_decode(cache.inputs(query_len), heads, cache.kv)
+        assert isinstance(inputs.work, DecodeWork)
+        q = randn(len(cache.lengths) * query_len, heads, dim, dtype=dtype)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
+        check(kernels.decode_attention(q, cache.kv, inputs, dim**-0.5), expected, dtype, ("chosen", heads, dim))
+    large = dataclasses.replace(inputs, work=work_of(inputs, SplitRule(16, 1, 16, 60_000)))
+    check(kernels.decode_attention(q, cache.kv, large, dim**-0.5), expected, dtype, "without room for the list")
+    kernels.balanced = False
+    assert kernels.plan_decode(cache.inputs(query_len), heads, cache.kv).work is None
+    kernels.check_counters()
+
+
+PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
+    lists,
+    rules,
+    attention,
+    rotation,
+    neighbours,
+    empties,
+    chosen,
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for part in PARTS:
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        part(InterpretedKernels())
+        print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

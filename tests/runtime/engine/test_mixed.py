@@ -1,0 +1,107 @@
+"""Steps with decode rows and chunks of prompts: they give what steps of one kind give, at any depth, replayed or not.
+
+Attention leaves NaN at tokens of no row, and every step that holds both kinds has some beside live ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.registry import ARCHITECTURES
+from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import StepKind
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.lives import live
+from tests.runtime.engine.prompt_ranks import Scores, prompts
+from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
+from tests.runtime.engine.test_experts import EXPERTS
+from tests.runtime.engine.test_prompt_logprobs import check
+
+BUCKETS = (16, 24, 40, 64)
+MIXED = MixedSteps(BUCKETS, ((4, 10_000, 24), (8, 10_000, 40)), long_prompt=30)
+EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+
+
+@pytest.mark.parametrize("buckets", [(), BUCKETS], ids=["launched", "replayed"])
+@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
+@pytest.mark.parametrize("depth", [0, *DEPTHS])
+def test_mixed_steps_give_the_tokens_of_separate_ones(
+    depth: int, shape: dict[str, Any], buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+    requests = mixture(depth)
+    with rig(depth=0, shape=shape, **EXACT) as engine:
+        separate = outcome(run(engine, requests))
+    device = TwinDevice(jitter_s=0.0005, seed=depth)
+    mixed = MIXED if buckets else MixedSteps(budgets=MIXED.budgets, long_prompt=30)
+    with rig(depth=depth, shape=shape, prefill_buckets=buckets, mixed=mixed, device=device, **EXACT) as engine:
+        assert outcome(run(engine, requests)) == separate
+        counters = engine.counters
+    assert counters["mixed_steps"] > 3
+    assert counters["chained_steps"] == (counters["steps"] - 1 if depth else 0)
+    assert sum(count for name, count in counters.items() if name.startswith("fallbacks")) == 0
+    assert counters["device_allocs_after_warmup"] == 0
+
+
+def test_every_rank_of_a_group_mixes() -> None:
+    requests = mixture(3)
+    with rig(depth=0, **EXACT) as engine:
+        alone = outcome(run(engine, requests))
+    with tensor_rig(2, prefill_buckets=BUCKETS, mixed=MIXED, depth=2, **EXACT) as engine:
+        together = outcome(run(engine, requests))
+        assert engine.counters["mixed_steps"] > 3
+    assert together == alone
+
+
+def test_a_mixed_step_is_two_launches_and_sends_what_was_staged() -> None:
+    """After warm-up nothing is captured or allocated, and each step is chained to the one before it."""
+    requests = [request(i, range(3 + i, 20 + 3 * i), max_tokens=12, temperature=0.0) for i in range(12)]
+    life = live(requests, depth=2, prefill_buckets=BUCKETS, mixed=MIXED, rows=4, buckets=(1, 2, 4))
+    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED]
+    assert {spec.padded_tokens for spec in mixed} <= set(BUCKETS)
+    assert all(spec.padded_tokens >= spec.plan.packed_tokens for spec in mixed)
+    assert {spec.bucket for spec in mixed} <= {1, 2, 4}
+    assert len({spec.plan.decode_rows for spec in mixed}) > 1
+    assert life.counters["graph_captures_after_warmup"] == 0
+    assert life.counters["device_allocs_after_warmup"] == 0
+
+
+def test_sampling_and_penalties_of_mixed_rows_are_those_of_separate_ones() -> None:
+    requests = [
+        request(
+            i,
+            range(3 + i, 15 + 5 * i),
+            max_tokens=14,
+            temperature=0.9,
+            top_k=40,
+            top_p=0.9,
+            presence_penalty=0.3 * (i % 3),
+            repetition_penalty=1.1,
+            logprobs=i % 4,
+        )
+        for i in range(10)
+    ]
+    separate = live(requests, depth=0, rows=4, **EXACT)
+    mixed = live(requests, depth=2, rows=4, prefill_buckets=BUCKETS, mixed=MIXED, **EXACT)
+    assert mixed.answers == separate.answers
+    assert mixed.logprobs == separate.logprobs
+    assert mixed.counters["mixed_steps"] > 3
+
+
+def test_prompts_that_are_scored_have_steps_of_their_own() -> None:
+    requests = [*prompts(seed=0), *(request(100 + i, range(i, i + 30)) for i in range(9))]
+    scores = Scores()
+    with rig(prefill_buckets=BUCKETS, mixed=MIXED, rows=4) as engine:
+        run(engine, requests, watch=scores)
+        assert engine.counters["mixed_steps"] > 3
+        assert engine.counters["fallbacks{eager_prefill}"] > 0
+    for one in requests:
+        if one.sampling.prompt_logprobs is not None:
+            check(one, scores.by_request.get(one.request_id, {}))
