@@ -80,6 +80,8 @@ def _run(command: Command | BenchCommand) -> int:
     from launch.generate.command import run
     from launch.generate.output_file import ResultsFileError, ResultsWriteError
     from launch.ranks.start_engine import open_engine
+    from launch.report.load_plot import LoadPictures
+    from launch.report.mixed_plot import plot_mixed
     from launch.report.peers_plot import plot
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
@@ -92,9 +94,9 @@ def _run(command: Command | BenchCommand) -> int:
     of_the_model = (ModelConfigError, WeightsError, CacheMemoryError, CaptureError)
     try:
         if isinstance(command, BenchCommand):
-            return (
-                plot(command.options) if command.subcommand == "plot" else bench.run(command, os.environ, open_engine)
-            )
+            if command.subcommand == "plot":
+                return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
+            return bench.run(command, os.environ, open_engine, LoadPictures())
         return run(command, os.environ, open_engine)
     except (MeetingError, ResultsWriteError, BenchError) as error:
         print(f"lockstride {command.name}: error: {error}", file=sys.stderr)

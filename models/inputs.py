@@ -20,11 +20,16 @@ from models.cache_layout import PagedKV
 class DecodeAttention:
     """Every row has ``query_len`` new tokens (T = B * query_len) and its lengths live on the device.
 
+    With ``starts_B`` and ``queries_B`` rows have different numbers of them, up to ``query_len``.
+
+
     page_table_BP int32: physical page of each logical page; entries past a row's length are any valid page.
     kv_lengths_B int32: tokens of KV to attend to, the new ones included.
     max_kv_length: the host's bound for a row (the page table covers it); never read from the device.
     skip_empty: a row of length 0 is none of decode's: its tokens are left as they are in an output that was given
     (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
+    starts_B, queries_B int32, on the device: row i's new tokens are T's [starts_B[i], starts_B[i] + queries_B[i]); both
+    or neither. They are for Kernels.decode_attention with an output that is given, of as many tokens as q.
     work: made of the lengths by Kernels.plan_decode once a step and used by all layers (an object of the backend's own,
     None where it has none).
     """
@@ -34,6 +39,8 @@ class DecodeAttention:
     query_len: int
     max_kv_length: int
     skip_empty: bool = False
+    starts_B: Tensor | None = None
+    queries_B: Tensor | None = None
     work: object | None = None
 
 

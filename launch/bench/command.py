@@ -11,6 +11,7 @@ from launch.bench.anatomy import anatomy
 from launch.bench.control import compare
 from launch.bench.latency import latency
 from launch.bench.options import BenchCommand, BenchOptions, Subcommand
+from launch.bench.serve import DrawLoad, serve
 from launch.bench.session import OpenEngine, Session, open_session
 from launch.bench.throughput import throughput
 from launch.errors import UsageError
@@ -30,8 +31,12 @@ def control(options: BenchOptions) -> int:
         raise UsageError(str(error)) from error
 
 
-def run(command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
+def run(
+    command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine, draw: DrawLoad | None = None
+) -> int:
     """The whole command on this rank; returns its exit code. `bench plot` is no measurement: report/peers_plot.py.
+
+    ``draw``: what draws the results of `bench serve`; without it they are not drawn.
 
     Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work, BenchError
     when what was to be measured did not happen, and whatever the engine raises.
@@ -39,4 +44,5 @@ def run(command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngi
     options = command.options
     if command.subcommand == "control":
         return control(options)
-    return MEASUREMENTS[command.subcommand](open_session(command, environ, open_engine))
+    session = open_session(command, environ, open_engine)
+    return serve(session, draw) if command.subcommand == "serve" else MEASUREMENTS[command.subcommand](session)

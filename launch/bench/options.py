@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.bench.option_adder import OptionAdder
+from launch.bench.serve_options import ServeOptions, add_serve_options, serve_options
 from launch.engine_options import add_engine_options
 from launch.values import at_least_one, counts, number, whole_number
 from runtime.config import EngineConfig
 
-Subcommand = Literal["latency", "throughput", "anatomy", "control", "plot"]
+Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "plot"]
 WITHOUT_ENGINE = ("control", "plot")
 
 H200_BYTES_PER_S = 4.29e12  # read bandwidth as measured, not the data sheet's 4.8e12
@@ -29,6 +31,7 @@ class BenchOptions:
 
     Lengths of None are the subcommand's own: 512 and 257 for fixed batches; for throughput what the dataset says, and
     1024 and 128 for random prompts. Rates are of one device, in bytes and floating-point operations a second.
+    ``serve``: those of that subcommand, which has no other here but ``result_dir``.
     """
 
     input_len: int | None = None
@@ -49,10 +52,12 @@ class BenchOptions:
     results: tuple[Path, ...] = ()
     peers: Path | None = None
     out: Path = Path("tpot.png")
+    kind: Literal["latency", "serve"] = "latency"
     ranks: tuple[int, ...] = (2, 4, 8)
     turns: int = 5000
     way: tuple[str, ...] = ()
     output: Path | None = None
+    serve: ServeOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,9 @@ class BenchCommand:
 def bench_command(given: dict[str, Any], engine: Mapping[str, Any]) -> BenchCommand:
     """From what argparse found, the engine's options taken out."""
     subcommand = given.pop("subcommand")
+    if subcommand == "serve":
+        serve = serve_options(given)
+        return BenchCommand(subcommand, engine, BenchOptions(result_dir=serve.result_dir, serve=serve))
     return BenchCommand(subcommand, engine, BenchOptions(**given))
 
 
@@ -98,34 +106,12 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         parser = subcommands.add_parser(
             name, help=summary, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
-        add_options(_Adder(parser))
+        add_options(OptionAdder(parser, ServeOptions if name == "serve" else BenchOptions))
         if name not in WITHOUT_ENGINE:
             add_engine_options(parser.add_argument_group("engine"))
 
 
-_DEFAULTS = {field.name: field.default for field in fields(BenchOptions)}
-
-
-class _Adder:
-    """Adds options that show their default and their unit, as the engine's do."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-    def value(
-        self, flag: str, text: str, unit: str, read: Callable[[str], Any], shown: str = "", *aliases: str, **more: Any
-    ) -> None:
-        dest = flag[2:].replace("-", "_")
-        shown = shown or str(_DEFAULTS[dest])
-        metavar = None if "choices" in more else unit.upper()
-        text = f"{text} (default: {shown}) [{unit}]"
-        self.parser.add_argument(flag, *aliases, dest=dest, help=text, type=read, metavar=metavar, **more)
-
-    def switch(self, flag: str, text: str) -> None:
-        self.parser.add_argument(flag, action="store_true", help=f"{text} (default: off) [switch]")
-
-
-def _latency_options(add: _Adder) -> None:
+def _latency_options(add: OptionAdder) -> None:
     add.value(
         "--protocol",
         "fixed-batch: TPOT from the times of a long and a one-token output; generation: whole outputs, as vLLM's "
@@ -139,11 +125,11 @@ def _latency_options(add: _Adder) -> None:
     add.switch("--profile", "after all timed runs, profile the kernels of a prefill and a decode step of each batch")
 
 
-def _anatomy_options(add: _Adder) -> None:
+def _anatomy_options(add: OptionAdder) -> None:
     _fixed_batch_options(add)
 
 
-def _control_options(add: _Adder) -> None:
+def _control_options(add: OptionAdder) -> None:
     add.value("--ranks", "number of ranks; several comma-separated", "ranks", counts, "2,4,8")
     add.value("--turns", "turns of each measurement", "turns", at_least_one)
     add.value(
@@ -157,14 +143,14 @@ def _control_options(add: _Adder) -> None:
     add.value("--output", "write the results as JSON", "file", Path, "not written")
 
 
-def _fixed_batch_options(add: _Adder) -> None:
+def _fixed_batch_options(add: OptionAdder) -> None:
     add.value("--input-len", "prompt length of each request", "tokens", at_least_one, "512")
     add.value("--output-len", "output length of each request", "tokens", at_least_one, "257")
     add.value("--batch-size", "batch size; several comma-separated", "rows", counts, "1,8,32,128,256")
     _run_options(add)
 
 
-def _throughput_options(add: _Adder) -> None:
+def _throughput_options(add: OptionAdder) -> None:
     add.value("--dataset-name", "dataset of prompts", "word", str, "", choices=("random", "sharegpt", "jsonl"))
     add.value("--dataset-path", "file of the dataset; not for random", "file", Path, "none")
     add.value("--input-len", "prompt length of each random request", "tokens", at_least_one, "1024")
@@ -175,13 +161,13 @@ def _throughput_options(add: _Adder) -> None:
     _roofline_options(add)
 
 
-def _run_options(add: _Adder) -> None:
+def _run_options(add: OptionAdder) -> None:
     add.value("--num-iters", "measured runs per point", "runs", at_least_one)
     add.value("--num-warmups", "warm-up runs before them", "runs", whole_number, "", "--num-iters-warmup")
     add.value("--result-dir", "folder to write results to", "folder", Path, "not written")
 
 
-def _roofline_options(add: _Adder) -> None:
+def _roofline_options(add: OptionAdder) -> None:
     add.switch("--roofline", "print the roofline floor from bytes and FLOPs, and the share of it that was reached")
     add.value(
         "--bytes-per-s", "memory bandwidth of a device for the roofline", "bytes/s", number, f"{H200_BYTES_PER_S:g}"
@@ -189,7 +175,7 @@ def _roofline_options(add: _Adder) -> None:
     add.value("--flop-per-s", "compute rate of a device for the roofline", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
 
 
-def _plot_options(add: _Adder) -> None:
+def _plot_options(add: OptionAdder) -> None:
     add.parser.add_argument(
         "results",
         nargs="+",
@@ -197,11 +183,18 @@ def _plot_options(add: _Adder) -> None:
         metavar="RESULT",
         help="*.points.jsonl files, or folders that hold them (required) [file]",
     )
+    add.value(
+        "--kind",
+        "latency: TPOT against batch; serve: mixed load of bench serve beside that of --peers",
+        "word",
+        str,
+        choices=("latency", "serve"),
+    )
     add.value("--peers", "results of other engines under the same protocol", "file", Path, "none")
     add.value("--out", "image to write; its suffix selects the format, such as .png or .svg", "file", Path)
 
 
-_SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] = (
+_SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[OptionAdder], None], str, str], ...] = (
     (
         "latency",
         _latency_options,
@@ -214,6 +207,14 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] 
         _throughput_options,
         "tokens and requests per second over a dataset",
         "Runs a dataset at full load, with at most --max-concurrency requests at a time.",
+    ),
+    (
+        "serve",
+        add_serve_options,
+        "latency and throughput under real load",
+        "Requests arrive at a rate (open loop), or as earlier ones end (closed loop), or both. Figures have the names "
+        "of vLLM's bench serve, for the whole run and for its steady part. Several rates or concurrencies give the "
+        "curve of latency against throughput. Exit code 1 when a request failed.",
     ),
     (
         "anatomy",
@@ -232,7 +233,8 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[_Adder], None], str, str], ...] 
     (
         "plot",
         _plot_options,
-        "draw TPOT against batch from result files",
-        "TPOT against batch: the measured points, other engines' figures and the roofline floor. Needs matplotlib.",
+        "draw TPOT against batch, or mixed load, from result files",
+        "TPOT against batch: the measured points, other engines' figures and the roofline floor; or mixed load beside "
+        "other engines. Needs matplotlib.",
     ),
 )

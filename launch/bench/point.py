@@ -54,3 +54,41 @@ class Point(Measured):
     refused: str | None
     roofline_floor_ms: float | None
     bandwidth_fraction: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServePoint(Measured):
+    """A flat row of `bench serve`. Times are medians over runs of vLLM's figures of each run, in milliseconds.
+
+    ``batch``: requests that may run at once. ``tok_s``: output tokens over the whole run; ``steady_tok_s``: over its
+    steady window, None where it has none. ``tok_s_per_user``: 1000 / ``tpot_ms``. ``ttft_s`` and ``tpot_ms`` are
+    medians over requests; the latter's least and most are over runs. ``label``: names the point's files.
+    ``request_rate`` None: all at once. ``max_concurrency`` None: no limit. ``refused``: why it counts for nothing.
+    """
+
+    framework: str = "lockstride"
+    refused: str | None = None
+    label: str
+    dataset: str
+    seed: int
+    num_prompts: int
+    request_rate: float | None
+    burstiness: float | None
+    max_concurrency: int | None
+    duration_s: float
+    request_throughput: float
+    request_goodput: float | None
+    total_token_throughput: float
+    steady_tok_s: float | None
+    median_ttft_ms: float | None
+    p90_ttft_ms: float | None
+    p99_ttft_ms: float | None
+    median_tpot_ms: float | None
+    p90_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    median_itl_ms: float | None
+    p90_itl_ms: float | None
+    p99_itl_ms: float | None
+    median_e2el_ms: float | None
+    p90_e2el_ms: float | None
+    p99_e2el_ms: float | None

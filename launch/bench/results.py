@@ -7,6 +7,13 @@ Knows: names, units and file layout. Does not know: how a figure was measured.
     DIR/<...>.requests.jsonl                            one row a request of every run
     DIR/<...>.b<batch>.profile.json                     one a batch with --profile: kernels of its steps
     DIR/<...>.points.jsonl                              one flat row a point: what `bench plot` and tables read
+
+`bench serve` names its points c<concurrency>, r<rate>, c<concurrency>r<rate> or all:
+
+    DIR/<...>.c64-run0.json                             vLLM's keys, what the engine counted, the steady window
+    DIR/<...>.c64-run0.timeline.jsonl                   a row for each 100 ms; .timeline.png shows it
+    DIR/<...>.c64-run0.requests.jsonl                   with --save-detailed: a row a request
+    DIR/<...>.curve.png                                 latency against throughput, of more than one point
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from launch.bench.point import Point
+from launch.bench.point import Point, ServePoint
 from launch.bench.trace import RunTrace
 
 PERCENTILES = (50, 90, 95, 99)
@@ -44,7 +51,11 @@ class ResultFiles:
         self._write(f"{label}.json", figures)
         self._append("requests.jsonl", [{"run": label, **row} for row in request_rows(trace)])
 
-    def point(self, point: Point) -> None:
+    def path(self, ending: str) -> Path | None:
+        """Where a file with that ending belongs; None without a folder."""
+        return None if self._stem is None else _beside(self._stem, ending)
+
+    def point(self, point: Point | ServePoint) -> None:
         self._append("points.jsonl", [asdict(point)])
 
     def profile(self, batch: int, record: dict[str, Any]) -> None:
@@ -54,6 +65,14 @@ class ResultFiles:
     def table(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """A list of plain objects under a name of its own."""
         self._write(f"{name}.json", rows)
+
+    def record(self, label: str, figures: dict[str, Any]) -> None:
+        """One plain object under a name of its own."""
+        self._write(f"{label}.json", figures)
+
+    def rows(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        """As ``table``, with one row a line."""
+        self._append(f"{name}.jsonl", rows)
 
     def _write(self, ending: str, content: object) -> None:
         if self._stem is not None:
@@ -119,14 +138,18 @@ def vllm_figures(trace: RunTrace, model_id: str, max_concurrency: int | None) ->
         ("itl", [gap for request in times for gap in request.gaps]),
         ("e2el", [request.e2e for request in times]),
     ):
-        figures |= _spread(name, seconds)
+        figures |= spread(name, seconds)
     return figures
 
 
-def _spread(name: str, seconds: list[float]) -> dict[str, Any]:
-    """mean, median, std and percentiles, the latter both as vLLM's files and as its metrics object have them."""
+def spread(name: str, seconds: list[float]) -> dict[str, Any]:
+    """mean, median, std and percentiles, the latter both as vLLM's files and as its metrics object have them.
+
+    None of each where there are no values.
+    """
     if not seconds:
-        return {f"{word}_{name}_ms": None for word in ("mean", "median", "std", "percentiles")}
+        words = ("mean", "median", "std", "percentiles", *(f"p{percent}" for percent in PERCENTILES))
+        return {f"{word}_{name}_ms": None for word in words}
     values = np.asarray(seconds) * 1e3
     percentiles = {percent: float(np.percentile(values, percent)) for percent in PERCENTILES}
     return {

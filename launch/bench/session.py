@@ -152,6 +152,8 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
     fixed = command.subcommand in ("latency", "anatomy")
     lengths = Lengths(options.input_len or (512 if fixed else 1024), options.output_len or (257 if fixed else 128))
     rows = max(options.batch_size) if fixed else options.max_concurrency or 1
+    if options.serve is not None:
+        rows = max(options.serve.max_concurrency, default=1)
     defaults = _fixed_batch_defaults(engine, folder) if fixed else {"control_timeout_s": REPLAY_PATIENCE_S}
     command = BenchCommand(command.subcommand, engine, options)
     tensor_parallel = check_degrees(engine.get("tensor_parallel"), engine.get("data_parallel"), rendezvous)
@@ -191,6 +193,7 @@ def _fixed_batch_defaults(engine: Mapping[str, Any], folder: Path) -> dict[str, 
         raise UsageError("fixed batches are measured without a prefix cache: leave out --prefix-caching")
     return {
         "prefix_caching": False,
+        "mixed_steps": False,
         "prefill_burst": PREFILL_FIRST,
         "max_model_len": min(FIXED_BATCH_MODEL_LEN, ModelConfig.from_folder(folder).max_length),
         "control_timeout_s": REPLAY_PATIENCE_S,
@@ -222,6 +225,10 @@ class StepTimings:
     def whole(self) -> DeviceWindow | None:
         """Of every step of the run, prefill too; None of fewer than two."""
         return _window([self._by_step[step] for step in sorted(self._by_step)])
+
+    def between(self, steps: range) -> DeviceWindow | None:
+        """Of those steps of ``steps`` that the device ran; None of fewer than two."""
+        return _window([self._by_step[step] for step in sorted(self._by_step) if step in steps])
 
 
 def _window(timings: Sequence[StepTiming]) -> DeviceWindow | None:

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from launch.bench.point import ServePoint
 from launch.report.compare import Comparison
+from launch.report.load_plot import point_name
 from launch.report.plots import Missing, Picture
 from launch.report.rows import Report, Row, differences_between, differences_within, series_label, varying_names
 
@@ -51,7 +53,11 @@ code { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; }
 DEFINITIONS = (
     ("tok/s", "generated tokens a second: batch / TPOT for fixed batches, the saturated part of a run for throughput"),
     ("TPOT", "time per output token: (t(n) - t(1)) / (n - 1) for fixed batches, (last - first) / (tokens - 1) else"),
-    ("TTFT", "until the whole batch has its first token"),
+    ("TTFT", "until the whole batch has its first token; under load until a request has it"),
+    ("ITL", "under load: every gap between two tokens of a request"),
+    ("E2EL", "under load: from when a request could begin to its last token"),
+    ("steady", "tok/s between ramp and drain"),
+    ("good req/s", "requests a second that met every goal of --goodput"),
     ("tok/s/GPU", "tok/s divided by ranks, on CPUs too"),
     ("tok/s/user", "tok/s divided by the batch"),
     ("spread", "smallest to largest TPOT over the runs of a point"),
@@ -68,7 +74,7 @@ def html(
         parts.append(_comparison(report, comparison, earlier_name))
     for picture in pictures:
         parts.append(_picture(picture))
-    parts += [_table(report), _failures(report), _environment(report), _definitions()]
+    parts += [_load_table(report), _table(report), _failures(report), _environment(report), _definitions()]
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -117,7 +123,8 @@ def _cards(report: Report) -> str:
 def _label(row: Row, names: Sequence[str]) -> str:
     others = [name for name in names if name != "model"]
     model = [row.model] if "model" in names else []
-    return " ".join([*model, series_label(row, others) if others else f"tp{row.tp}", f"batch {row.batch}"])
+    what = f"batch {row.batch}" if row.serve is None else f"load {point_name(row.serve)}"
+    return " ".join([*model, series_label(row, others) if others else f"tp{row.tp}", what])
 
 
 def _differences_within(report: Report) -> str:
@@ -185,8 +192,42 @@ def _picture(picture: Picture | Missing) -> str:
     )
 
 
+def _load_table(report: Report) -> str:
+    served = [(row, row.serve) for row in report.rows if row.serve is not None]
+    names = varying_names([row for row, _ in served])
+    head = (
+        *("model", "settings", "load", "dataset", "requests", "req/s", "good req/s", "tok/s", "steady"),
+        *("TTFT p50 [ms]", "p99", "ITL p50 [ms]", "p99", "E2EL p50 [s]", "p99", "chained", "idle"),
+    )
+    rows = [
+        [
+            escape(row.model),
+            escape(series_label(row, names)),
+            escape(point_name(point)),
+            escape(point.dataset),
+            f"{point.num_prompts:,}",
+            _number(point.request_throughput, 2),
+            _number(point.request_goodput, 2),
+            _number(point.tok_s, 0),
+            _number(point.steady_tok_s, 0),
+            *_times(point),
+            _percent(point.chained_ratio),
+            _percent(point.device_idle),
+        ]
+        for row, point in served
+    ]
+    return f'<h2 id="load-points">Points under load</h2>{_html_table(head, rows, names=4)}' if rows else ""
+
+
+def _times(point: ServePoint) -> list[str]:
+    shown = [_number(value, 2) for value in (point.median_ttft_ms, point.p99_ttft_ms)]
+    shown += [_number(value, 2) for value in (point.median_itl_ms, point.p99_itl_ms)]
+    return shown + [_number(value and value / 1e3, 2) for value in (point.median_e2el_ms, point.p99_e2el_ms)]
+
+
 def _table(report: Report) -> str:
-    names = varying_names(report.rows)
+    measured = [row for row in report.rows if row.serve is None]
+    names = varying_names(measured)
     head = (
         *("model", "settings", "batch", "runs", "TPOT [ms]", "spread", "p99 [ms]", "TTFT [s]", "tok/s", "tok/s/GPU"),
         *("tok/s/user", "of floor", "chained", "idle", "start [s]"),
@@ -209,7 +250,7 @@ def _table(report: Report) -> str:
             _percent(row.device_idle),
             _number(row.startup_s, 1),
         ]
-        for row in report.rows
+        for row in measured
     ]
     return f'<h2 id="points">All points</h2>{_html_table(head, rows, names=2)}' if rows else ""
 

@@ -19,8 +19,9 @@ from launch.report.axes import grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_OURS, _FLOOR, _PEERS = "#0b6e4f", "#888888", ("#c8553d", "#4c5fd7", "#b08900", "#7b3f99")
+OURS, _FLOOR, PEERS = "#0b6e4f", "#888888", ("#c8553d", "#4c5fd7", "#b08900", "#7b3f99")
 _COLUMNS = 3  # panels beside each other: more cannot be read where a page shows the picture
 
 
@@ -91,7 +92,7 @@ def plot(options: BenchOptions) -> int:
 def read_rows(results: Sequence[Path]) -> list[Row]:
     """The latency points that have a rate, oldest file first. Raises UsageError."""
     rows: list[Row] = []
-    for path in _files(results):
+    for path in result_files(results):
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 rows.append(msgspec.json.decode(line, type=Row))
@@ -119,7 +120,7 @@ def is_model(folder: str, size: str) -> bool:
     return folder.lower() == size.lower() or folder.lower().endswith(f"-{size.lower()}")
 
 
-def _files(results: Sequence[Path]) -> list[Path]:
+def result_files(results: Sequence[Path]) -> list[Path]:
     """Files as given, folders as the files of points in them, by the time in their names."""
     files: list[Path] = []
     for path in results:
@@ -139,16 +140,21 @@ def _decoded(path: Path, kind: type[Peers]) -> Peers:
         raise UsageError(f"--peers {path} cannot be read: {error}") from None
 
 
-def _draw(drawn: Sequence[Panel], out: Path) -> None:
+def figure_for(out: Path, columns: int, lines: int) -> Figure:
+    """Empty, for so many panels. Raises UsageError without matplotlib, or where ``out`` ends as no picture does."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("plots need matplotlib: pip install 'lockstride[plot]'") from None
-    columns = min(len(drawn), _COLUMNS)
-    lines = -(-len(drawn) // columns)
     figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
     if out.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"--out {out}: pictures end in .png, .svg or .pdf")
+    return figure
+
+
+def _draw(drawn: Sequence[Panel], out: Path) -> None:
+    columns = min(len(drawn), _COLUMNS)
+    figure = figure_for(out, columns, -(-len(drawn) // columns))
     for axes, panel in zip(grid(figure, len(drawn), columns), drawn, strict=True):
         _draw_panel(axes, panel)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -156,13 +162,13 @@ def _draw(drawn: Sequence[Panel], out: Path) -> None:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
-    for colour, peer in zip(_PEERS, panel.peers, strict=False):
+    for colour, peer in zip(PEERS, panel.peers, strict=False):
         _line(axes, dict(sorted(peer.tpot_ms.items())), label=peer.engine.partition("(")[0].strip(), color=colour)
     ours = {batch: row.tpot_ms for batch, row in sorted(panel.ours.items()) if row.tpot_ms is not None}
-    _line(axes, ours, label="Lockstride", color=_OURS, linewidth=2.2)
+    _line(axes, ours, label="Lockstride", color=OURS, linewidth=2.2)
     for batch, row in panel.ours.items():
         if row.tpot_ms_min is not None and row.tpot_ms_max is not None:
-            axes.vlines(batch, row.tpot_ms_min, row.tpot_ms_max, color=_OURS)
+            axes.vlines(batch, row.tpot_ms_min, row.tpot_ms_max, color=OURS)
     if panel.floor_ms:
         axes.plot(*zip(*panel.floor_ms.items(), strict=True), "--", label="roofline floor", color=_FLOOR)
     axes.set_xscale("log", base=2)

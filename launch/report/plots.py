@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from launch.bench.point import ServePoint
 from launch.report.axes import STYLE, Lines, batch_axis, by_panel, figure_of_panels, legend_beside, logarithmic, look_of
+from launch.report.load_plot import draw_curve
 from launch.report.rows import PERCENTILES, Row, panels, series_label, varying_names
 from launch.sweep.point import SweepError
 
@@ -44,15 +46,22 @@ class Missing:
 
 
 def draw_all(rows: Sequence[Row]) -> list[Picture | Missing]:
-    """Every picture, in the report's order. Raises SweepError without matplotlib."""
+    """Every picture, in the report's order; those of `bench serve` and the others where there are points of their own.
+
+    Raises SweepError without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:
         raise SweepError("a report needs matplotlib: pip install 'lockstride[plot]'") from None
     drawn: list[Picture | Missing] = []
+    of_load = [row for row in rows if row.serve is not None]
+    of_batches = [row for row in rows if row.serve is None]
+    wanted = [(picture, of_load) for picture in _OF_LOAD if of_load]
+    wanted += [(picture, of_batches) for picture in _PICTURES if of_batches or not of_load]
     with matplotlib.rc_context(STYLE):
-        for name, title, caption, why, draw in _PICTURES:
-            figure = draw([row for row in rows if row.tok_s is not None])
+        for (name, title, caption, why, draw), those in wanted:
+            figure = draw([row for row in those if row.tok_s is not None])
             if figure is None:
                 drawn.append(Missing(title, why))
             else:
@@ -213,7 +222,38 @@ def _percentile(row: Row, percent: int) -> float:
     return row.tpot_percentiles.get(str(percent), row.tpot_ms or 0.0)
 
 
-_PICTURES: tuple[tuple[str, str, str, str, Callable[[Sequence[Row]], Figure | None]], ...] = (
+def load(rows: Sequence[Row]) -> Figure | None:
+    """TTFT, ITL and E2EL against output tokens/s, a line of three panels a model."""
+    found = panels(rows)
+    if not found:
+        return None
+    names = [name for name in varying_names(rows) if name not in _ALONG_THE_CURVE]
+    figure = figure_of_panels(3, len(found))
+    grid = figure.subplots(len(found), 3, squeeze=False)
+    for (title, panel), beside in zip(found.items(), grid, strict=True):
+        curves: dict[str, list[ServePoint]] = {}
+        for row in panel:
+            if row.serve is not None:
+                curves.setdefault(series_label(row, names) if names else "", []).append(row.serve)
+        for axes, metric in zip(beside, ("ttft", "itl", "e2el"), strict=True):
+            draw_curve(axes, curves, metric, legend=metric == "e2el")
+        beside[0].set_title(title)
+    return figure
+
+
+_ALONG_THE_CURVE = ("request-rate",)
+_Drawn = tuple[str, str, str, str, Callable[[Sequence[Row]], "Figure | None"]]
+_OF_LOAD: tuple[_Drawn, ...] = (
+    (
+        "load",
+        "Latency against throughput under load",
+        "Over the requests of a run, those of ITL over all gaps between tokens: p50 as a line, p99 dashed. Numbers are "
+        "concurrent requests, or requests a second.",
+        "no point has a rate",
+        load,
+    ),
+)
+_PICTURES: tuple[_Drawn, ...] = (
     (
         "throughput",
         "Throughput against batch",

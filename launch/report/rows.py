@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from launch.bench.point import Measured
+from launch.bench.point import Measured, ServePoint
 from launch.sweep.ledger import Ledger
 from launch.sweep.outcome import point_rows
 from launch.sweep.point import Point, Setting, SweepError, shown_setting
@@ -31,12 +31,13 @@ class Row(Measured):
     """One batch of one point, as launch/bench/point.py measures it.
 
     ``key``: of the point. ``settings``: those of the point that are no field of their own. ``tpot_percentiles``: over
-    requests, in milliseconds, by percent; medians over runs.
+    requests, in milliseconds, by percent; medians over runs. ``serve``: all of it, of a point of `bench serve`.
     """
 
     key: str
     tpot_percentiles: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
+    serve: ServePoint | None = None
 
     @property
     def ranks(self) -> int:
@@ -48,7 +49,8 @@ class Row(Measured):
         others = ";".join(f"{name}={value}" for name, value in sorted(self.settings.items()))
         lengths = (self.input_len, self.output_len)
         degrees = (self.tp, self.ep, self.dp)
-        return (self.kind, self.model, self.precision, *degrees, self.batch, *lengths, self.chain_depth, others)
+        point = () if self.serve is None else (self.serve.label,)
+        return (self.kind, self.model, self.precision, *degrees, self.batch, *lengths, self.chain_depth, others, *point)
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -127,8 +129,9 @@ def _rows_of(point: Point, folder: Path) -> list[Row]:
     rows = []
     for flat in point_rows(folder):
         percentiles = _percentiles(folder / "results", flat)
+        serve = flat if flat.get("kind") == "serve" else None
         try:
-            rows.append(msgspec.convert({**flat, **own, "tpot_percentiles": percentiles}, type=Row))
+            rows.append(msgspec.convert({**flat, **own, "tpot_percentiles": percentiles, "serve": serve}, type=Row))
         except msgspec.ValidationError as error:
             raise SweepError(f"{folder}/results holds a row that is no bench result: {error}") from None
     return rows
@@ -136,7 +139,9 @@ def _rows_of(point: Point, folder: Path) -> list[Row]:
 
 def _percentiles(results: Path, flat: Mapping[str, Any]) -> dict[str, float]:
     """Of TPOT over requests, from the runs of one batch."""
-    pattern = f"*.b{flat['batch']}-run*.json" if flat.get("kind") == "latency" else "*.run*.json"
+    pattern = {"latency": f"*.b{flat['batch']}-run*.json", "serve": f"*.{flat.get('label')}-run*.json"}.get(
+        str(flat.get("kind")), "*.run*.json"
+    )
     runs = [msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) for path in results.glob(pattern)]
     found = {}
     for percent in PERCENTILES:

@@ -7,6 +7,7 @@ An estimate serves plans and time limits. It is no measurement, and may be off b
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from pathlib import Path
 
 from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S, BenchOptions
 from launch.bench.roofline import Shape, decode_floor
+from launch.bench.serve_options import ServeOptions
 from launch.sweep.point import Point, Setting
+
+MIXED_MEANS = (350, 260)  # tokens of a prompt and of an answer of `bench serve --dataset-name mixed`
+LONG_MEANS = (21_500, 80)
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
 
@@ -52,13 +57,21 @@ def estimate_seconds(point: Point, measured: Sequence[tuple[Point, float]] = ())
 
 def runs_of(point: Point) -> tuple[int, int]:
     """Measured runs of a point, and all of its runs with those that warm up."""
+    if point.bench == "serve":
+        measured = _number(point, "num-iters", ServeOptions().num_iters) * len(batches_of(point))
+        return measured, measured
     default = BenchOptions()
     measured = _number(point, "num-iters", default.num_iters) * len(batches_of(point))
     return measured, measured + _number(point, "num-warmups", default.num_warmups) * len(batches_of(point))
 
 
 def batches_of(point: Point) -> list[int]:
-    """The batches that one process measures: usually a single one."""
+    """The batches that one process measures: usually a single one. Under load, requests that run at once."""
+    if point.bench == "serve":
+        rates = len(str(point.settings.get("request-rate", "inf")).split(","))
+        most = _number(point, "max-num-seqs", 256)
+        concurrency = point.settings.get("concurrency")
+        return ([most] if concurrency is None else [int(part) for part in str(concurrency).split(",")]) * rates
     if point.bench == "throughput":
         return [_number(point, "concurrency", _number(point, "max-num-seqs", 256))]
     given = point.settings.get("batch")
@@ -92,6 +105,8 @@ def _run_seconds(point: Point, shape: Shape, machine: Machine, batch: int) -> fl
     prompt = _number(point, "input-len", 512 if fixed else 1024)
     answer = _number(point, "output-len", 257 if fixed else 128)
     requests = batch if fixed else _number(point, "num-prompts", BenchOptions().num_prompts)
+    if point.bench == "serve":
+        prompt, answer, requests = _load_of(point, batch)
     floor = decode_floor(
         shape,
         batch=batch,
@@ -107,7 +122,26 @@ def _run_seconds(point: Point, shape: Shape, machine: Machine, batch: int) -> fl
     prefill = 2.0 * active * prompt * requests / (machine.flop_per_s * machine.reach * point.ranks) + machine.step_s
     rounds = max(1.0, requests / batch)
     prefills = 2 if fixed else 1  # a run of fixed batches begins twice: for one token, and for all
-    return prefills * prefill + rounds * answer * step
+    spent = prefills * prefill + rounds * answer * step
+    return spent if point.bench != "serve" else max(spent, requests / _slowest_rate(point))
+
+
+def _load_of(point: Point, batch: int) -> tuple[int, int, int]:
+    """Mean prompt and answer of a load, and its requests."""
+    settings, default = point.settings, ServeOptions()
+    name = str(settings.get("dataset-name", default.dataset_name))
+    means = {"random": (1024, 128), "long": LONG_MEANS, "prefix": (default.prefix_len + default.suffix_len, 128)}
+    prompt, answer = means.get(name, MIXED_MEANS)
+    if name == "random":
+        prompt, answer = _number(point, "input-len", prompt), _number(point, "output-len", answer)
+    asked = ServeOptions(dataset_name=name)  # type: ignore[arg-type]  # a grid's word, checked with its command line
+    requests = asked.requests_of(batch if "concurrency" in settings else None)
+    return prompt, answer, _number(point, "num-prompts", requests)
+
+
+def _slowest_rate(point: Point) -> float:
+    """Of arrivals, in requests a second; inf where nothing waits for them."""
+    return min((float(part) for part in str(point.settings.get("request-rate", "inf")).split(",")), default=math.inf)
 
 
 def _shape(model: Setting | None) -> Shape | None:

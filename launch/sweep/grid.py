@@ -3,7 +3,7 @@
 Knows: what a grid file may say, Cartesian products, linked variables, exclusions. Does not know: what a point is run
 with, or whether it was run already.
 
-    bench: latency                     # or throughput
+    bench: latency                     # or throughput, or serve
     options: {input-len: 512}          # the same in every point
     grid:                              # every combination, the last one fastest
       model: [qwen3-0.6b, qwen3-8b]

@@ -24,7 +24,7 @@ from typing import Literal
 from launch.bench.options import parse_bench
 
 Setting = str | int | float | bool
-Measurement = Literal["latency", "throughput"]
+Measurement = Literal["latency", "throughput", "serve"]
 
 FORMAT = 1  # of what is hashed
 RANKS = ("tp", "ep", "dp")
@@ -38,6 +38,7 @@ _SHORT = {
     "max-num-batched-tokens": "max-prefill-tokens",
     "gpu-memory-utilization": "memory-fraction",
     "enable-prefix-caching": "prefix-caching",
+    "url": "base-url",
 }
 _FLAGS = {
     "batch": "--batch-size",
@@ -45,7 +46,7 @@ _FLAGS = {
     "depth": "--chain-depth",
     "max-prefill-tokens": "--max-num-batched-tokens",
 }
-_ON_ONLY = {"roofline"}  # switches that have no opposite
+_ON_ONLY = {"roofline", "save-detailed"}  # switches that have no opposite
 _OWN = {
     "result-dir": "the sweep chooses where results go",
     "tensor-parallel": "write tp",

@@ -9,6 +9,7 @@ ended. These rules keep that safe:
    returns when the predecessor has ended and its writes are visible.
 2. Every kernel calls ``gdc_launch_dependents`` after its own ``gdc_wait``. So when a kernel starts, every launch but
    its predecessor has ended, and what those wrote may be read at once.
+   A program with nothing to do may leave without waiting, as long as another one of its launch waits.
 3. Before the wait a kernel reads only weights, and per-step metadata (lengths, pages, positions) that its predecessor
    never writes.
 """

@@ -270,6 +270,8 @@ class NvidiaKernels(Kernels):
                 programs=programs_of(rows, kv_heads, work.rule, self.traits.multiprocessors),
                 pdl=self.pdl,
             )
+        if inputs.starts_B is not None:
+            return self._reference.decode_attention(q_TX, kv_layer, inputs, scale, out_THD)
         if out_THD is not None:
             q_TX = q_TX[: rows * inputs.query_len]
             return into(out_THD, self._triton_attention(q_TX, heads, kv_layer, inputs, scale, rotation), inputs)

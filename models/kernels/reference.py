@@ -70,6 +70,10 @@ class ReferenceKernels(Kernels):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
+        if inputs.starts_B is not None and inputs.queries_B is not None:
+            if out_THD is None:
+                raise ValueError("rows with different numbers of new tokens need an output that is given")
+            return self._decode_ragged(q_THD, kv_layer, inputs, scale, out_THD)
         if out_THD is not None:
             return into(out_THD, self.decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
         longest = inputs.max_kv_length
@@ -86,6 +90,19 @@ class ReferenceKernels(Kernels):
         keys_BLKD, values_BLKD = keys_BLKD.where(known_BL11, 0), values_BLKD.where(known_BL11, 0)
         q_BQHD = q_THD.view(rows, new, *q_THD.shape[1:])
         return _attend(q_BQHD, keys_BLKD, values_BLKD, visible_BQL, scale).flatten(0, 1)
+
+    def _decode_ragged(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor
+    ) -> Tensor:
+        """Reads lengths on the host: for CPUs, and for what a GPU's tests compare with."""
+        assert inputs.starts_B is not None
+        assert inputs.queries_B is not None
+        rows = zip(*(x.tolist() for x in (inputs.starts_B, inputs.queries_B, inputs.kv_lengths_B)), strict=True)
+        for pages_P, (start, new, length) in zip(inputs.page_table_BP, rows, strict=True):
+            if length or not inputs.skip_empty:
+                q_QHD = q_THD[start : start + new]
+                out_THD[start : start + new] = self._prefill_row(q_QHD, kv_layer, pages_P, length, scale)
+        return out_THD
 
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor

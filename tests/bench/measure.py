@@ -47,12 +47,20 @@ _TESTS = " ".join(
         "doctor_gpu",
     )
 )
-_KERNEL_TESTS = " ".join(f"tests/gpu/test_{name}.py" for name in ("kernels", "expert_kernels", "rotation"))
+_KERNEL_TESTS = " ".join(
+    f"tests/gpu/test_{name}.py" for name in ("kernels", "balanced_attention", "expert_kernels", "rotation")
+)
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
 _PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
 _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
 _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
+# The requests that the other engines of docs/peers.json were measured with.
+_LOAD = "--max-num-seqs 256 --result-dir {out}/results"
+_MIXED = f"--no-prefix-caching --num-prompts 1024 --seed 5 {_LOAD}"
+_CLOSED = f"--no-prefix-caching --max-concurrency 16,64,256 --seed 6 {_LOAD}"
+_LONG = "--no-prefix-caching --dataset-name random --input-len 32000 --output-len 512 --num-prompts 64"
+_PREFIX = "--dataset-name prefix --prefix-len 1900 --suffix-len 148 --num-prefixes 1 --num-prompts 64"
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
 _TILES = "-m tests.bench.experts --out {out}/results --compile-workers 13"
 # About 35 s when each was timed once, with FlashInfer's module built before; rounds add some 20 s. No build fits in.
@@ -86,6 +94,14 @@ PARTS = (
     Part("engine-tests", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_engine_gpu.py tests/gpu/test_stall.py"),
     Part("latency-8b", 1, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}"),
     Part("latency-0.6b", 1, 80, f"{_BENCH} latency --model qwen3-0.6b {_FEW} {_BOTH}"),
+    Part("mixed-8b", 1, 150, f"{_BENCH} serve --model qwen3-8b {_MIXED}"),
+    Part("mixed-0.6b", 1, 120, f"{_BENCH} serve --model qwen3-0.6b {_MIXED}"),
+    Part("closed-8b", 1, 200, f"{_BENCH} serve --model qwen3-8b --num-prompts 384 {_CLOSED}"),
+    Part("closed-8b-2048", 1, 540, f"{_BENCH} serve --model qwen3-8b {_CLOSED}"),
+    Part("paced-8b", 1, 500, f"{_BENCH} serve --model qwen3-8b --no-prefix-caching --request-rate 8,16,24,32 {_LOAD}"),
+    Part("long-8b", 1, 300, f"{_BENCH} serve --model qwen3-8b {_LONG} {_LOAD}"),
+    Part("ragged-8b", 1, 300, f"{_BENCH} serve --model qwen3-8b --no-prefix-caching --dataset-name long {_LOAD}"),
+    Part("prefix-8b", 1, 120, f"{_BENCH} serve --model qwen3-8b {_PREFIX} {_LOAD}"),
     Part("anatomy-8b", 1, 140, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
     Part("anatomy-0.6b", 1, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
     Part("profile-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}"),
@@ -134,6 +150,7 @@ PARTS = (
     Part("step", 1, 120, "-m tests.bench.kernels --out {out}/results --part step --compile-workers 13 --profile"),
     Part("attention", 1, 180, "-m tests.bench.kernels --out {out}/results --part attention --compile-workers 13"),
     Part("attention-in-layer", 1, 110, "-m tests.bench.attention --out {out}/results --compile-workers 13"),
+    Part("ragged-attention", 1, 150, "-m tests.bench.ragged_attention --out {out}/results --compile-workers 13"),
     Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
@@ -155,6 +172,7 @@ PARTS = (
     Part("profile-8b-tp2", 2, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}", True),
     Part("profile-30b-ep2", 2, 120, f"{_EXPERTS.format('latency')} {_THREE} {_PROFILE}", True),
     Part("latency-30b-ep2", 2, 130, f"{_EXPERTS.format('latency')} {_FEW} {_BOTH}", True),
+    Part("mixed-30b-ep2", 2, 240, f"{_EXPERTS.format('serve')} {_MIXED}", True),
     Part("anatomy-30b-ep2", 2, 150, f"{_EXPERTS.format('anatomy')} {_THREE} {_ANATOMY}", True),
     Part(
         "latency-30b-dp2",

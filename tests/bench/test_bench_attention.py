@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,8 +76,10 @@ def test_the_current_choice_is_what_the_kernels_launch(
     qkv = torch.empty(rows, (dense.heads + 2 * dense.kv_heads) * 128, dtype=torch.bfloat16)
     cache = torch.empty(2, 1, 64, dense.kv_heads, 128, dtype=torch.bfloat16)
     workspace = torch.empty(sys.modules["models.kernels.matmul.dispatch"].__dict__["PARTIAL_BYTES"] // 4)
-    kernels = SimpleNamespace(_attention_partial=workspace, _attention_counters=None, pdl=True, traits=H200)
-    hopper.__dict__["NvidiaKernels"]._triton_attention(kernels, qkv, dense.heads, cache, inputs, 1.0, None)
+    own = hopper.__dict__["NvidiaKernels"]
+    kernels = own.__new__(own)
+    kernels.__dict__.update(_attention_partial=workspace, _attention_counters=None, pdl=True, traits=H200)
+    kernels._triton_attention(qkv, dense.heads, cache, inputs, 1.0, None)
     [options] = launched
     expected = bench.current_choice(bench.launch_of(shape, rows, [SHORTEST]))
     assert {name: options[name] for name in expected._fields} == expected._asdict()

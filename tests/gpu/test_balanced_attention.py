@@ -181,6 +181,45 @@ def test_rows_without_tokens_are_left_alone(kernels: NvidiaKernels) -> None:
         assert out[live:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("heads", "kv_heads", "longest"), [(32, 8, 32), (16, 8, 16), (16, 2, 16)])
+def test_short_suffixes_behind_long_prefixes(
+    kernels: NvidiaKernels, dtype: torch.dtype, heads: int, kv_heads: int, longest: int
+) -> None:
+    """Each row as a row of as many tokens alone; the tokens between are left alone."""
+    dim, known = 128, [30000, 5000, 0, 64, 700]
+    counts = [20, longest, 0, 1, 3]
+    starts = [3, 40, 0, 90, 100]
+    made = Case(len(known), heads, kv_heads, dim, 64, 30100, dtype)
+    lengths = [before + new for before, new in zip(known, counts, strict=True)]
+    made.set_lengths(lengths)
+    inputs = dataclasses.replace(
+        made.inputs,
+        query_len=longest,
+        skip_empty=True,
+        starts_B=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        queries_B=torch.tensor(counts, dtype=torch.int32, device=DEVICE),
+    )
+    source = randn(120, heads, dim, dtype=dtype)
+    out = torch.full_like(source, math.nan)
+
+    def step() -> Tensor:
+        return kernels.decode_attention(source.clone(), made.kv, kernels.plan_decode(inputs, heads, made.kv), 0.1, out)
+
+    replay, _ = captured(step)
+    out.fill_(math.nan)
+    replay()
+    used = torch.zeros(120, dtype=torch.bool, device=DEVICE)
+    for row, (start, new, length) in enumerate(zip(starts, counts, lengths, strict=True)):
+        if new:
+            used[start : start + new] = True
+            alone = Case(1, heads, kv_heads, dim, 64, 30100, dtype, new)
+            alone.set_lengths([length])
+            alone.table, alone.kv = made.table[row : row + 1], made.kv
+            check(out[start : start + new], alone.attention(source[start : start + new], 0.1), dtype)
+    assert out[~used].isnan().all()
+
+
 def planned(kernels: NvidiaKernels, made: Case) -> DecodeAttention:
     inputs: Any = kernels.plan_decode(made.inputs, made.heads, made.kv)
     torch.cuda.synchronize()  # attention may read the list before its predecessor ends

@@ -94,8 +94,8 @@ def _decode_attention_kernel(
         row_mask = rows < GROUP * QUERY_LEN
         # The program that reads the row's newest key is the one that writes it.
         q = query(
-            q_ptr, keys_ptr, values_ptr, steady, eps, batch, head, rows, split == active - 1, K, GROUP, QUERY_LEN, D,
-            BLOCK_D, ROTARY, ROPE, NORM,
+            q_ptr, keys_ptr, values_ptr, steady, eps, batch * QUERY_LEN, QUERY_LEN, head, rows, split == active - 1, K,
+            GROUP, D, BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
         peak = tl.full((ROWS,), -float("inf"), tl.float32)

@@ -40,6 +40,8 @@ def _attend_list_kernel(
     values_ptr,
     page_table_ptr,
     units_ptr,  # DecodeWork.units_U4
+    starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
+    queries_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
@@ -67,6 +69,7 @@ def _attend_list_kernel(
     FAN: tl.constexpr,
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
+    RAGGED: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -99,15 +102,21 @@ def _attend_list_kernel(
     rounds = full_rounds + (mine_of_last < items % programs).to(tl.int32)
     # What stays the same in every round is made anew: kept, it would take a hundred registers during the loop within.
     for done in tl.range(0, rounds, num_stages=1, disable_licm=True):
+        if RAGGED:
+            token = tl.load(starts_ptr + row, cache_modifier=".cg").to(tl.int64)
+            count = tl.load(queries_ptr + row, cache_modifier=".cg")
+        else:
+            token = row * QUERY_LEN
+            count = QUERY_LEN
         table_row = page_table_ptr + row * table_width
         begin = split * keys_each // BLOCK_N
         end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
         # The program that reads the row's newest key is the one that writes it.
         q = query(
-            q_ptr, keys_ptr, values_ptr, steady, eps, row, head, rows, split == splits - 1, K, GROUP, QUERY_LEN, D,
+            q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, K, GROUP, D,
             BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
-        visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
+        visible = length - count + 1 + rows // GROUP  # keys that each row may see
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -134,8 +143,8 @@ def _attend_list_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             peak = new_peak
         finish_unit(
-            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, head, split, splits, most, K, GROUP,
-            QUERY_LEN, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, count, head,
+            split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
         )  # fmt: skip
         item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
         row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
@@ -184,6 +193,8 @@ def attend_list(
         kv_layer[1],
         inputs.page_table_BP,
         work.units_U4,
+        inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
+        inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
         out_THD,
         workspace,
         workspace[slots * real_rows * block_d :] if most > 1 else workspace,
@@ -206,6 +217,7 @@ def attend_list(
         FAN=MERGED_AT_ONCE,
         MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps),
         ALONE=most == 1,
+        RAGGED=inputs.starts_B is not None,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

@@ -39,6 +39,8 @@ def _attend_list_tma_kernel(
     values_desc,
     page_table_ptr,
     units_ptr,  # DecodeWork.units_U4
+    starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
+    queries_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
@@ -65,6 +67,7 @@ def _attend_list_tma_kernel(
     FAN: tl.constexpr,
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
+    RAGGED: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -100,13 +103,19 @@ def _attend_list_tma_kernel(
     rounds = full_rounds + (mine_of_last < items % programs).to(tl.int32)
     # What stays the same in every round is made anew: kept, it would take a hundred registers during the loop within.
     for done in tl.range(0, rounds, num_stages=1, disable_licm=True):
+        if RAGGED:
+            token = tl.load(starts_ptr + row, cache_modifier=".cg").to(tl.int64)
+            count = tl.load(queries_ptr + row, cache_modifier=".cg")
+        else:
+            token = row * QUERY_LEN
+            count = QUERY_LEN
         table_row = page_table_ptr + row * table_width
         begin = split * keys_each // BLOCK_N
         end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
         # Blocks of older keys only, which every query sees.
-        whole = tl.maximum(tl.minimum(end, tl.maximum(length - QUERY_LEN, 0) // BLOCK_N), begin)
+        whole = tl.maximum(tl.minimum(end, tl.maximum(length - count, 0) // BLOCK_N), begin)
         q = query(
-            q_ptr, keys_ptr, values_ptr, steady, eps, row, head, rows, split == splits - 1, K, GROUP, QUERY_LEN, D, D,
+            q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, K, GROUP, D, D,
             ROTARY, ROPE, NORM,
         )  # fmt: skip
         across = tl.trans(q)
@@ -123,7 +132,7 @@ def _attend_list_tma_kernel(
             totals = totals * decay[None, :] + weights
             v = values_desc.load([first, head * D])
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
-        visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each query may see
+        visible = length - count + 1 + rows // GROUP  # keys that each query may see
         for block in tl.range(whole, end, num_stages=1):
             keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
@@ -137,8 +146,8 @@ def _attend_list_tma_kernel(
             v = tl.load(values_ptr + where, mask=mask, other=0.0)
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
         finish_unit(
-            tl.trans(acc), peak, tl.sum(totals, 0), out_ptr, partial_ptr, stats_ptr, counter_ptr, row, head, split,
-            splits, most, K, GROUP, QUERY_LEN, D, D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+            tl.trans(acc), peak, tl.sum(totals, 0), out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, count,
+            head, split, splits, most, K, GROUP, D, D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
         )  # fmt: skip
         item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
         row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
@@ -184,6 +193,8 @@ def attend_list_tma(
         TensorDescriptor.from_tensor(boxes[1], [block_n, head_dim]),
         inputs.page_table_BP,
         work.units_U4,
+        inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
+        inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
         out_THD,
         workspace,
         workspace[slots * real_rows * head_dim :] if most > 1 else workspace,
@@ -205,6 +216,7 @@ def attend_list_tma(
         FAN=MERGED_AT_ONCE,
         MERGE=merged_at_once(real_rows, head_dim, MERGED_AT_ONCE, warps),
         ALONE=most == 1,
+        RAGGED=inputs.starts_B is not None,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

@@ -38,13 +38,14 @@ def finish_unit(
     stats_ptr,  # float32 [B * K, most + groups, 2, REAL_ROWS]: maximum and sum
     counter_ptr,  # int32 [B * K, groups + 1]
     row,
+    token,  # the row's first
+    count,  # its tokens
     head,
     split,
     splits,
     most,
     K,
     GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -53,12 +54,12 @@ def finish_unit(
     MERGE: tl.constexpr,  # partial results loaded at once
     ALONE: tl.constexpr,  # no row has a second split
 ):
-    out_row = out_ptr + (row * QUERY_LEN * K * GROUP + head * GROUP) * D
+    out_row = out_ptr + (token * K * GROUP + head * GROUP) * D
     if ALONE:
-        _write(out_row, acc, total, K, GROUP, QUERY_LEN, D, BLOCK_D, ROWS)
+        _write(out_row, acc, total, count, K, GROUP, D, BLOCK_D, ROWS)
     else:
         if splits == 1:
-            _write(out_row, acc, total, K, GROUP, QUERY_LEN, D, BLOCK_D, ROWS)
+            _write(out_row, acc, total, count, K, GROUP, D, BLOCK_D, ROWS)
         else:
             groups = (most + FAN - 1) // FAN
             pair = row * K + head
@@ -74,7 +75,7 @@ def finish_unit(
                 tl.store(counter + group, 0)
                 some, their_peak, some_total = _merged(partial, stats, first, members, BLOCK_D, REAL_ROWS, FAN, MERGE)
                 if splits <= FAN:
-                    _write(out_row, some, some_total, K, GROUP, QUERY_LEN, D, BLOCK_D, REAL_ROWS)
+                    _write(out_row, some, some_total, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
                 else:
                     _keep(partial, stats, most + group, some, their_peak, some_total, BLOCK_D, REAL_ROWS, REAL_ROWS)
                     tl.debug_barrier()
@@ -82,7 +83,7 @@ def finish_unit(
                     if tl.atomic_add(counter + groups, 1, sem="acq_rel", scope="gpu") == used - 1:
                         tl.store(counter + groups, 0)
                         every, _, every_total = _merged(partial, stats, most, used, BLOCK_D, REAL_ROWS, FAN, MERGE)
-                        _write(out_row, every, every_total, K, GROUP, QUERY_LEN, D, BLOCK_D, REAL_ROWS)
+                        _write(out_row, every, every_total, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
 
 
 @triton.jit
@@ -90,9 +91,9 @@ def _write(
     out_row,
     acc,
     total,
+    count,
     K,
     GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -100,7 +101,7 @@ def _write(
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     where = ((rows // GROUP) * K * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
-    mask = (rows < GROUP * QUERY_LEN)[:, None] & (dims < D)[None, :]
+    mask = (rows < GROUP * count)[:, None] & (dims < D)[None, :]
     tl.store(out_row + where, acc.to(out_row.dtype.element_ty), mask=mask)
 
 

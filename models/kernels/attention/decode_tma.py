@@ -102,8 +102,9 @@ def _attend_many_kernel(
         gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     q = query(
-        q_ptr, keys_ptr, values_ptr, steady, eps, row, head, rows, True, K, GROUP, QUERY_LEN, D, D, ROTARY, ROPE, NORM
-    )
+        q_ptr, keys_ptr, values_ptr, steady, eps, row * QUERY_LEN, QUERY_LEN, head, rows, True, K, GROUP, D, D, ROTARY,
+        ROPE, NORM,
+    )  # fmt: skip
     across = tl.trans(q)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     totals = tl.zeros((BLOCK_N, ROWS), tl.float32)

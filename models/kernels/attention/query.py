@@ -60,27 +60,27 @@ def query(
     values_ptr,
     steady,
     eps,
-    row,
+    first,  # the row's first token, the only one when ROPE
+    count,  # its tokens
     head,
     rows,  # indices of the program's query rows: token by token, the heads of the group
     newest,  # whether this program writes the row's newest key and value, when ROPE
     K,
     GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The queries of one row and kv head [rows, BLOCK_D] in q's dtype; zeros beyond GROUP * QUERY_LEN."""
+    """The queries of one row and kv head [rows, BLOCK_D] in q's dtype; zeros beyond GROUP * count."""
     dims = tl.arange(0, BLOCK_D)
-    token = row * QUERY_LEN + rows // GROUP
+    token = first + rows // GROUP
     q_head = head * GROUP + rows % GROUP
-    row_mask = rows < GROUP * QUERY_LEN
+    row_mask = rows < GROUP * count
     if ROPE:
         cos, sin, slot, q_norm, q_partner_norm, k_norm, k_partner_norm = steady
-        qkv_row = q_ptr + row * (K * GROUP + 2 * K) * D
+        qkv_row = q_ptr + first * (K * GROUP + 2 * K) * D
         if newest:
             one = tl.arange(0, 1)
             heads = qkv_row + (K * GROUP + head + one) * D

@@ -41,7 +41,7 @@ def config_of(folder: Path, line: str) -> EngineConfig:
     return open_session(command, {}, no_engine).config
 
 
-@pytest.mark.parametrize("name", ["latency", "throughput", "anatomy", "plot"])
+@pytest.mark.parametrize("name", ["latency", "throughput", "serve", "anatomy", "plot"])
 def test_every_option_says_its_default_and_its_unit(name: str) -> None:
     for action in subcommands()[name]._actions:
         assert action.help is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.bench.point import Measured, Point
+from launch.bench.point import Measured, Point, ServePoint
 from launch.report.rows import Row
 
 PUBLISHED = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.points.jsonl"))
@@ -18,15 +18,17 @@ PUBLISHED = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.poin
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name.partition(".points")[0])
 def test_a_published_row_has_a_point_s_fields_and_no_others(path: Path) -> None:
     for line in path.read_text().splitlines():
-        assert json.loads(line).keys() == {field.name for field in fields(Point)}
-        assert msgspec.json.encode(msgspec.json.decode(line, type=Point))
+        kind = ServePoint if json.loads(line)["kind"] == "serve" else Point
+        assert json.loads(line).keys() == {field.name for field in fields(kind)}
+        assert msgspec.json.encode(msgspec.json.decode(line, type=kind))
 
 
 def test_a_report_s_row_is_what_was_measured_and_whose_point_it_is() -> None:
     assert {field.name for field in fields(Row)} - {field.name for field in fields(Measured)} == {
-        *("key", "settings", "tpot_percentiles"),
+        *("key", "settings", "tpot_percentiles", "serve"),
     }
-    assert {field.name for field in fields(Measured)} <= {field.name for field in fields(Point)}
+    for kind in (Point, ServePoint):
+        assert {field.name for field in fields(Measured)} <= {field.name for field in fields(kind)}
 
 
 def test_there_are_published_rows() -> None:

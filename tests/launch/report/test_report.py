@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from launch.report.plots import (
     draw_all,
     efficiency,
     frontier,
+    load,
     pareto,
     scaling,
     scaling_lines,
@@ -51,6 +52,7 @@ from launch.sweep.ledger import Ledger
 from launch.sweep.options import SweepCommand
 from launch.sweep.point import SweepError
 from tests.launch.api.parsed import parsed
+from tests.launch.report.serve_points import serve_point
 from tests.launch.sweep.measured_sweep import example_grid, tpot_ms, write_ledger
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -272,6 +274,73 @@ def test_pictures_that_the_rows_do_not_carry_are_named() -> None:
     assert all(isinstance(picture, Missing) for picture in draw_all([row()])), "a row without a rate"
     page = html(Report(name="r", created=0.0, rows=[row()]), draw_all([row()]), None)
     assert "Not drawn: it needs points that differ in tp alone." in page
+
+
+# ---- points under load ----
+
+
+def load_ledger(out: Path, slower: float = 1.0) -> Ledger:
+    """Two concurrencies of two block sizes, and two rates that one process measured."""
+    content = {
+        "bench": "serve",
+        "options": {"model": "qwen3-8b"},
+        "grid": {"concurrency": [16, 64], "block-size": [16, 64]},
+    }
+    ledger = Ledger(out)
+    grids = [
+        grid_of(content, "loads"),
+        grid_of({"bench": "serve", "options": {"model": "m", "request-rate": "2,4"}}, "r"),
+    ]
+    points = [point for grid in grids for point in grid.points]
+    ledger.begin_sweep(replace(grids[0], points=tuple(points)), resume=True)
+    for point in points:
+        attempt = ledger.begin(point)
+        results = attempt.folder / "results"
+        concurrency = point.settings.get("concurrency")
+        if concurrency is None:
+            rows = [serve_point(None, 520.0 * rate / slower, rate, model="m") for rate in (2.0, 4.0)]
+        else:
+            rows = [
+                serve_point(int(concurrency), (100.0 + int(point.settings["block-size"])) * int(concurrency) / slower)
+            ]
+        (results / "serve-x.points.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        for row in rows:
+            (results / f"serve-x.{row.label}-run0.json").write_text(
+                json.dumps({"p99_tpot_ms": 7.0 + (row.request_rate or 0)})
+            )
+        ledger.file(attempt, "", 0)
+    return ledger
+
+
+def test_points_under_load_have_a_curve_and_a_table_of_their_own(tmp_path: Path) -> None:
+    report = report_of(load_ledger(tmp_path))
+    assert [row.serve.label for row in report.rows if row.serve is not None][-2:] == ["r2", "r4"]
+    assert [row.tpot_percentiles["99"] for row in report.rows][-2:] == [9.0, 11.0], "each from its own runs"
+    figure = load(report.rows)
+    assert figure is not None
+    assert len(figure.axes) == 6, "a line of panels a model"
+    curves = [axes for axes in figure.axes if axes.get_title() == "qwen3-8b"]
+    assert [line.get_label() for line in curves[0].lines] == [
+        f"block-size{n} {p}" for n in (16, 64) for p in ("p50", "p99")
+    ]
+    drawn = draw_all(report.rows)
+    assert [picture.name for picture in drawn if isinstance(picture, Picture)] == ["load"]
+    assert not any(isinstance(picture, Missing) for picture in drawn), "nothing was measured in batches"
+    text = html(report, drawn, None)
+    page = Page(text)
+    assert "Points under load" in page.words
+    assert 'id="points"' not in text, "there is no table of batches"
+    assert "good req/s" in page.words
+    again = msgspec.json.decode(msgspec.json.encode(report), type=Report)
+    assert again.rows == report.rows
+
+
+def test_loads_are_compared_point_by_point(tmp_path: Path) -> None:
+    now, then = report_of(load_ledger(tmp_path / "now")), report_of(load_ledger(tmp_path / "then", slower=0.5))
+    found = compare(now, then)
+    assert len(found.changes) == 6
+    assert {change.verdict for change in found.changes} == {"faster"}, "their times follow their rates"
+    assert len({change.now.identity for change in found.changes}) == 6
 
 
 @pytest.mark.parametrize("draw", [throughput, tpot, pareto, scaling, chain])

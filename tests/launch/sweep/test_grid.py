@@ -128,6 +128,26 @@ def test_several_batches_in_one_process() -> None:
     assert parsed(BenchCommand, point.flags("r")).options.batch_size == (1, 8)
 
 
+def test_loads_are_points_too() -> None:
+    options = {"model": "m", "tp": 2, "dataset-name": "prefix", "goodput": "ttft:200 tpot:20", "save-detailed": False}
+    content = {
+        "bench": "serve",
+        "options": options,
+        "grid": {"concurrency": [16, "64,256"], "request-rate": ["inf", 4]},
+    }
+    points = grid_of(content, "g").points
+    assert [point.label(("concurrency", "request-rate")) for point in points] == [
+        *("concurrency16 request-rate=inf", "concurrency16 request-rate4"),
+        *("concurrency=64,256 request-rate=inf", "concurrency=64,256 request-rate4"),
+    ]
+    serve = parsed(BenchCommand, points[-1].flags("r")).options.serve
+    assert serve is not None
+    assert (serve.max_concurrency, serve.request_rate) == ((64, 256), (4.0,))
+    assert serve.goodput == (("ttft", 200.0), ("tpot", 20.0))
+    with pytest.raises(SweepError, match=r"launch bench serve: .*is no goal such as ttft:200"):
+        grid_of({"bench": "serve", "options": {"model": "m", "goodput": "fast"}}, "g")
+
+
 # ---- keys ----
 
 

@@ -181,3 +181,26 @@ def test_runs_and_batches_of_a_point() -> None:
     assert runs_of(point(batch="1,8", **{"num-iters": 4})) == (8, 10)
     assert batches_of(point()) == [1, 8, 32, 128, 256]
     assert batches_of(Point("throughput", {"model": "m", "concurrency": 7})) == [7]
+
+
+def load(**settings: Setting) -> Point:
+    return Point("serve", {"model": "qwen3-8b", **settings})
+
+
+def test_a_load_takes_as_long_as_its_requests_or_their_arrivals() -> None:
+    base = estimate_seconds(load(concurrency=64))
+    assert base is not None
+    others: list[dict[str, Setting]] = [{"concurrency": 16}, {"concurrency": "64,16"}]
+    others.append({"concurrency": 64, "num-prompts": 9000})
+    for more in others:
+        longer = estimate_seconds(Point("serve", {"model": "qwen3-8b", **more}))
+        assert longer is not None
+        assert longer > base, more
+    for name in ("random", "long", "prefix", "burst"):
+        assert estimate_seconds(load(**{"dataset-name": name})) is not None
+    slow = estimate_seconds(load(**{"request-rate": 0.5}))
+    assert slow is not None
+    assert slow > 1000 / 0.5
+    several: dict[str, Setting] = {"concurrency": "16,64", "request-rate": "1,2,inf", "num-iters": 2}
+    assert runs_of(load(**several)) == (12, 12)
+    assert batches_of(load()) == [256]

@@ -106,7 +106,7 @@ def rules(kernels: InterpretedKernels) -> None:
 # -- attention ------------------------------------------------------------------------------------------------------
 
 SHAPES = (  # heads, kv heads, head size, page, query_len, dtype
-    (4, 2, 64, 16, 1, torch.float32),
+    (4, 2, 64, 16, 2, torch.float32),
     (2, 1, 64, 16, 1, torch.float16),
     (6, 2, 24, 8, 1, torch.float32),  # pages smaller than blocks of keys
     (4, 1, 64, 64, 5, torch.float32),
@@ -121,18 +121,15 @@ def ragged(query_len: int) -> list[int]:
 
 def attention(kernels: InterpretedKernels) -> None:
     """Ragged rows by both kernels: one split a row, several, more than are merged at once; any number of programs."""
-    grouped = 0
+    grouped, fewer = 0, [(SplitRule(16, 1, 1024, 1), 20), (SplitRule(32, 2, 64, 64), 90)]
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
         cache = Cache(ragged(query_len), kv_heads, dim, page, dtype)
         inputs = cache.inputs(query_len)
         q = randn(len(cache.lengths) * query_len, heads, dim, dtype=dtype)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
         for form in forms_for(heads, cache, query_len):
-            for rule, programs in (
-                (SplitRule(16, 1, 1024, 1), 20),
-                (SplitRule(32, 2, 64, 64), 90),
-                (SplitRule(16, 1, 16, 64), 5),
-            ):
+            fewer.reverse()  # each of the two by each form, and many splits by both
+            for rule, programs in (fewer[0], (SplitRule(16, 1, 16, 64), 5)):
                 work = work_of(inputs, rule)
                 grouped += int((work.units_U4[1 : 1 + work.units_U4[0, 0], 2] >> 16).max()) > 16
                 found = attend(
@@ -147,10 +144,9 @@ def rotation(kernels: InterpretedKernels) -> None:
     """The newest key is written by who reads it, once, and nothing else is written."""
     for heads, kv_heads, dim, rotary, norm, dtype in (
         (4, 2, 64, 64, True, torch.float32),
-        (2, 1, 64, 64, True, torch.float16),
         (6, 3, 24, 8, False, torch.float32),
     ):
-        cache = Cache(lengths := [1, 33, 340, 17, 64], kv_heads, dim, 16, dtype)
+        cache = Cache(lengths := [1, 33, 290, 16], kv_heads, dim, 16, dtype)
         positions = torch.tensor(lengths) - 1
         slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(lengths))])
         qkv = randn(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -161,7 +157,7 @@ def rotation(kernels: InterpretedKernels) -> None:
         expected = REFERENCE.decode_attention(q, written, inputs, dim**-0.5)
         work = work_of(inputs, SplitRule(16, 1, 16, 64))
         for form in forms_for(heads, cache, 1):
-            for programs in (3, 64):  # with 3, the later rounds need the angles of other rows
+            for programs in (3, 64) if norm else (3,):  # with 3, later rounds need the angles of other rows
                 kv = cache.kv.clone()
                 found = attend(
                     kernels, form, qkv, heads, kv, inputs, work, rotation=turn, block_n=16, programs=programs
@@ -174,12 +170,12 @@ def rotation(kernels: InterpretedKernels) -> None:
 
 def neighbours(kernels: InterpretedKernels) -> None:
     """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place."""
-    heads, kv_heads, dim, page, dtype = 2, 1, 64, 16, torch.float32
+    heads, kv_heads, dim, page, dtype = 2, 1, 16, 16, torch.float32
     rule = SplitRule(16, 2, 16, 40)
     for form in FORMS:
-        for length in (1, 31, 100, 300):
+        for length in (33, 290):
             seen = []
-            for place, others in ((0, [1, 1, 1]), (0, [320, 3, 160]), (2, [160, 160, 0]), (3, [300, 300, 300])):
+            for place, others, programs in ((0, [1, 1], 200), (1, [300, 3], 2), (2, [290, 0], 3)):
                 lengths = [*others[:place], length, *others[place:]]
                 torch.manual_seed(1)
                 row_kv, row_q = randn(2, 304, kv_heads, dim, dtype=dtype), randn(heads, dim, dtype=dtype)
@@ -190,11 +186,10 @@ def neighbours(kernels: InterpretedKernels) -> None:
                 q[place] = row_q
                 inputs = cache.inputs(1)
                 work = work_of(inputs, rule)
-                for programs in (2, 200):
-                    found = attend(
-                        kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
-                    )
-                    seen.append(found[place])
+                found = attend(
+                    kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
+                )
+                seen.append(found[place])
             assert all(torch.equal(one, seen[0]) for one in seen), f"a row of {length} tokens depends on its neighbours"
 
 
@@ -228,6 +223,37 @@ def empties(kernels: InterpretedKernels) -> None:
     kernels.check_counters()
 
 
+def suffixes(kernels: InterpretedKernels) -> None:
+    """Rows with different numbers of new tokens, anywhere in a step; the step's other tokens are left alone."""
+    for heads, kv_heads, dim, page, dtype in ((4, 2, 16, 16, torch.float32), (6, 2, 24, 8, torch.float32)):
+        lengths, counts, starts = [300, 3, 0, 64, 33], [5, 3, 0, 1, 8], [2, 8, 0, 20, 11]
+        cache = Cache(lengths, kv_heads, dim, page, dtype)
+        inputs = dataclasses.replace(
+            cache.inputs(8),
+            skip_empty=True,
+            starts_B=torch.tensor(starts, dtype=torch.int32),
+            queries_B=torch.tensor(counts, dtype=torch.int32),
+        )
+        q = randn(24, heads, dim, dtype=dtype)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5, torch.full_like(q, 9.0))
+        assert (expected != 9.0).all(-1).all(-1).sum() == sum(counts)
+        forms = FORMS[: 1 + (dim == 16)]
+        found = [
+            attend(
+                kernels, form, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
+                out_THD=torch.full_like(q, 9.0), block_n=16, programs=11,
+            )
+            for form in forms
+            for rule in (SplitRule(16, 1, 16, 64), SplitRule(16, 2, 1024, 2))
+        ]  # fmt: skip
+        own = kernels.plan_decode(inputs, heads, cache.kv)
+        found.append(kernels.decode_attention(q, cache.kv, own, dim**-0.5, torch.full_like(q, 9.0)))
+        for out in found:
+            check(out, expected, dtype, ("suffixes", heads, dim))
+            assert torch.equal(out == 9.0, expected == 9.0)
+    kernels.check_counters()
+
+
 def chosen(kernels: InterpretedKernels) -> None:
     """The rule and the form that the kernels choose; a list whose partial results do not fit is not used."""
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
@@ -251,6 +277,7 @@ PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
     rotation,
     neighbours,
     empties,
+    suffixes,
     chosen,
 )
 

@@ -120,7 +120,7 @@ def test_admission_while_steps_are_in_flight(depth: int) -> None:
     later = {3: requests[2:3], 4: requests[3:5], 11: requests[5:]}
     life = live(requests[:2], depth=depth, later=later)
     same(life, oracle(requests))
-    assert life.counters["prefill_steps"] == 4
+    assert life.counters["prefill_steps"] + life.counters["mixed_steps"] == 4
     unbroken(life)
 
 
@@ -282,7 +282,7 @@ def test_cancel_in_the_turn_of_its_arrival(depth: int) -> None:
 
 def test_cancel_during_prefill(depth: int) -> None:
     requests = [request(0, prompt(110), max_tokens=8, prompt_logprobs=1), *people(4)[1:]]
-    life = cancelled(requests, depth, turn=8, state=State.PREFILL, max_prefill_tokens=8)
+    life = cancelled(requests, depth, turn=8, state=State.PREFILL, max_prefill_tokens=8, mixed=None)
     assert life.answers[0][0] == ()
     assert life.counters["ghost_rows"] == depth, "chunks in flight"
     assert len(life.scores.by_request[0]) == 8 * (8 - depth), "what had landed is kept"
@@ -339,7 +339,7 @@ def test_cancel_while_paused_or_evicted(depth: int) -> None:
 
 def test_every_row_crosses_a_block_boundary_at_once(depth: int) -> None:
     requests = people(8, length=12, max_tokens=30)
-    life = live(requests, depth=depth, block_size=4)
+    life = live(requests, depth=depth, block_size=4, max_prefill_tokens=96)
     same(life, oracle(requests))
     together = [plan for plan in life.real_plans if len({slot for slot, _, _ in plan.block_writes}) == 8]
     assert len([plan for plan in together if plan.kind is StepKind.DECODE]) >= 6
@@ -365,8 +365,8 @@ def test_buckets_change_up_and_down(depth: int) -> None:
 @pytest.mark.parametrize("burst", [1, 3])
 def test_chunked_prefill_between_decode_steps(depth: int, burst: int) -> None:
     talking, long = people(3, max_tokens=30), request(9, prompt(100, 9), max_tokens=6, logprobs=1, stops=())
-    life = live(talking, depth=depth, max_prefill_tokens=40, prefill_burst=burst, later={5: [long]})
-    small = live(talking, depth=depth, max_prefill_tokens=12, prefill_burst=burst, later={5: [long]})
+    life = live(talking, depth=depth, max_prefill_tokens=40, prefill_burst=burst, mixed=None, later={5: [long]})
+    small = live(talking, depth=depth, max_prefill_tokens=12, prefill_burst=burst, mixed=None, later={5: [long]})
     same(life, oracle([*talking, long]))
     same(small, oracle([*talking, long]))
     kinds = "".join("pd"[plan.kind] for plan in small.real_plans)

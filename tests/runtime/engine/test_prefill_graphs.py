@@ -28,7 +28,7 @@ from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_prompt_logprobs import check
 
 BUCKETS = (16, 40, 64)
-EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "mixed": None}
 
 
 def replays(engine: Engine) -> dict[int, int]:
@@ -77,7 +77,7 @@ def test_steps_beyond_the_last_bucket_are_launched() -> None:
 def test_steps_that_score_prompts_are_launched() -> None:
     """They need every token's last layer; others between them are replayed."""
     requests = [*prompts(seed=0), *(request(100 + i, range(i, i + 30)) for i in range(9))]
-    with rig(prefill_buckets=BUCKETS, rows=4) as engine:
+    with rig(prefill_buckets=BUCKETS, rows=4, mixed=None) as engine:
         counts, scores = replays(engine), Scores()
         run(engine, requests, watch=scores)
         assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]

@@ -1,0 +1,1 @@
+"""`bench serve`: requests that arrive over time, and what became of them."""

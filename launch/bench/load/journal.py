@@ -1,0 +1,94 @@
+"""What happened in one run of a load: each request's times, and what the engine counted meanwhile.
+
+Knows: which moments a request has, and what follows from them. Does not know: how requests are sent (generator.py),
+what is reported of a run (figures.py). All times are seconds on time.perf_counter's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+Counts = Mapping[str, int | float]
+
+
+@dataclass(slots=True)
+class Served:
+    """One request. ``due``: when its schedule has it. ``began``: from when its latencies count: when it was due or,
+    where --max-concurrency held it back, when a place was free. ``sent``: when it was handed over, never earlier.
+
+    ``moments``: when each portion of tokens arrived, ``counts`` how many each had. ``reason`` is the wire name of how
+    it ended; ``error`` says why it failed, and is empty if it did not.
+    """
+
+    prompt_tokens: int
+    due: float
+    began: float
+    sent: float
+    moments: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    ended: float = 0.0
+    reason: str = ""
+    error: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error) or not self.moments
+
+    @property
+    def ttft(self) -> float:
+        return self.moments[0] - self.began
+
+    @property
+    def e2el(self) -> float:
+        return self.moments[-1] - self.began
+
+    @property
+    def tpot(self) -> float | None:
+        """(last token - first token) / (tokens - 1); None with a single token."""
+        tokens = self.tokens
+        return None if tokens < 2 else (self.moments[-1] - self.moments[0]) / (tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one portion of tokens and the next: what vLLM calls itl."""
+        return [after - before for before, after in pairwise(self.moments)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counters of the engine at a moment of a run; each only grows. ``step``: the latest step that had landed."""
+
+    at: float
+    step: int
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """A run, from the moment before the first request was sent until the last had ended.
+
+    ``samples``: about every 0.1 s, the first at the start and the last at the end; none of a server behind a socket.
+    ``before``, ``after``: everything that the engine counts, around the run.
+    """
+
+    started: float
+    ended: float
+    requests: Sequence[Served]
+    samples: Sequence[Sample] = ()
+    before: Counts = field(default_factory=dict)
+    after: Counts = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def good(self) -> list[Served]:
+        """Those that did not fail."""
+        return [one for one in self.requests if not one.failed]

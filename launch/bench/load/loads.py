@@ -1,0 +1,81 @@
+"""The points of a `bench serve`: which requests each sends, and when.
+
+Knows: rates, concurrencies, and what one run may leave in a prefix cache for the next. Does not know: how a load is
+generated (generator.py) or measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.bench.load.arrivals import arrival_offsets, stretched
+from launch.bench.load.datasets import LoadSet, load_set
+from launch.bench.serve_options import ServeOptions
+from launch.bench.session import Session
+from launch.errors import UsageError
+from models.config import ModelConfig
+from runtime.engine import ServedModel
+from runtime.frontend.client import PromptRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One point: what is sent, and when. ``first_turn``: how many runs came before its first one."""
+
+    label: str
+    rate: float
+    concurrency: int | None
+    dataset: LoadSet
+    offsets: Sequence[float]
+    first_turn: int
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
+
+    def run(self, number: int) -> Sequence[PromptRequest]:
+        """The requests of a run. Where they are drawn, those of every run have token ids of their own, so that none is
+        in a prefix cache because of an earlier run; the first run of all has the dataset's."""
+        return self.dataset.with_other_ids(self.first_turn + number) if self.dataset.drawn else self.dataset.requests
+
+    def warm_up(self, count: int) -> Sequence[PromptRequest]:
+        """The lengths of the first ``count``, and token ids that no run has."""
+        return self.dataset.with_other_ids(-1 - self.first_turn)[:count]
+
+
+def loads_of(session: Session, options: ServeOptions, *, cached: bool) -> list[Load]:
+    """Every point that the command line asks for. ``cached``: prompts of a run stay in a prefix cache that the next one
+    finds. Raises UsageError, also for points that cannot be measured one after the other, TokenizerError, BenchError.
+    """
+    facts = ModelConfig.from_folder(session.folder)
+    longest = session.config.max_model_len or facts.max_length
+    model = ServedModel(facts.vocab_size, longest, facts.eos_token_ids)
+    seed, found, sets = session.config.seed, list[Load](), dict[tuple[int, float], LoadSet]()
+    for number, (rate, concurrency) in enumerate(options.points):
+        count = options.requests_of(concurrency)
+        key = (count, rate if options.dataset_name == "burst" else 0.0)
+        if key not in sets:
+            sets[key] = load_set(options, count, model, session.folder, seed, rate)
+        requests = sets[key]
+        offsets = requests.offsets
+        count = len(requests.requests)
+        if offsets is None:
+            offsets = arrival_offsets(count, rate, options.burstiness, seed)
+        elif options.dataset_name == "trace" and math.isfinite(rate):
+            offsets = stretched(offsets, count / rate)
+        found.append(Load(_label(rate, concurrency), rate, concurrency, requests, offsets, number * options.num_iters))
+    runs = len(found) * options.num_iters
+    if runs > 1 and cached and not found[0].dataset.drawn:
+        raise UsageError(
+            f"--dataset-name {options.dataset_name} has prompts of its own, so the prefix cache would have those of "
+            f"the {runs} runs from the second on: type --no-prefix-caching, or measure one point a command"
+        )
+    return found
+
+
+def _label(rate: float, concurrency: int | None) -> str:
+    words = [] if concurrency is None else [f"c{concurrency}"]
+    words += [f"r{rate:g}"] if math.isfinite(rate) else []
+    return "".join(words) or "all"

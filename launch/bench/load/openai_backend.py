@@ -1,0 +1,305 @@
+"""An OpenAI-compatible server under load: streamed completions over HTTP, with the standard library alone.
+
+Knows: the completions endpoint, server-sent events, connections that are kept. Does not know: schedules (generator.py),
+which server it is. Prompts are sent as token ids, so that every server gets the same ones; ``ignore_eos`` is sent for
+requests that have it, which vLLM and SGLang understand.
+
+An event loop in a thread of its own sends and reads; a chunk's time is taken when its bytes were read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from launch.bench.load.journal import Journal, Served
+from launch.bench.trace import BenchError
+from launch.errors import UsageError
+from runtime.frontend.client import PromptRequest
+
+_LINE_BYTES = 1 << 24  # most of one event
+_CONNECT_SECONDS = 30.0
+_WAKE_SECONDS = 1.0  # longest wait at a stretch, so that Ctrl-C is noticed
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    """One event of a streamed completion."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What came of one request."""
+
+    moments: list[float] = field(default_factory=list)
+    tokens: int | None = None
+    reason: str = ""
+    error: str = ""
+    ended: float = 0.0
+
+
+@dataclass(slots=True)
+class _Connection:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class OpenAIServer:
+    """A server's address, its model's name, and connections to it. Raises UsageError or BenchError."""
+
+    def __init__(self, base_url: str, endpoint: str, model: str | None = None) -> None:
+        parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--base-url {base_url} is no address such as http://localhost:8000")
+        self.host, self.secure = parts.hostname, parts.scheme == "https"
+        self.port = parts.port or (443 if self.secure else 80)
+        self.path = parts.path.rstrip("/") + endpoint
+        self._root = parts.path.rstrip("/")
+        self._idle: list[_Connection] = []
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="openai", daemon=True)
+        self._thread.start()
+        try:
+            self.model = model or self._first_model(base_url)
+        except BaseException:
+            self.close()
+            raise
+
+    def _first_model(self, base_url: str) -> str:
+        asked = asyncio.run_coroutine_threadsafe(self._get(f"{self._root}/v1/models"), self.loop)
+        try:
+            return str(json.loads(asked.result())["data"][0]["id"])
+        except (OSError, ValueError, LookupError, TypeError, asyncio.IncompleteReadError) as error:
+            raise BenchError(
+                f"{base_url}/v1/models names no model ({type(error).__name__}: {error}): is the server running? "
+                "If it does not list its models, type --served-model-name NAME"
+            ) from None
+
+    async def _get(self, path: str) -> bytes:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            connection = await self._connect()
+            try:
+                connection.writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}\r\n\r\n".encode())
+                status, headers = await _head(connection.reader)
+                body = b"\n".join([line async for line in _body_lines(connection.reader, headers)])
+                if status != 200:
+                    raise ValueError(f"HTTP {status}")
+                return body
+            finally:
+                connection.writer.close()
+
+    async def _connect(self) -> _Connection:
+        context = ssl.create_default_context() if self.secure else None
+        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, limit=_LINE_BYTES)
+        return _Connection(reader, writer)
+
+    async def complete(self, body: bytes, answer: _Answer) -> None:
+        """One streamed completion. What goes wrong stands in ``answer.error``."""
+        try:
+            reused = bool(self._idle)
+            connection = self._idle.pop() if reused else await self._connect()
+            try:
+                status, headers = await self._ask(connection, body)
+            except (OSError, asyncio.IncompleteReadError):  # the server closed a connection that it had kept
+                connection.writer.close()
+                if not reused:
+                    raise
+                connection = await self._connect()
+                status, headers = await self._ask(connection, body)
+            try:
+                await _read_answer(connection.reader, status, headers, answer)
+            except BaseException:
+                connection.writer.close()
+                raise
+            if headers.get("connection", "").lower() == "close" or not _is_framed(headers):
+                connection.writer.close()
+            else:
+                self._idle.append(connection)
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+
+    async def _ask(self, connection: _Connection, body: bytes) -> tuple[int, dict[str, str]]:
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Accept: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.writer.write(head.encode() + body)
+        await connection.writer.drain()
+        return await _head(connection.reader)
+
+    def close(self) -> None:
+        """Close connections and end the thread."""
+
+        async def close_all() -> None:
+            for connection in self._idle:
+                connection.writer.close()
+            await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(close_all(), self.loop).result(_CONNECT_SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_CONNECT_SECONDS)
+        self.loop.close()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers, names in lower case."""
+    first = await reader.readuntil(b"\r\n")
+    words = first.split(None, 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        raise ValueError(f"the server answered {first[:80]!r}, which is no HTTP")
+    headers: dict[str, str] = {}
+    while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return int(words[1]), headers
+
+
+def _is_framed(headers: dict[str, str]) -> bool:
+    """Whether the body says where it ends."""
+    return "chunked" in headers.get("transfer-encoding", "").lower() or "content-length" in headers
+
+
+async def _pieces(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """The body as it comes, framing taken off."""
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            yield (await reader.readexactly(size + 2))[:-2]
+        while await reader.readuntil(b"\r\n") != b"\r\n":  # trailers
+            pass
+        return
+    left = int(headers["content-length"]) if "content-length" in headers else None
+    while left is None or left > 0:
+        piece = await reader.read(1 << 16 if left is None else min(left, 1 << 16))
+        if not piece:
+            return
+        left = None if left is None else left - len(piece)
+        yield piece
+
+
+async def _body_lines(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """Lines without their ends; the rest of the body at last."""
+    rest = b""
+    async for piece in _pieces(reader, headers):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+    if rest:
+        yield rest
+
+
+async def _read_answer(reader: asyncio.StreamReader, status: int, headers: dict[str, str], answer: _Answer) -> None:
+    """Every event that brings a choice is a portion of tokens, as vLLM's client counts them."""
+    if status != 200:
+        text = b" ".join([line async for line in _body_lines(reader, headers)])
+        answer.error = f"HTTP {status}: {text[:300].decode(errors='replace')}"
+        return
+    decode = msgspec.json.Decoder(_Chunk).decode
+    async for line in _body_lines(reader, headers):
+        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+            continue
+        at = time.perf_counter()
+        chunk = decode(line[5:])
+        if chunk.error is not None:
+            answer.error = f"the server says: {chunk.error}"
+        if chunk.choices:
+            answer.moments.append(at)
+            answer.reason = chunk.choices[0].finish_reason or answer.reason
+        if chunk.usage is not None:
+            answer.tokens = chunk.usage.completion_tokens
+    if not answer.moments and not answer.error:
+        answer.error = "the server ended the answer without a token"
+
+
+class OpenAIBackend:
+    """One run over a server."""
+
+    def __init__(self, server: OpenAIServer, requests: Sequence[PromptRequest]) -> None:
+        self._server = server
+        self._bodies = [_body(server.model, one) for one in requests]
+        self._wanted = [one.sampling.max_tokens if one.sampling.ignore_eos else None for one in requests]
+        self._answers = [_Answer() for _ in requests]
+        self._ended: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+
+    def begin(self) -> None:
+        """Bodies are ready: nothing is left to do."""
+
+    def send(self, number: int) -> None:
+        asyncio.run_coroutine_threadsafe(self._run(number), self._server.loop)
+
+    async def _run(self, number: int) -> None:
+        answer = self._answers[number]
+        try:
+            await self._server.complete(self._bodies[number], answer)
+        finally:
+            answer.ended = answer.moments[-1] if answer.moments else time.perf_counter()
+            self._ended.put((answer.ended, number))
+
+    def advance(self, until: float) -> Sequence[tuple[float, int]]:
+        wait = min(_WAKE_SECONDS, max(0.0, until - time.perf_counter()))
+        try:
+            found = [self._ended.get(timeout=wait) if wait else self._ended.get_nowait()]
+        except queue.Empty:
+            return ()
+        while not self._ended.empty():
+            found.append(self._ended.get())
+        return sorted(found)
+
+    def journal(self, started: float, ended: float, requests: Sequence[Served]) -> Journal:
+        for one, answer, wanted in zip(requests, self._answers, self._wanted, strict=True):
+            one.moments, one.ended = answer.moments, answer.ended
+            one.reason, one.error = answer.reason, answer.error
+            one.counts = _counts(len(answer.moments), answer.tokens)
+            if not one.error and wanted is not None and one.tokens != wanted:
+                one.error = f"ended by {one.reason or 'nothing'} after {one.tokens} of {wanted} tokens"
+        return Journal(started, ended, requests)
+
+
+def _counts(portions: int, tokens: int | None) -> list[int]:
+    """Tokens of each portion: one, but for what the server's usage says beyond or below that, which the first ones get.
+
+    A server may put several tokens into an event, or send an event without one; which is not said."""
+    if tokens is None or not portions:
+        return [1] * portions
+    each, rest = divmod(tokens, portions)
+    return [each + (place < rest) for place in range(portions)]
+
+
+def _body(model: str, request: PromptRequest) -> bytes:
+    sampling = request.sampling
+    said: dict[str, Any] = {
+        "model": model,
+        "prompt": list(request.prompt),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if sampling.ignore_eos:
+        said["ignore_eos"] = True
+    if sampling.temperature > 0:
+        said |= {"top_p": sampling.top_p}
+        said |= {"top_k": sampling.top_k} if sampling.top_k else {}
+        said |= {"min_p": sampling.min_p} if sampling.min_p else {}
+    return msgspec.json.encode(said)

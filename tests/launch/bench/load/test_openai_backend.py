@@ -1,0 +1,144 @@
+"""The HTTP backend against a small server of the standard library: streaming, kept connections, errors."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from launch.bench.load.datasets import random_requests
+from launch.bench.load.generator import generate_load
+from launch.bench.load.journal import Journal
+from launch.bench.load.openai_backend import OpenAIBackend, OpenAIServer
+from launch.bench.trace import BenchError
+from launch.errors import UsageError
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams ``max_tokens`` events, in chunks that are no events' ends. Prompts that begin in ``refused`` are."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[dict[str, Any]]] = []
+    connections: ClassVar[set[int]] = set()
+    drop_first: ClassVar[set[int]] = set()
+    refused: ClassVar[range] = range(0)
+
+    def do_GET(self) -> None:
+        self._whole(200 if self.path == "/v1/models" else 404, {"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({"path": self.path, **body})
+        self.connections.add(id(self.connection))
+        if body["prompt"][0] in self.refused:
+            self._whole(400, {"error": {"message": "not this one"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        count = body["max_tokens"]
+        for number in range(count):
+            choice = {"text": f"t{number}", "finish_reason": "length" if number == count - 1 else None}
+            self._chunk(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        self._chunk(f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': count}})}\n\n".encode())
+        self._chunk(b"data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+        if body["prompt"][0] in self.drop_first:
+            self.close_connection = True
+
+    def _chunk(self, data: bytes) -> None:
+        for part in (data[:7], data[7:]):
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+        self.wfile.flush()
+
+    def _whole(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    Handler.asked, Handler.connections, Handler.drop_first, Handler.refused = [], set(), set(), range(0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def run(url: str, ids: range, offsets: list[float], concurrency: int | None = None) -> Journal:
+    requests = random_requests(len(offsets), 1, ids, 6, 4, 0.0)
+    with closing(OpenAIServer(url, "/v1/completions")) as server:
+        return generate_load(OpenAIBackend(server, requests), [6] * len(offsets), offsets, concurrency)
+
+
+def test_a_server_is_measured_like_an_engine() -> None:
+    with serving() as url:
+        journal = run(url, range(101, 200), [0.0] * 7, concurrency=2)
+    assert [one.tokens for one in journal.requests] == [4] * 7
+    for one in journal.requests:
+        assert (one.error, one.reason) == ("", "length")
+        assert one.sent < one.moments[0] <= one.ended == one.moments[-1]
+        assert one.moments == sorted(one.moments)
+        assert len(one.moments) == 4
+    assert len(Handler.connections) <= 3, "connections are kept"
+    sent = Handler.asked[0]
+    assert sent | {"path": "/v1/completions", "model": "tiny", "max_tokens": 4, "temperature": 0.0} == sent
+    assert sent | {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}} == sent
+    assert len(sent["prompt"]) == 6
+    assert not journal.samples
+
+
+def test_an_open_loop_waits_for_arrivals_beside_answers() -> None:
+    with serving() as url:
+        journal = run(url, range(101, 200), [0.0, 0.2, 0.4])
+    assert all(one.sent >= one.due for one in journal.requests)
+    assert journal.requests[2].due - journal.started == pytest.approx(0.4)
+
+
+def test_a_connection_that_the_server_closed_is_opened_again() -> None:
+    with serving() as url:
+        Handler.drop_first = set(range(101, 200))
+        journal = run(url, range(101, 200), [0.0, 0.3, 0.6], concurrency=1)
+    assert [one.error for one in journal.requests] == [""] * 3
+
+
+def test_what_the_server_refuses_has_failed_with_its_words() -> None:
+    with serving() as url:
+        Handler.refused = range(100, 101)
+        journal = run(url, range(100, 101), [0.0, 0.0])
+    for one in journal.requests:
+        assert one.failed
+        assert one.error.startswith("HTTP 400: ")
+        assert "not this one" in one.error
+
+
+def test_no_server_is_said_at_once() -> None:
+    with serving() as url:
+        pass
+    with pytest.raises(BenchError, match="is the server running"):
+        OpenAIServer(url, "/v1/completions")
+    with closing(OpenAIServer(url, "/v1/completions", "named")) as server:
+        requests = random_requests(1, 1, range(101, 200), 6, 4, 0.0)
+        journal = generate_load(OpenAIBackend(server, requests), [6], [0.0])
+    assert "Connect" in journal.requests[0].error
+    with pytest.raises(UsageError, match="is no address such as"):
+        OpenAIServer("ftp://x", "/v1/completions")
+    assert all(thread.name != "openai" for thread in threading.enumerate()), "every loop has ended"
