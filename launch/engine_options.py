@@ -121,7 +121,7 @@ _DERIVED_DEFAULTS = {
     "expert_parallel": "off; on with --data-parallel-size",
     "max_model_len": "the model's own limit",
     "num_blocks": "sized from --memory-fraction of the memory",
-    "itl_target_ms": "twice the time of the decode step",
+    "itl_target_ms": "8 times the smallest step, or twice the decode step",
     "timeline": "not written",
     "expert_load": "not written",
     "expert_map": "in order",

@@ -18,7 +18,7 @@ from models.layers.decoder import Decoder, DecoderLayer
 from models.layers.moe import SparseMLP
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
-from runtime.schedule.budget import budget_table
+from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,15 @@ def mixed_steps(
     rows, kv_tokens = config.decode_buckets, _kv_cells(executor.sizing.num_blocks * config.block_size)
 
     def make() -> str:
-        return json.dumps(budget_table(costs, kv_ms, rows, kv_tokens, config.itl_target_ms))
+        return json.dumps([budget_table(costs, kv_ms, rows, kv_tokens, config.itl_target_ms), calm_table(costs, rows)])
 
-    table = json.loads(make() if share is None else share(make))
-    mixed = MixedSteps(buckets, tuple((row, kv, total) for row, kv, total in table), costly_prefix=costly_prefix(model))
+    budgets, calm = json.loads(make() if share is None else share(make))
+    mixed = MixedSteps(
+        buckets,
+        tuple((row, kv, total) for row, kv, total in budgets),
+        tuple((row, chunk) for row, chunk in calm),
+        costly_prefix=costly_prefix(model),
+    )
     log.info("%s", _told(mixed, costs, config.itl_target_ms))
     return mixed
 
@@ -83,11 +88,11 @@ def _kv_cells(pool_tokens: int) -> list[int]:
 
 def _told(mixed: MixedSteps, costs: list[tuple[int, float]], target_ms: float | None) -> str:
     """For the log: the first KV cell of a few row counts."""
-    first = {rows: total for rows, kv, total in reversed(mixed.budgets) if kv == _FIRST_KV_CELL}
-    few = [rows for rows in sorted(first) if rows & (rows - 1) == 0]
-    aim = "twice a decode step's time" if target_ms is None else f"{target_ms:g} ms"
+    most = {rows: total for rows, kv, total in reversed(mixed.budgets) if kv == _FIRST_KV_CELL}
+    few = [(rows, chunk, most[rows]) for rows, chunk in mixed.calm if rows & (rows - 1) == 0]
+    told = ", ".join(f"{chunk} beside {rows} rows (step of {total} tokens at most)" for rows, chunk, total in few)
+    aim = "as long as is worth it" if target_ms is None else f"{target_ms:g} ms at most"
     return (
-        f"mixed steps: at most {', '.join(f'{first[rows]} tokens beside {rows} rows' for rows in few)}, so that one "
-        f"takes {aim} at most (--itl-target-ms); {costs[0][0]} tokens took {costs[0][1]:.2f} ms, {costs[-1][0]} "
-        f"{costs[-1][1]:.1f} ms"
+        f"mixed steps: prompt tokens while few wait: {told}; a step takes {aim} (--itl-target-ms); {costs[0][0]} "
+        f"tokens took {costs[0][1]:.2f} ms, {costs[-1][0]} {costs[-1][1]:.1f} ms"
     )

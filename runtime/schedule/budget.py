@@ -1,4 +1,4 @@
-"""How many tokens a mixed step may have: the table at work, and how it is made from measured times.
+"""How many tokens a mixed step may have: the tables at work, and how they are made from measured times.
 
 Knows: numbers of tokens, and times that somebody measured before the first step. Does not know: clocks, requests,
 which prompts get the tokens (shares.py).
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 from runtime.schedule.config import MixedSteps
 
+# ---- at work ----
+
 
 class TokenBudget:
-    """Looks a step up in ``mixed``. ``most_chunk_tokens``: of all chunks of a step, whatever the table says."""
+    """Looks a step up in ``mixed``. ``most_chunk_tokens``: of all chunks of a step, whatever the tables say."""
 
     def __init__(self, mixed: MixedSteps, most_chunk_tokens: int) -> None:
         self._buckets = mixed.buckets
         self._most_chunk_tokens = most_chunk_tokens
+        self._drain_steps = mixed.drain_steps
+        self._calm_rows = [rows for rows, _ in mixed.calm]
+        self._calm_tokens = [tokens for _, tokens in mixed.calm]
         self._rows: list[int] = []
         self._kv_tokens: list[list[int]] = []
         self._totals: list[list[int]] = []
@@ -29,18 +35,22 @@ class TokenBudget:
             self._kv_tokens[-1].append(kv_tokens)
             self._totals[-1].append(total)
 
-    def chunk_tokens(self, rows: int, kv_tokens: int, width: int) -> int:
+    def chunk_tokens(self, rows: int, kv_tokens: int, width: int, waiting_tokens: int) -> int:
         """Tokens for the chunks of a step with ``rows`` decode rows of ``width`` that hold ``kv_tokens`` at most.
 
-        As many as fill the largest bucket within the budget. At least one, and at least up to the next bucket: prompts
+        As many as fill the largest bucket within the budget; where ``waiting_tokens`` of prompts are few, as many as
+        fill the smallest bucket that holds enough of them. At least one, and at least up to the next bucket: prompts
         advance in every step, however little the budget is.
         """
         decoding = rows * width
         total = decoding + self._most_chunk_tokens
         if self._rows:
-            near = min(bisect_left(self._rows, rows), len(self._rows) - 1)
-            limits = self._kv_tokens[near]
-            total = min(total, self._totals[near][min(bisect_left(limits, kv_tokens), len(limits) - 1)])
+            near = _entry(self._rows, rows)
+            total = min(total, self._totals[near][_entry(self._kv_tokens[near], kv_tokens)])
+        if self._calm_rows:
+            calm = self._calm_tokens[_entry(self._calm_rows, rows)]
+            enough = decoding + max(calm, -(-waiting_tokens // self._drain_steps))
+            total = min(total, self.bucket(enough) or total)
         return min(max(self.floor(total), self.bucket(decoding + 1)) - decoding, self._most_chunk_tokens)
 
     def floor(self, total: int) -> int:
@@ -51,16 +61,33 @@ class TokenBudget:
         return self._buckets[above - 1] if above else 0
 
     def bucket(self, total: int) -> int:
-        """The smallest bucket that holds ``total`` tokens."""
-        return self._buckets[bisect_left(self._buckets, total)] if self._buckets else total
+        """The smallest bucket that holds ``total`` tokens; 0 where there is none, ``total`` without buckets."""
+        if not self._buckets:
+            return total
+        at = bisect_left(self._buckets, total)
+        return self._buckets[at] if at < len(self._buckets) else 0
 
 
-SLOWDOWN = 2.0  # a step with prompts takes at most so many times as long as the decode step that it replaces
+def _entry(limits: Sequence[int], number: int) -> int:
+    """Index of the first limit that covers ``number``, or of the last."""
+    return min(bisect_left(limits, number), len(limits) - 1)
+
+
+# ---- made ----
+
+LONGEST = 8.0  # a mixed step takes at most so many times as long as the smallest step there is: what every step costs
+#                whatever it holds, its reads of the weights above all, is then at most an eighth of it
+SLOWDOWN = 2.0  # or, where that is more, so many times as long as the decode step in whose place it comes
+CALM_SLOWDOWN = 1.75  # the same, while few prompt tokens wait
+CHEAPER = 0.8  # larger chunks are worth it while few wait, where a token of them costs at most so much of one of these
 LEAST_CHUNK = 16  # tokens of prompts in a mixed step, where even fewer would miss the target
+
+# (total tokens, ms) of forward passes, ascending in both
+Times = Sequence[tuple[int, float]]
 
 
 def budget_table(
-    step_ms: Sequence[tuple[int, float]],
+    step_ms: Times,
     kv_ms: float,
     rows: Sequence[int],
     kv_tokens: Sequence[int],
@@ -68,18 +95,63 @@ def budget_table(
 ) -> tuple[tuple[int, int, int], ...]:
     """MixedSteps.budgets from measured times: the most tokens whose step is not longer than the target.
 
-    ``step_ms``: (total tokens, ms) of steps that read next to no KV, ascending. ``kv_ms``: of reading one token's KV.
-    ``rows`` and ``kv_tokens``, ascending: the cells of the table, each for steps up to these. ``target_ms``: how long a
-    step may take, so how long a decode row waits for its next token; None: ``SLOWDOWN`` times what the step takes
-    without prompts.
+    ``step_ms``: (total tokens, ms) of steps that read next to no KV, two of them at least, tokens ascending; between
+    them times are interpolated, beyond them there are no tokens. ``kv_ms``: of reading one token's KV. ``rows`` and
+    ``kv_tokens``, ascending: the cells of the table, each for steps up to these. ``target_ms``: how long a step may
+    take, so how long a decode row waits for its next token; None: ``LONGEST`` and ``SLOWDOWN``.
     """
-    slowest = 0.0
-    rising = [(tokens, slowest := max(slowest, ms)) for tokens, ms in step_ms]  # a measured dip promises nothing
+    times = _rising(step_ms)
     table = []
     for row_limit in rows:
-        decode_ms = next((ms for tokens, ms in rising if tokens >= row_limit), slowest)
+        decode_ms = _ms_of(times, row_limit)
         for kv_limit in kv_tokens:
-            allowed = (SLOWDOWN * (decode_ms + kv_limit * kv_ms) if target_ms is None else target_ms) - kv_limit * kv_ms
-            fits = [tokens for tokens, ms in rising if ms <= allowed]
-            table.append((row_limit, kv_limit, max(row_limit + LEAST_CHUNK, *fits, 0)))
+            read_ms = kv_limit * kv_ms
+            longest_ms = max(LONGEST * times[0][1], SLOWDOWN * (decode_ms + read_ms))
+            total = _tokens_within(times, (longest_ms if target_ms is None else target_ms) - read_ms)
+            table.append((row_limit, kv_limit, max(total, row_limit + LEAST_CHUNK)))
     return tuple(table)
+
+
+def calm_table(step_ms: Times, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """MixedSteps.calm from the same times: chunk tokens of a step that takes ``CALM_SLOWDOWN`` times its decode step.
+
+    Or more, where more cost clearly less each: a dense model's tokens are cheapest while the weights' reads hide them,
+    so that a prompt in pieces beside few rows costs least; a mixture of experts' are in large steps, which share what
+    was read of each expert.
+    """
+    times = _rising(step_ms)
+    table = []
+    for row_limit in rows:
+        decode_ms = _ms_of(times, row_limit)
+        chunk = max(_tokens_within(times, CALM_SLOWDOWN * decode_ms) - row_limit, LEAST_CHUNK)
+        cost_ms = (_ms_of(times, row_limit + chunk) - decode_ms) / chunk
+        more = [tokens - row_limit for tokens, ms in times if ms - decode_ms < CHEAPER * cost_ms * (tokens - row_limit)]
+        table.append((row_limit, max(chunk, *more, 0)))
+    return tuple(table)
+
+
+def _rising(step_ms: Times) -> list[tuple[int, float]]:
+    """The same, without dips: that more tokens took less time promises nothing."""
+    slowest = 0.0
+    return [(tokens, slowest := max(slowest, ms)) for tokens, ms in step_ms]
+
+
+def _ms_of(times: Times, tokens: int) -> float:
+    """Of so many tokens; the first time for fewer than were measured, the last slope beyond."""
+    if tokens <= times[0][0]:
+        return times[0][1]
+    for (low, low_ms), (high, high_ms) in pairwise(times):
+        if tokens <= high or (high, high_ms) == times[-1]:
+            return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
+    raise ValueError(f"step_ms has {len(times)} times, at least two are needed")
+
+
+def _tokens_within(times: Times, ms: float) -> int:
+    """The most tokens that take ``ms`` at most, as many as were measured at most; 0 where none do."""
+    most = 0
+    for (low, low_ms), (high, high_ms) in pairwise(times):
+        if high_ms <= ms:
+            most = high
+        elif low_ms <= ms:
+            most = low + int((high - low) * (ms - low_ms) / (high_ms - low_ms))
+    return most

@@ -5,8 +5,14 @@ Knows: names and units. Does not know: where the numbers come from (runtime/conf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
+
+
+def _ascending(numbers: Sequence[Any]) -> bool:
+    return all(low < high for low, high in pairwise(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +22,15 @@ class MixedSteps:
     A step's tokens are W for each decode row and those of its chunks. ``buckets``: totals of them, ascending, for which
     forward graphs exist; chunks are cut so that the total is one of them. Without any, nothing is rounded.
     ``budgets``: (decode rows up to, KV tokens of those rows up to, tokens of a mixed step at most), ascending; the
-    first entry that covers a step's rows and KV tokens counts, and the last one of either where none does
-    (budget.py makes them from measured times). Without any, chunks have ``max_prefill_tokens`` at most.
+    first entry that covers a step's rows and KV tokens counts, and the last one of either where none does. Without any,
+    chunks have ``max_prefill_tokens`` at most.
+    ``calm``: (decode rows up to, tokens of all chunks), looked up in the same way. While few prompt tokens wait, a step
+    takes no more than these; else as many of the budget as bring all that wait through in ``drain_steps`` steps.
+    Without any, a step takes what the budget allows. budget.py makes both tables from measured times.
     ``long_prompt``: prompts of more tokens wait in a lane of their own, where shorter ones may pass them while one
-    before them is prefilled. ``costly_prefix``: behind so many tokens of its own prompt a chunk's token counts as two
-    of the budget, since its attention costs as much as its products (0: all count as one).
+    before them is prefilled, and count as so many tokens of those that wait. ``costly_prefix``: behind so many tokens
+    of its own prompt a chunk's token counts as two of the budget, since its attention costs as much as its products
+    (0: all count as one).
 
     The numbers are data: rank 0 measures and shares them, and the digest holds them, so ranks that differ are found
     out at the first step. Raises ValueError for numbers that do not ascend, or are not positive.
@@ -28,25 +38,30 @@ class MixedSteps:
 
     buckets: tuple[int, ...] = ()
     budgets: tuple[tuple[int, int, int], ...] = ()
+    calm: tuple[tuple[int, int], ...] = ()
+    drain_steps: int = 6
     long_prompt: int = 2048
     costly_prefix: int = 0
 
     def __post_init__(self) -> None:
-        if self.buckets and (self.buckets[0] < 1 or any(low >= high for low, high in pairwise(self.buckets))):
+        if self.buckets and (self.buckets[0] < 1 or not _ascending(self.buckets)):
             raise ValueError(f"buckets is {self.buckets}, but they are totals of tokens, ascending from 1 on")
-        cells = [(rows, kv_tokens) for rows, kv_tokens, _ in self.budgets]
-        if any(low >= high for low, high in pairwise(cells)) or any(min(entry) < 0 for entry in self.budgets):
+        if not _ascending([entry[:2] for entry in self.budgets]) or any(min(entry) < 0 for entry in self.budgets):
             raise ValueError(f"budgets is {self.budgets}, but (rows, KV tokens) of its entries ascend from 0 on")
-        if self.long_prompt < 1 or self.costly_prefix < 0:
+        if not _ascending([rows for rows, _ in self.calm]) or any(min(entry) < 0 for entry in self.calm):
+            raise ValueError(f"calm is {self.calm}, but the rows of its entries ascend from 0 on")
+        if self.drain_steps < 1 or self.long_prompt < 1 or self.costly_prefix < 0:
             raise ValueError(
-                f"long_prompt is {self.long_prompt} and costly_prefix {self.costly_prefix}: they are numbers of tokens"
+                f"drain_steps is {self.drain_steps}, long_prompt {self.long_prompt} and costly_prefix "
+                f"{self.costly_prefix}: numbers of steps and tokens, at least 1, 1 and 0"
             )
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Everything above as the digest folds it."""
-        flat = [number for entry in self.budgets for number in entry]
-        return (len(self.buckets), *self.buckets, *flat, self.long_prompt, self.costly_prefix)
+        tables = (self.buckets, tuple(chain.from_iterable(self.budgets)), tuple(chain.from_iterable(self.calm)))
+        lists = [number for table in tables for number in (len(table), *table)]
+        return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix)
 
 
 @dataclass(frozen=True, slots=True)

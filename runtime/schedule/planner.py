@@ -82,16 +82,18 @@ class Planner:
         if not self._ready_rows():
             self._scored_before = False
             return self._prefill_step(self._cut_shares(self.config.max_prefill_tokens, scored=None))
+        scored_before, self._scored_before = self._scored_before, False
         width = self._width()
+        if not self._prefilling and not (self.resources.waiting and self._row_free):
+            return self._mixed_step(width, ([], []))
         kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
-        tokens = self._budget.chunk_tokens(len(self._rows), kv_tokens, width)
-        if not self._scored_before:
+        tokens = self._budget.chunk_tokens(len(self._rows), kv_tokens, width, self._waiting_tokens(mixed.long_prompt))
+        if not scored_before:
             planned = self._prefill_step(self._cut_shares(tokens, scored=True))
             if planned is not None:
                 self._scored_before = True
                 return planned
-        self._scored_before = False
-        return self._mixed_step(width, self._cut_shares(tokens, scored=False, costly_prefix=mixed.costly_prefix))
+        return self._mixed_step(width, self._cut_shares(tokens, scored=False, beside=len(self._rows) * width))
 
     def why_void(self) -> str:
         """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""
@@ -124,11 +126,19 @@ class Planner:
         plan = self._step_plan(StepKind.PREFILL, slots, epochs, PREFILL_WIDTH, tuple(chunks))
         return plan, tuple(rows)
 
-    def _cut_shares(self, tokens: int, *, scored: bool | None, costly_prefix: int = 0) -> Cut:
-        """The next chunks, of ``tokens`` together, of scored prompts, of the others, or (None) of all."""
+    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
+        """The next chunks, of ``tokens`` together, of scored prompts, of the others, or (None) of all.
+
+        ``beside`` so many tokens of decode rows, whose wait the budget bounds, a token behind a long prefix counts more
+        than one. What fills the bucket then is for nothing.
+        """
+        costly_prefix = self._mixed.costly_prefix if self._mixed is not None and beside else 0
         prefills = [s for s in self._prefilling.values() if scored is None or s.scoring is scored]
         self._seat_whoever_gets_a_share(prefills, tokens, scored, costly_prefix)
-        shares = share_out(prefills, tokens, costly_prefix)
+        if costly_prefix:
+            bought = sum(share_out(prefills, tokens, costly_prefix).values())
+            tokens = min(tokens, self._budget.bucket(beside + bought) - beside)
+        shares = share_out(prefills, tokens)
         rows: list[SequenceState] = []
         chunks: list[Chunk] = []
         for sequence in prefills:
@@ -158,6 +168,15 @@ class Planner:
                 return
             prefills.append(candidate)
             wanted += remaining(candidate)
+
+    def _waiting_tokens(self, long_prompt: int) -> int:
+        """Prompt tokens that are to be prefilled, of those who have a row and, on average, of those there is one for.
+
+        Long prompts count as ``long_prompt``: what matters is how many wait, more than how much one of them brings.
+        """
+        seated = sum(min(remaining(sequence), long_prompt) for sequence in self._prefilling.values())
+        waiting, rows = self.resources.waiting, self.config.rows - len(self._prefilling) - len(self._decoding)
+        return seated + self.resources.waiting_tokens * min(rows, waiting) // max(1, waiting)
 
     @property
     def _row_free(self) -> bool:

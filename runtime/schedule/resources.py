@@ -28,6 +28,7 @@ class Resources:
 
     ``chain`` holds the steps in flight, which fences wait for. ``digest`` and ``counters`` are the scheduler's: every
     part folds and counts its own decisions. ``decode_version`` changes whenever a request enters or leaves DECODE.
+    ``waiting_tokens``: known tokens of those in WAITING, at most ``long_prompt`` each where there are mixed steps.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -43,6 +44,7 @@ class Resources:
         self.sequences: dict[int, SequenceState] = {}
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
         self.decode_version = 0
+        self.waiting_tokens = 0
         self._max_width = config.max_width
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
@@ -55,6 +57,16 @@ class Resources:
             return SCORED_LANE
         assert self.config.mixed is not None
         return LONG_LANE if sequence.landed_tokens > self.config.mixed.long_prompt else 0
+
+    def _tokens_to_wait_for(self, sequence: SequenceState) -> int:
+        """Does not change while it waits: only steps in flight could add tokens, and it has none."""
+        mixed = self.config.mixed
+        return sequence.landed_tokens if mixed is None else min(sequence.landed_tokens, mixed.long_prompt)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.by_state[State.WAITING])
 
     # ---- arrival and end ----
 
@@ -69,9 +81,8 @@ class Resources:
             return self._reject(request, "needs at least one prompt token and max_tokens >= 1")
         if len(prompt) >= config.max_model_len:
             return self._reject(request, f"prompt has {len(prompt)} tokens, max_model_len is {config.max_model_len}")
-        waiting = len(self.by_state[State.WAITING])
-        if waiting >= config.max_waiting:
-            return self._reject(request, f"{waiting} requests are waiting, max_waiting is {config.max_waiting}")
+        if self.waiting >= config.max_waiting:
+            return self._reject(request, f"{self.waiting} requests are waiting, max_waiting is {config.max_waiting}")
         max_length = min(len(prompt) + sampling.max_tokens, config.max_model_len)
         sequence = SequenceState(request, self._arrivals, max_length)
         if (needed := self.blocks_for(self._most_kv(sequence))) > config.blocks:
@@ -83,6 +94,7 @@ class Resources:
         self._arrivals += 1
         self.sequences[request.request_id] = sequence
         self.by_state[State.WAITING][request.request_id] = sequence
+        self.waiting_tokens += self._tokens_to_wait_for(sequence)
         self.queue.push(sequence)
         return ()
 
@@ -122,6 +134,10 @@ class Resources:
         advance(sequence, trigger)
         del self.by_state[before][sequence.request.request_id]
         self.by_state[sequence.state][sequence.request.request_id] = sequence
+        if before is State.WAITING:
+            self.waiting_tokens -= self._tokens_to_wait_for(sequence)
+        elif sequence.state is State.WAITING:
+            self.waiting_tokens += self._tokens_to_wait_for(sequence)
         if before is State.DECODE or sequence.state is State.DECODE:
             self.decode_version += 1
         if sequence.state is State.PAUSED:
@@ -310,6 +326,9 @@ class Resources:
                 counted = planned[sequence.request.request_id]
                 counted[0] += width
                 counted[1] += width - 1
+        waiting = sum(map(self._tokens_to_wait_for, self.by_state[State.WAITING].values()))
+        if waiting != self.waiting_tokens:
+            raise AccountingError(f"waiting_tokens is {self.waiting_tokens}, counted {waiting}")
         for id_, sequence in self.sequences.items():
             if planned[id_] != [sequence.planned_tokens, sequence.uncertain_tokens]:
                 raise AccountingError(

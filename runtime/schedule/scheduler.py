@@ -50,7 +50,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self.resources.by_state[State.WAITING])
+        return self.resources.waiting
 
     @property
     def quiescent(self) -> bool:

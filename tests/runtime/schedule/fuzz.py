@@ -122,7 +122,11 @@ def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
     limits = [(rows, kv_tokens) for rows in range(config.rows + 1) for kv_tokens in (0, 5, 12, 30, 100)]
     some = sorted(draw.sample(limits, draw.choice((0, 1, 6, len(limits)))))
     budgets = tuple((rows, kv_tokens, draw.randrange(most + 8)) for rows, kv_tokens in some)
-    return MixedSteps(buckets, budgets, long_prompt=draw.choice((3, 8, 100)), costly_prefix=draw.choice((0, 0, 6)))
+    calm = tuple((rows, draw.randrange(most)) for rows in sorted(draw.sample(range(8), draw.choice((0, 1, 4)))))
+    steps = draw.choice((1, 3, 6))
+    return MixedSteps(
+        buckets, budgets, calm, steps, long_prompt=draw.choice((3, 8, 100)), costly_prefix=draw.choice((0, 0, 6))
+    )
 
 
 def _score_some(draw: random.Random, events: dict[int, list[Event]]) -> None:

@@ -1,0 +1,247 @@
+"""What a schedule gives on a device whose step times are known: the real scheduler over a clock that is computed.
+
+python -m tests.runtime.schedule.simulate                 the loads and step costs of Qwen3-8B on one H200
+python -m tests.runtime.schedule.simulate --separate      prefill and decode in steps of their own
+
+Knows: step times as a function of a plan's tokens, and how the engine's loop overlaps them at a chain depth. Does not
+know: a device, or a clock. Policies are compared here before they are measured; the figures are no measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from runtime.schedule.budget import budget_table, calm_table
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+
+# ---- what a step costs ----
+
+BUCKETS = (*range(8, 128, 8), *range(128, 512, 16), *range(512, 1024, 32), *range(1024, 2049, 128))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """``step_ms``: (tokens, ms) of a forward pass and a draw that read no KV; beyond the last, the last slope goes on.
+
+    ``kv_ms``: of reading one token's KV. ``attention_ms``: of one token of a prompt attending to one before it.
+    """
+
+    step_ms: tuple[tuple[int, float], ...]
+    kv_ms: float
+    attention_ms: float
+
+    def forward(self, tokens: int) -> float:
+        for (low, low_ms), (high, high_ms) in pairwise(self.step_ms):
+            if tokens <= high or (high, high_ms) == self.step_ms[-1]:
+                return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
+        raise AssertionError("unreachable")
+
+    def step(self, plan: StepPlan, kv_tokens: int, buckets: Sequence[int]) -> float:
+        tokens = plan.decode_rows * plan.width + plan.prefill_tokens
+        if plan.kind is StepKind.MIXED:
+            tokens = next((bucket for bucket in buckets if bucket >= tokens), tokens)
+        prompts = sum(len(c.token_ids) * (c.start + len(c.token_ids) / 2) for c in plan.chunks)
+        return self.forward(tokens) + kv_tokens * self.kv_ms + prompts * self.attention_ms
+
+
+# Decode steps of 1 to 256 rows without their KV reads (147,456 bytes a token at 4.0 TB/s), prefill beyond; attention of
+# 36 layers x 32 heads x 128 at 550 TFLOP/s.
+QWEN3_8B_H200 = StepCosts(
+    step_ms=((1, 4.11), (8, 4.26), (32, 4.49), (128, 5.33), (256, 7.69), (2048, 48.0), (16384, 370.6)),
+    kv_ms=147_456 / 4.0e9,
+    attention_ms=4 * 36 * 32 * 128 / 550e9,
+)
+
+
+# ---- loads ----
+
+
+@dataclass(frozen=True)
+class Arrival:
+    prompt: int
+    output: int
+    at_ms: float = 0.0
+
+
+def mixed_lengths(count: int, seed: int) -> list[Arrival]:
+    """Chat-like lengths: log-normal prompts (median 220, 2,000 at most) and outputs (median 180, 1,000 at most)."""
+    draw = random.Random(seed)
+
+    def clip(length: float, most: int) -> int:
+        return max(8, min(most, int(length)))
+
+    arrivals = []
+    for _ in range(count):
+        prompt = clip(draw.lognormvariate(math.log(220), 1.0), 2000)
+        output = clip(draw.lognormvariate(math.log(180), 0.9), 1000)
+        for _ in range(prompt):  # the tokens themselves, so that the same seed gives the same lengths
+            draw.randrange(100, 150000)
+        arrivals.append(Arrival(prompt, output))
+    return arrivals
+
+
+# ---- the run ----
+
+
+@dataclass
+class Figures:
+    """Times in ms. ``itl_ms``: between consecutive tokens of a request, of all requests."""
+
+    tokens: int = 0
+    ms: float = 0.0
+    itl_ms: list[float] = field(default_factory=list)
+    ttft_ms: dict[int, float] = field(default_factory=dict)
+    scheduler: Scheduler | None = None
+
+    def line(self) -> str:
+        assert self.scheduler is not None
+        counters = self.scheduler.counters
+        ttft = sorted(self.ttft_ms.values())
+        itl = sorted(self.itl_ms)
+        mixed = counters.mixed_steps or 1
+        return (
+            f"{1000 * self.tokens / self.ms:>8.0f} {at(itl, 50):>7.2f} {at(itl, 99):>7.2f} {itl[-1]:>7.1f} "
+            f"{at(ttft, 50):>8.1f} {at(ttft, 99):>8.1f} {counters.prefill_steps:>6} {counters.decode_steps:>6} "
+            f"{counters.mixed_steps:>6} {counters.mixed_prompt_tokens / mixed:>7.0f} "
+            f"{counters.mixed_padded_tokens / mixed:>5.1f}"
+        )
+
+
+HEADER = (
+    f"{'load':<22} {'tok/s':>8} {'ITL p50':>7} {'p99':>7} {'max':>7} {'TTFT p50':>8} {'p99':>8} "
+    f"{'prefil':>6} {'decode':>6} {'mixed':>6} {'chunk':>7} {'pad':>5}"
+)
+
+
+def at(ordered: Sequence[float], percent: int) -> float:
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
+
+
+def simulate(
+    config: SchedulerConfig,
+    costs: StepCosts,
+    arrivals: Sequence[Arrival],
+    concurrency: int | None,
+    host_ms: float = 0.1,
+) -> Figures:
+    """``concurrency``: so many requests at once, each end admits the next; None: each at its own time."""
+    scheduler, figures = Scheduler(config), Figures()
+    figures.scheduler = scheduler
+    buckets = config.mixed.buckets if config.mixed is not None else ()
+    waiting = deque(range(len(arrivals)))
+    arrived: list[tuple[float, int]] = []  # (ms, request)
+    first = len(arrivals) if concurrency is None else concurrency
+    for _ in range(min(first, len(waiting))):
+        request_id = waiting.popleft()
+        heapq.heappush(arrived, (arrivals[request_id].at_ms if concurrency is None else 0.0, request_id))
+    came: dict[int, float] = {}
+    latest: dict[int, float] = {}
+    rows: dict[int, list[int]] = {}  # slot -> tokens known, tokens at its end
+    in_flight: deque[tuple[StepPlan | None, StepResult | None, float]] = deque()
+    now = device_free = 0.0
+    while scheduler.unfinished or arrived:
+        if not scheduler.unfinished and scheduler.quiescent and arrived:
+            now = max(now, arrived[0][0])
+        while arrived and arrived[0][0] <= now:
+            at_ms, request_id = heapq.heappop(arrived)
+            came[request_id] = at_ms
+            wanted = arrivals[request_id]
+            prompt = tuple((request_id * 31 + i) % 1009 for i in range(wanted.prompt))
+            scheduler.submit(Admit(Request(request_id, prompt, SamplingParams(max_tokens=wanted.output))))
+        plan = scheduler.plan()
+        now += host_ms
+        result = None
+        if plan is not None:
+            kv_tokens = 0
+            for write in plan.slot_writes:
+                rows[write.slot] = [write.length, write.max_length]
+            result = StepResult(plan.step, [7] * len(plan.slots), [], [])
+            counts, finish = [], []
+            for row, slot in enumerate(plan.slots):
+                length = rows[slot]
+                gains = row < plan.decode_rows or plan.chunks[row - plan.decode_rows].last
+                if row < plan.decode_rows:
+                    kv_tokens += length[0]
+                else:
+                    length[0] = plan.chunks[row - plan.decode_rows].start + len(
+                        plan.chunks[row - plan.decode_rows].token_ids
+                    )
+                length[0] += gains
+                counts.append(int(gains))
+                finish.append(FinishReason.LENGTH if gains and length[0] >= length[1] else FinishReason.NONE)
+            result = StepResult(plan.step, [7] * len(plan.slots), counts, finish)
+            device_free = max(device_free, now) + costs.step(plan, kv_tokens, buckets)
+        in_flight.append((plan, result, device_free))
+        if len(in_flight) > config.depth:
+            plan, result, ended = in_flight.popleft()
+            if plan is not None:
+                now = max(now, ended)
+            output = scheduler.land(scheduler.step - 1 - len(in_flight), result)
+            for request_id, count in zip(output.request_ids, output.counts, strict=True):
+                if not count or request_id < 0:
+                    continue
+                if request_id in latest:
+                    figures.itl_ms.append(now - latest[request_id])
+                else:
+                    figures.ttft_ms[request_id] = now - came[request_id]
+                latest[request_id] = now
+                figures.tokens += 1
+            for _ in output.finished:
+                if concurrency is not None and waiting:
+                    heapq.heappush(arrived, (now, waiting.popleft()))
+        figures.ms = now
+    return figures
+
+
+LOADS = {
+    "all at once": (1024, 5, None),
+    "closed 16": (384, 6, 16),
+    "closed 64": (384, 6, 64),
+    "closed 256": (384, 6, 256),
+    "closed 16, 2048": (2048, 6, 16),
+    "closed 64, 2048": (2048, 6, 64),
+    "closed 256, 2048": (2048, 6, 256),
+}
+
+ROW_LIMITS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+KV_LIMITS = tuple(1 << n for n in range(12, 21))
+ROOMY = SchedulerConfig(rows=256, slots=512, blocks=46_000, block_size=16, max_model_len=40_960, prefix_caching=False)
+
+
+def with_table(costs: StepCosts, target_ms: float | None = None) -> SchedulerConfig:
+    """The configuration whose budgets are made of ``costs``, as a start-up makes them of what it measures."""
+    step_ms = [(bucket, costs.forward(bucket)) for bucket in BUCKETS]
+    budgets = budget_table(step_ms, costs.kv_ms, ROW_LIMITS, KV_LIMITS, target_ms)
+    costly_prefix = int((costs.forward(2048) - costs.forward(1024)) / 1024 / costs.attention_ms)
+    mixed = MixedSteps(BUCKETS, budgets, calm_table(step_ms, ROW_LIMITS), costly_prefix=costly_prefix)
+    return replace(ROOMY, mixed=mixed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--separate", action="store_true", help="prefill and decode steps in turn, no mixed ones")
+    parser.add_argument("--itl-target-ms", type=float, help="how long a step with prompts may take")
+    parser.add_argument("--depth", type=int, default=2, help="chain depth")
+    parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
+    options = parser.parse_args()
+    config = ROOMY if options.separate else with_table(QWEN3_8B_H200, options.itl_target_ms)
+    config = replace(config, depth=options.depth)
+    print(HEADER)
+    for load in options.loads:
+        count, seed, concurrency = LOADS[load]
+        figures = simulate(config, QWEN3_8B_H200, mixed_lengths(count, seed), concurrency)
+        print(f"{load:<22} {figures.line()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
