@@ -64,7 +64,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/layers/rope.py", "models/layers/routed_experts.py"),  # read by config.py: what config.json says
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
-        ("models/cache_layout.py",),
+        ("models/cache_layout.py", "models/row_buckets.py"),
     ),
     "parallel": (
         ("parallel/layers",),
