@@ -13,7 +13,7 @@ from runtime.execute.step.prefill_graphs import prefill_buckets
 def test_the_ladders_are_those_of_the_runtime(most: int) -> None:
     """A bucket that a step is padded to, but that no product is keyed by, would run another bucket's kernels."""
     assert default_buckets(most) == decode_ladder(most)
-    assert prefill_buckets(max(32, most)) == token_ladder(max(32, most))
+    assert prefill_buckets(most) == token_ladder(most)
 
 
 def test_a_product_of_a_bucket_is_keyed_by_its_own_rows() -> None:
