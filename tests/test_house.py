@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/__main__.py",),
         ("launch/cli.py", "launch/complete.py", "launch/report", "launch/scale"),
         ("launch/sweep",),
+        ("launch/tune",),
         ("launch/bench",),
         ("launch/generate", "launch/doctor", "launch/embed.py"),
         ("launch/api", "launch/ranks", "launch/engine_options.py"),

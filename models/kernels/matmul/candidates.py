@@ -15,6 +15,7 @@ from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, 
 from models.kernels.traits import H200, DeviceTraits
 from models.row_buckets import power_of_two_from
 
+MOST_GEMV_ROWS = 4  # more do not fit a thread's registers
 _DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
 _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
@@ -68,7 +69,7 @@ def first_wave(traits: DeviceTraits) -> int:
 
 def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Block sizes that fit: the chunk is a power of two that divides the inner width; at most 64 weights a thread."""
-    if shape.rows > 4:
+    if shape.rows > MOST_GEMV_ROWS:
         return []
     widest, held = shape.inner & -shape.inner, power_of_two_from(shape.rows)
     halves = 2 if shape.gate_up else 1

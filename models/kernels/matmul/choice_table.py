@@ -1,8 +1,9 @@
 """Which kernel computes a matrix product, by shape: a table from a shipped file, a cache on disk, or measurement.
 
 Knows: shapes, choices, their names on disk, which file is for which GPU, and which measured bucket stands in for one
-that was not measured. Does not know: how choices are measured (autotune.py, launch/tune), the candidates
-(candidates.py), the kernels themselves.
+that was not measured. A table also carries what else was measured on its GPU: forms of decode attention
+(attention/decode_form.py) and limits of all-reduces. Does not know: how choices are measured (autotune.py,
+launch/tune), the candidates (candidates.py), the kernels themselves.
 
 A table is plain data. All ranks of a job must use the same one: measure on one rank, and hand ``to_json`` to the
 others.
@@ -27,11 +28,14 @@ from typing import Any
 
 import torch
 
+from models.kernels.attention.decode_form import DecodeForm
 from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
+from parallel.comm.all_reduce_dispatch import SizeLimits
 
 log = logging.getLogger(__name__)
 
+SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 FORMAT = 2
 _READ = (1, FORMAT)  # 1 named neither its GPU nor buckets between powers of two
 _READS_WEIGHTS_ONCE = 256  # rows
@@ -151,9 +155,13 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 @dataclass(slots=True)
 class ChoiceTable:
-    """LinearShape.key -> Choice. ``gpu``: the one it was measured on, None where nobody noted it."""
+    """LinearShape.key -> Choice. ``attention``: DecodeShape.key -> DecodeForm. ``all_reduce``: by number of ranks.
+    ``gpu``: the one it was measured on, None where nobody noted it.
+    """
 
     choices: dict[str, Choice] = field(default_factory=dict)
+    attention: dict[str, DecodeForm] = field(default_factory=dict)
+    all_reduce: dict[int, SizeLimits] = field(default_factory=dict)
     gpu: DeviceTraits | None = None
 
     def get(self, shape: LinearShape) -> Choice | None:
@@ -172,16 +180,29 @@ class ChoiceTable:
     def update(self, other: ChoiceTable) -> None:
         """Takes every choice of ``other``, replacing its own."""
         self.choices.update(other.choices)
+        self.attention.update(other.attention)
+        self.all_reduce.update(other.all_reduce)
 
     def fill(self, other: ChoiceTable) -> None:
         """Takes the choices of ``other`` for which it has none."""
         self.choices = other.choices | self.choices
+        self.attention = other.attention | self.attention
+        self.all_reduce = other.all_reduce | self.all_reduce
 
     def to_json(self) -> str:
-        rows = {key: [_NAMES[type(choice)], dataclasses.asdict(choice)] for key, choice in self.choices.items()}
-        body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows, key=_by_rows))
-        gpu = "" if self.gpu is None else f'"gpu": {json.dumps(dataclasses.asdict(self.gpu))},\n '
-        return f'{{"format": {FORMAT}, {gpu}"choices": {{\n{body}\n}}}}\n'
+        sections: dict[str, dict[str, Any]] = {
+            "choices": {key: choice_as_json(self.choices[key]) for key in sorted(self.choices, key=_by_rows)},
+            "attention": {key: dataclasses.asdict(self.attention[key]) for key in sorted(self.attention, key=_by_rows)},
+            "all_reduce": {str(n): dataclasses.asdict(self.all_reduce[n]) for n in sorted(self.all_reduce)},
+        }
+        parts = [f'"format": {FORMAT}']
+        if self.gpu is not None:
+            parts.append(f'"gpu": {json.dumps(dataclasses.asdict(self.gpu))}')
+        for name, entries in sections.items():
+            body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
+            if entries or name == "choices":
+                parts.append(f'"{name}": {{\n{body}\n}}')
+        return "{" + ",\n ".join(parts) + "}\n"
 
     @staticmethod
     def from_json(text: str) -> ChoiceTable:
@@ -192,11 +213,26 @@ class ChoiceTable:
             held = json.loads(text)
             written = held["format"]
             if written in _READ:
-                choices = {key: _KINDS[name](**values) for key, (name, values) in held["choices"].items()}
-                return ChoiceTable(choices, _gpu(held.get("gpu")))
+                return ChoiceTable(
+                    {key: choice_from_json(entry) for key, entry in held["choices"].items()},
+                    {key: DecodeForm(**entry) for key, entry in held.get("attention", {}).items()},
+                    {int(ranks): SizeLimits(**entry) for ranks, entry in held.get("all_reduce", {}).items()},
+                    _gpu(held.get("gpu")),
+                )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a table of kernel choices: {error!r}; delete the file to measure again") from error
         raise ValueError(f"kernel choices in format {written}, not {FORMAT}; delete the file to measure again")
+
+
+def choice_as_json(choice: Choice) -> list[Any]:
+    """[kind, fields], as files have it."""
+    return [_NAMES[type(choice)], dataclasses.asdict(choice)]
+
+
+def choice_from_json(entry: list[Any]) -> Choice:
+    """The inverse. Raises KeyError, TypeError or ValueError for anything else."""
+    name, values = entry
+    return _KINDS[name](**values)
 
 
 def _by_rows(key: str) -> tuple[str, int]:
@@ -226,6 +262,13 @@ def shipped_for(folder: Path, traits: DeviceTraits) -> ChoiceTable:
             log.info("no kernels were measured on a %s: those of a %s are used", traits.name, table.gpu.name)
             return table
     return ChoiceTable()
+
+
+def machine_table(folder: Path, traits: DeviceTraits) -> ChoiceTable:
+    """What is known of a GPU before anything is measured: the shipped table, overruled by what `launch tune` chose."""
+    table = shipped_for(SHIPPED_CHOICES, traits)
+    table.update(recall(tuned_file(folder, traits.name)))
+    return table
 
 
 def cache_file(folder: Path, device: torch.device) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.kernels.matmul import autotune, choice_table, gemv, norm, skinny, wide
 from models.kernels.matmul.candidates import (
+    MOST_GEMV_ROWS,
     candidates_for,
     default_choice,
     first_wave,
@@ -31,7 +32,6 @@ from parallel.comm.peer_buffers import PeerBuffers
 
 log = logging.getLogger(__name__)
 
-SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, in a full search; a start-up tries the first few
 PUSH_KERNELS = (Gemv, Skinny)  # can push results into peer buffers where an all-reduce follows
@@ -188,6 +188,10 @@ class MatmulDispatch:
             x, residual, norm_weight, 1e-6, weight, None, choice, gate_up=shape.gate_up
         )[0]
 
+    def can_run(self, shape: LinearShape, choice: Choice) -> bool:
+        """Whether ``choice``, made for other rows of the same product, can run ``shape``."""
+        return self._fits(shape, choice, measured_rows=0)
+
     def _fits(self, shape: LinearShape, choice: Choice, measured_rows: int | None = None) -> bool:
         """Whether ``choice`` can run ``shape``. ``measured_rows``: for which it was measured, those of ``shape`` where
         nobody says.
@@ -195,6 +199,8 @@ class MatmulDispatch:
         match choice:
             case CublasLt():
                 return self._lt_fits(shape, choice, measured_rows)
+            case Gemv():
+                return shape.rows <= MOST_GEMV_ROWS
             case Skinny():
                 return self._skinny_fits(shape, choice)
             case Wide():
@@ -367,4 +373,4 @@ def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
 
 def shipped_choices(device: torch.device) -> ChoiceTable:
     """The choices shipped for this GPU model, or for one like it; an empty table for others."""
-    return choice_table.shipped_for(SHIPPED_CHOICES, traits_of(device))
+    return choice_table.shipped_for(choice_table.SHIPPED_CHOICES, traits_of(device))

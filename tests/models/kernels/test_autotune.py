@@ -192,13 +192,13 @@ def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:
 
 
 def test_shipped_tables_are_readable() -> None:
-    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels.matmul.dispatch import SHIPPED_CHOICES
-
-    shipped = list(SHIPPED_CHOICES.glob("*.json"))
+    shipped = list(choice_table.SHIPPED_CHOICES.glob("*.json"))
     assert shipped
     for path in shipped:
-        assert choice_table.load(path).choices
+        table = choice_table.load(path)
+        assert table.gpu is not None
+        assert path.stem == choice_table.file_name(table.gpu.name)
+        assert [LinearShape.from_key(key).key for key in table.choices] == list(table.choices)
 
 
 @pytest.mark.parametrize("rows", sorted({shape.rows for shape in SHAPES}))
