@@ -33,14 +33,16 @@ from launch.tune.options import TuneCommand
 from launch.tune.plan import Task, plan
 from launch.tune.report import summary, table
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
-from launch.tune.tuner import Tuner
+from launch.tune.tuner import DeviceLost, Tuner
 from models.config import DTYPES, ModelConfig
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import traits_of
+from models.registry import model_class
 
 log = logging.getLogger("lockstride")
 
+FAILED = 1
 _COMPILING = 0.4  # of the budget at most
 _KERNELS = Path(choice_table.__file__).parents[1]
 Say = Callable[[str], None]
@@ -92,8 +94,12 @@ def run(command: TuneCommand, environ: Mapping[str, str], say: Say = print) -> i
         found.gpu = traits_of(device)
         if rendezvous.topology.world > 1 and "all-reduce" in command.parts:
             share = _choose_limits(rendezvous, share, found, files, say)
-        session = Session(command, share, device, files, journal, found, interrupts, began)
-        session.run(say)
+        try:
+            Session(command, share, device, files, journal, found, interrupts, began).run(say)
+        except DeviceLost as error:
+            log.error("a candidate broke this process's use of the GPU (%s)", error)
+            log.error("%s says which, and it is left out from now on: type the same command to go on", files.journal)
+            return FAILED
         return interrupts.exit_code
 
 
@@ -110,6 +116,7 @@ def rank_share(command: TuneCommand, rendezvous: Rendezvous) -> RankShare:
     config = ModelConfig.from_folder(model_folder(command.model))
     dtype = config.dtype if command.dtype == "auto" else DTYPES[command.dtype]
     try:
+        model_class(config.architecture)
         return RankShare.of(config, asked or topology.world, dtype, whole_experts=command.expert_parallel)
     except ValueError as error:
         raise UsageError(f"--model {command.model}: {error}") from error
@@ -200,12 +207,12 @@ class Session:
     def _compile(self, kernels: Any, tasks: Sequence[Task]) -> None:
         workers = self._command.compile_workers
         workers = default_workers(os.cpu_count() or 1) if workers is None else workers
-        whole = [task.what for task in tasks if task.whole and isinstance(task.what, LinearShape)]
+        whole = {task.what: task.key for task in tasks if task.whole and isinstance(task.what, LinearShape)}
         work = [
             (shape, choice)
-            for shape in whole
+            for shape, key in whole.items()
             for choice in kernels.matmul.candidates(shape)
-            if isinstance(choice, Gemv | Skinny | Wide)
+            if isinstance(choice, Gemv | Skinny | Wide) and choice not in self._journal.avoided.get(key, {})
         ]
         if not workers or not work:
             return
@@ -218,6 +225,8 @@ class Session:
                 stop=lambda: self._interrupts.signal is not None,
                 show=lambda done: _advance(bar, done),
             )
+        for shape, choice, why in compiled.refused:
+            self._journal.avoid(whole[shape], choice, why)
         log.info(
             "%d kernels compiled by %d processes in %.0f s; %d are refused, %d left for later",
             compiled.ran,

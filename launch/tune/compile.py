@@ -6,6 +6,7 @@ timed. Does not know: candidates (gpu_runner.py), or how one is compiled (compil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,22 +14,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from launch.tune.journal import as_json
 from models.kernels.matmul.choice_table import Choice, LinearShape
 
 WORKER = (sys.executable, "-m", "launch.tune.compile_worker")
 MOST_WORKERS = 14  # each holds half a GiB of device memory
+READY = "ready\n"  # a worker's first line
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """``ran``: candidates that run; ``refused``: (key, choice, reason) of those that do not. ``left``: not tried."""
+    """``ran``: candidates that run. ``refused``: those that do not, and why. ``left``: not tried, for want of time."""
 
     ran: int
-    refused: list[tuple[str, Choice, str]]
+    refused: list[tuple[LinearShape, Choice, str]]
     left: int
 
 
@@ -46,71 +49,86 @@ def compile_all(
     worker: Sequence[str] = WORKER,
 ) -> Compiled:
     """Every candidate of ``work`` by one of ``workers`` processes, for at most ``seconds``; ``show`` hears how many are
-    done. A process that dies leaves the rest of its share.
+    done. A candidate at which its process dies is refused, and another process takes the rest of the share.
     """
     distinct = list(dict.fromkeys(work))
-    shares = [distinct[index::workers] for index in range(min(workers, len(distinct)))]
-    running = [_Worker(worker, share) for share in shares]
+    count = min(workers, len(distinct))
+    shares = [_Share(worker, distinct[index::count]) for index in range(count)]
     ends = time.monotonic() + seconds
+    for share in shares:
+        share.start()
     try:
-        while any(one.alive for one in running) and time.monotonic() < ends and not stop():
+        while any(share.is_alive() for share in shares) and time.monotonic() < ends and not stop():
             time.sleep(_LOOK_SECONDS)
-            show(sum(len(one.told) for one in running))
+            show(sum(len(share.told) for share in shares))
     finally:
-        for one in running:
-            one.end()
-    told = [(shape, choice, why) for one in running for (shape, choice), why in zip(one.share, one.told, strict=False)]
-    refused = [(shape.key, choice, why) for shape, choice, why in told if why is not None]
+        for share in shares:
+            share.end()
+    told = [(*one, why) for share in shares for one, why in zip(share.work, share.told, strict=False)]
+    refused = [(shape, choice, why) for shape, choice, why in told if why is not None]
     return Compiled(len(told) - len(refused), refused, len(distinct) - len(told))
 
 
-class _Worker:
-    """One process, its share, and what it told of it so far, in the order of the share."""
+class _Share(threading.Thread):
+    """The candidates of one process after the other; ``told``: None or a reason for each that is done, in order."""
 
-    def __init__(self, command: Sequence[str], share: Sequence[tuple[LinearShape, Choice]]) -> None:
-        self.share = share
+    def __init__(self, command: Sequence[str], work: Sequence[tuple[LinearShape, Choice]]) -> None:
+        super().__init__(daemon=True)
+        self.work = work
         self.told: list[str | None] = []
-        self._process = subprocess.Popen(
-            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._feed, self._read)]
-        for thread in self._threads:
-            thread.start()
+        self._command = list(command)
+        self._process: subprocess.Popen[str] | None = None
+        self._ending = False
+        self._starting = threading.Lock()
 
-    @property
-    def alive(self) -> bool:
-        """Also while something that it told is not read yet."""
-        return self._threads[1].is_alive()
+    def run(self) -> None:
+        while len(self.told) < len(self.work) and self._go_on():
+            pass
+
+    def _go_on(self) -> bool:
+        """One process, to the end of the work or to its own; False where another one would do no better."""
+        with self._starting:
+            if self._ending:
+                return False
+            process = self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ready = process.stdout.readline() == READY
+        for shape, choice in self.work[len(self.told) :] if ready else ():
+            answer = _answer(process.stdin, process.stdout, json.dumps([shape.key, as_json(choice)]))
+            if answer == "":
+                break
+            self.told.append(json.loads(answer))
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        code = process.wait()
+        if ready and not self._ending and len(self.told) < len(self.work):
+            self.told.append(f"the process that compiled it ended with exit code {code}")
+        return ready
 
     def end(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for thread in self._threads:
-            thread.join(_END_SECONDS)
+        """Returns when its process is gone."""
+        with self._starting:
+            self._ending = True
+            process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if self.is_alive():
+            self.join()
 
-    def _feed(self) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        try:
-            with stdin:
-                for shape, choice in self.share:
-                    stdin.write(json.dumps([shape.key, as_json(choice)]) + "\n")
-        except OSError:
-            return  # it died: what it has not told is left
 
-    def _read(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        with stdout:
-            for line in stdout:
-                try:
-                    why = json.loads(line)
-                except ValueError:
-                    continue  # a library that prints
-                if why is None or isinstance(why, str):
-                    self.told.append(why)
+def _answer(stdin: IO[str], stdout: IO[str], question: str) -> str:
+    """Empty where the other side is gone."""
+    try:
+        stdin.write(question + "\n")
+        stdin.flush()
+        return stdout.readline()
+    except OSError:
+        return ""

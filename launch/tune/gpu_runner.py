@@ -9,7 +9,8 @@ all layers with that of the current choices: one that computes something else is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from launch.tune.journal import AnyChoice
 from launch.tune.plan import Task
 from launch.tune.shapes import PAGE, RankShare, ShapeRecorder, caches_of, layers_enough, step_inputs
+from launch.tune.tuner import DeviceLost
 from models.kernels.attention.decode_form import DecodeForm, candidate_forms, nearest_form
 from models.kernels.matmul.autotune import ColdProduct, captured, median_graph_us, replay_for
 from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
@@ -145,12 +147,14 @@ class InLayers:
         self._expected = self._run_once(current)
 
     def brief_us(self, choice: AnyChoice, replays: int) -> float:
-        _check(self._run_once(choice), self._expected, _MOST_OFF)
-        return median_graph_us(self._run, self._layers.device, replays) / self._layers.count
+        with _alive(self._layers.device):
+            _check(self._run_once(choice), self._expected, _MOST_OFF)
+            return median_graph_us(self._run, self._layers.device, replays) / self._layers.count
 
     def lasting_us(self, choice: AnyChoice, seconds: float) -> float:
-        self._put(self._task, choice)
-        return replay_for(captured(self._run), seconds) / self._layers.count
+        with _alive(self._layers.device):
+            self._put(self._task, choice)
+            return replay_for(captured(self._run), seconds) / self._layers.count
 
     def _run_once(self, choice: AnyChoice) -> Tensor:
         self._put(self._task, choice)
@@ -163,15 +167,31 @@ class Alone:
     """A product alone, with weights that no cache holds; microseconds are of one product."""
 
     def __init__(self, kernels: NvidiaKernels, shape: LinearShape) -> None:
+        self._device = kernels.device
         self._product = ColdProduct(shape, kernels.matmul.runner(shape), kernels.device)
         self._expected = self._product.one(Blas())
 
     def brief_us(self, choice: AnyChoice, replays: int) -> float:
-        _check(self._product.one(_of_a_product(choice)), self._expected, _MOST_OFF_ALONE)
-        return self._product.brief_us(_of_a_product(choice), replays)
+        with _alive(self._device):
+            _check(self._product.one(_of_a_product(choice)), self._expected, _MOST_OFF_ALONE)
+            return self._product.brief_us(_of_a_product(choice), replays)
 
     def lasting_us(self, choice: AnyChoice, seconds: float) -> float:
-        return self._product.lasting_us(_of_a_product(choice), seconds)
+        with _alive(self._device):
+            return self._product.lasting_us(_of_a_product(choice), seconds)
+
+
+@contextmanager
+def _alive(device: torch.device) -> Iterator[None]:
+    """An error that leaves the GPU unusable to this process is a DeviceLost; others pass."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as lost:
+            raise DeviceLost(str(lost)) from error
+        raise
 
 
 def _of_a_product(choice: AnyChoice) -> Choice:

@@ -67,6 +67,7 @@ class Measured:
 class Journal:
     """The journal in ``path``, of measurements under ``identity``; lines of another one are put aside.
 
+    ``done``: what was measured, by task. ``avoided``: by task, candidates that are not to be tried, and why.
     Raises UsageError where the file cannot be written, or another process is writing it.
     """
 
@@ -74,6 +75,7 @@ class Journal:
         self.path = path
         self.put_aside: Path | None = None
         self.done: dict[str, Measured] = {}
+        self.avoided: dict[str, dict[AnyChoice, str]] = {}
         wanted = {"format": FORMAT, **identity}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,23 +110,40 @@ class Journal:
         whole = [line for line in lines if line.endswith("\n")]
         try:
             same = bool(whole) and json.loads(whole[0]) == json.loads(json.dumps(wanted))
-            found = [_measured(json.loads(line)) for line in whole[1:]] if same else []
+            for line in whole[1:] if same else ():
+                self._take(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             same = False
         if not same:
+            self.done, self.avoided = {}, {}
             self.put_aside = self.path.with_suffix(".old.jsonl")
             self.path.replace(self.put_aside)
             return []
-        self.done = {one.key: one for one in found}
         if len(whole) < len(lines):
             os.truncate(self.path, sum(len(line.encode()) for line in whole))
         return whole
 
+    def _take(self, held: dict[str, Any]) -> None:
+        if "avoid" in held:
+            self.avoided.setdefault(held["avoid"], {})[from_json(held["choice"])] = held["reason"]
+        else:
+            measured = _measured(held)
+            self.done[measured.key] = measured
+
     def add(self, measured: Measured) -> None:
         """On disk when this returns. Raises UsageError where the disk fails."""
         self.done[measured.key] = measured
+        self._append(_as_json(measured))
+
+    def avoid(self, key: str, choice: AnyChoice, reason: str) -> None:
+        """A candidate that is not to be tried for the task again: it did not run, or ended a process."""
+        if choice not in self.avoided.setdefault(key, {}):
+            self.avoided[key][choice] = reason
+            self._append({"avoid": key, "choice": as_json(choice), "reason": reason})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
         try:
-            self._write(_as_json(measured))
+            self._write(line)
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written any more ({error.strerror or error})") from error
 

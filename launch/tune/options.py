@@ -63,8 +63,8 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "Started as N ranks on one node (torchrun --nproc-per-node N -m launch tune ...), it also measures the "
         "all-reduces between them. Choices are kept as they are made, in a table in the kernel cache folder that later "
         "starts find: after an interruption or at the end of --budget-minutes, the same command goes on. What is "
-        "measured comes in order of what it is worth. Exit code: 0 done, or out of budget; 2 it cannot be done here; "
-        "130 or 143 interrupted.",
+        "measured comes in order of what it is worth. Exit code: 0 done, or out of budget; 1 a candidate broke "
+        "the GPU's context (the same command goes on without it); 2 it cannot be done here; 130 or 143 interrupted.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -51,11 +51,12 @@ class RankShare:
     limits: SizeLimits | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: int, dtype: torch.dtype | None = None, **more: bool) -> RankShare:
+    def of(
+        cls, config: ModelConfig, ranks: int, dtype: torch.dtype | None = None, *, whole_experts: bool = False
+    ) -> RankShare:
         """With the usual limits. Raises ValueError, naming what is legal, where the model cannot be split so."""
-        require_legal_size(config, ranks, whole_experts=more.get("whole_experts", False))
-        limits = SIZE_LIMITS.get(ranks)
-        return cls(config, ranks, dtype or config.dtype, more.get("whole_experts", False), limits)
+        require_legal_size(config, ranks, whole_experts=whole_experts)
+        return cls(config, ranks, dtype or config.dtype, whole_experts, SIZE_LIMITS.get(ranks))
 
     def cut(self, layers: int) -> RankShare:
         """The same with its first ``layers`` layers only."""

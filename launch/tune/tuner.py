@@ -33,8 +33,12 @@ WORTH = 0.995  # of the current choice's time: less of a gain is noise, and the 
 REMEMBERED = 6  # candidates of a task that the buckets beside it try
 
 
+class DeviceLost(RuntimeError):
+    """A candidate broke this process's use of the GPU: nothing else can be measured in it."""
+
+
 class Bench(Protocol):
-    """One task on the GPU. Both raise what a compiler, a launch or a wrong result does."""
+    """One task on the GPU. Both raise what a compiler, a launch or a wrong result does, and DeviceLost."""
 
     def brief_us(self, choice: AnyChoice, replays: int) -> float: ...
     def lasting_us(self, choice: AnyChoice, seconds: float) -> float: ...
@@ -91,7 +95,10 @@ class Tuner:
         self._pace = Pace()
 
     def run(self, tasks: Sequence[Task]) -> list[Task]:
-        """Returns what was not measured, for want of time or because of ``stop``. What the journal has is taken."""
+        """Returns what was not measured, for want of time or because of ``stop``. What the journal has is taken.
+
+        Raises DeviceLost, when the journal knows which candidate is to be avoided from now on.
+        """
         left: list[Task] = []
         for task in tasks:
             known = self._journal.done.get(task.key)
@@ -127,14 +134,24 @@ class Tuner:
         """None where no candidate ran: the engine's own default stays."""
         runner, effort = self._runner, task.effort
         current = runner.current(task)
-        tried = list(dict.fromkeys([current, *runner.candidates(task, self._beside(task))]))
+        avoided = self._journal.avoided.get(task.key, {})
+        wanted = dict.fromkeys([current, *runner.candidates(task, self._beside(task))])
+        tried = [choice for choice in wanted if choice not in avoided]
         try:
             bench = runner.bench(task)
         except Exception as error:  # no memory for the weights of so large a product, for one
             log.warning("%s is not measured: %s", task.key, reason_of(error))
             runner.keep(task, current)
             return None
-        rounds = two_rounds(bench, tried, finalists=effort.finalists, seconds=effort.seconds, replays=effort.replays)
+        watched = _Watched(bench)
+        try:
+            rounds = two_rounds(
+                watched, tried, current, finalists=effort.finalists, seconds=effort.seconds, replays=effort.replays
+            )
+        except DeviceLost as error:
+            self._journal.avoid(task.key, watched.latest, reason_of(error))
+            raise
+        rounds.failed.extend(Failed(choice, reason) for choice, reason in avoided.items())
         for failed in rounds.failed:
             log.info("%s: %s is left out: %s", task.key, failed.choice, failed.reason)
         if not rounds.timed:
@@ -183,6 +200,22 @@ class Tuner:
             ) from error
 
 
+class _Watched:
+    """A Bench that knows what it was asked for last."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.latest: AnyChoice = None
+
+    def brief_us(self, choice: AnyChoice, replays: int) -> float:
+        self.latest = choice
+        return self._bench.brief_us(choice, replays)
+
+    def lasting_us(self, choice: AnyChoice, seconds: float) -> float:
+        self.latest = choice
+        return self._bench.lasting_us(choice, seconds)
+
+
 class Pace:
     """How long tasks take, as a multiple of their estimates: of all so far, beginning as if 20 s had been exact."""
 
@@ -208,22 +241,26 @@ def put(table: ChoiceTable, task: Task, choice: AnyChoice) -> None:
         table.attention.pop(task.what.key, None)
 
 
-def two_rounds(bench: Bench, choices: Sequence[AnyChoice], *, finalists: int, seconds: float, replays: int) -> Rounds:
-    """Every choice briefly; then the first of ``choices``, which is the current one, and the fastest few, for
-    ``seconds`` each, there and back, so that what drifts hits all of them alike.
+def two_rounds(
+    bench: Bench, choices: Sequence[AnyChoice], current: AnyChoice, *, finalists: int, seconds: float, replays: int
+) -> Rounds:
+    """Every choice briefly; then ``current`` and the fastest few, for ``seconds`` each, there and back, so that what
+    drifts hits all of them alike. Raises DeviceLost.
     """
     brief: list[Timed] = []
     failed: list[Failed] = []
     for choice in choices:
         try:
             brief.append(Timed(choice, bench.brief_us(choice, replays)))
+        except DeviceLost:
+            raise
         except Exception as error:  # any error of a compiler or a launch, or a wrong result, means: not this one
             failed.append(Failed(choice, reason_of(error)))
     if not brief:
         return Rounds([], failed)
     ranked = sorted(brief, key=lambda one: one.us)
     close = [one for one in ranked[:finalists] if one.us <= CLOSE * ranked[0].us]
-    again = [*close, *(one for one in brief if one.choice == choices[0] and one not in close)]
+    again = [*close, *(one for one in brief if one.choice == current and one not in close)]
     times: dict[int, list[float]] = {number: [] for number in range(len(again))}
     for number in [*times, *reversed(times)]:
         times[number].append(bench.lasting_us(again[number].choice, seconds))

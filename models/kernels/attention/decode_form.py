@@ -25,6 +25,10 @@ class DecodeForm:
     stages: int
     warps: int
 
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        return self.block_n, self.stages, self.warps
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:

@@ -1,1 +1,1 @@
-"""Tests of launch/doctor."""
+"""Tests of launch/tune."""
