@@ -296,7 +296,7 @@ def tasks_of(command: TuneCommand, share: RankShare) -> list[Task]:
             f"--rows {','.join(map(str, unknown))}: no step has so many rows; choose from {','.join(map(str, buckets))}"
         )
     asked = asked_products(share, chosen, command.max_num_seqs)
-    return plan(asked, asked_attention(share, 1), command.max_num_seqs, command.parts)
+    return plan(asked, asked_attention(share, 1), command.max_num_seqs, command.parts, command.seconds)
 
 
 def _time_sums(rendezvous: Rendezvous, share: RankShare) -> tuple[list[all_reduce.Times], str | None]:

@@ -29,8 +29,8 @@ def _parts(text: str) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class TuneCommand:
     """``model``: a folder, or a shape that comes with Lockstride. ``tensor_parallel``: None is the number of ranks that
-    were started. ``out``: a kernel cache folder. ``budget_minutes``, ``rows``, ``compile_workers``: None is no limit,
-    every bucket, and most of the machine's cores.
+    were started. ``out``: a kernel cache folder. ``budget_minutes``, ``rows``, ``seconds``, ``compile_workers``: None
+    is no limit, every bucket, what plan.py thinks enough for so many rows, and most of the machine's cores.
     """
 
     model: str
@@ -43,6 +43,7 @@ class TuneCommand:
     parts: tuple[str, ...] = PARTS
     out: Path = Path(str(_CACHE))
     budget_minutes: float | None = None
+    seconds: float | None = None
     compile_workers: int | None = None
     fresh: bool = False
     name: str = "tune"
@@ -124,6 +125,14 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "minutes",
         bounded(number, 0.1),
         "no limit",
+    )
+    value(
+        "seconds",
+        "--seconds",
+        "how long each of the fastest few is timed again, twice; a step of many rows reaches its power late",
+        "seconds",
+        bounded(number, 0.01),
+        "0.1 up to 56 rows, 0.3 up to 256, 0.15 beyond",
     )
     value(
         "compile_workers",

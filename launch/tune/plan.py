@@ -60,8 +60,16 @@ class Task:
         return f"{self.part} {self.what.key}"
 
 
-def plan(asked: Sequence[Asked], attention: DecodeShape | None, most_rows: int, parts: Sequence[str]) -> list[Task]:
-    """Tasks in the order of their worth. ``attention``: that of one row; ``most_rows``: of the largest decode step."""
+def plan(
+    asked: Sequence[Asked],
+    attention: DecodeShape | None,
+    most_rows: int,
+    parts: Sequence[str],
+    seconds: float | None = None,
+) -> list[Task]:
+    """Tasks in the order of their worth. ``attention``: that of one row; ``most_rows``: of the largest decode step.
+    ``seconds``: of a finalist's turn, for all of them.
+    """
     tasks = []
     for step in sorted(asked, key=_worth):
         if "products" in parts:
@@ -69,7 +77,13 @@ def plan(asked: Sequence[Asked], attention: DecodeShape | None, most_rows: int, 
             tasks += [_product(step.rows, shape, in_layers=False) for shape in (step.head,) if shape is not None]
         if "attention" in parts and attention is not None and step.rows <= most_rows and _is_whole(step.rows):
             tasks.append(_attention(step.rows, replace(attention, pairs=attention.pairs * step.rows)))
-    return tasks
+    return tasks if seconds is None else [_lasting(task, seconds) for task in tasks]
+
+
+def _lasting(task: Task, seconds: float) -> Task:
+    turns = 2 * (task.effort.finalists + 1)
+    estimate = task.estimate + turns * (seconds - task.effort.seconds)
+    return replace(task, effort=replace(task.effort, seconds=seconds), estimate=estimate)
 
 
 def _worth(step: Asked) -> tuple[int, int]:

@@ -154,7 +154,10 @@ class NvidiaKernels(Kernels):
             )
         tokens, choices = local_TC.shape
         if without_lists(tokens, choices, all_experts):
-            return streamed.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+            multiprocessors = self.traits.multiprocessors
+            return streamed.expert_mlp(
+                x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, multiprocessors=multiprocessors
+            )
         if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
             mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
             tiles = long_list_tiles(mean, experts, hidden, inner, self.traits)

@@ -64,6 +64,16 @@ def test_a_model_of_8b_fits_into_ten_minutes() -> None:
     assert 3 < sum(task.estimate for task in tasks()) / 60 < 10
 
 
+def test_turns_are_as_long_as_asked() -> None:
+    share = RankShare.of(ModelConfig.from_folder(SHAPES / "qwen3-8b"), 1)
+    usual, longer = (plan(asked_products(share, (8, 256, 320), 256), None, 256, PARTS, s) for s in (None, 1.5))
+    assert [task.key for task in usual] == [task.key for task in longer]
+    assert {task.effort.seconds for task in longer} == {1.5}
+    for short, long in zip(usual, longer, strict=True):
+        turns = 2 * (short.effort.finalists + 1)
+        assert long.estimate == pytest.approx(short.estimate + turns * (1.5 - short.effort.seconds))
+
+
 def test_parts_are_left_out() -> None:
     assert {task.part for task in tasks(parts=("attention",))} == {"attention"}
     assert {task.part for task in tasks(parts=("products",))} == {"products"}

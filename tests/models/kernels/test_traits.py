@@ -115,6 +115,13 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
 
 
+def test_programs_of_few_tokens_experts_follow_the_multiprocessors() -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.experts.streamed import full_programs
+
+    assert [full_programs(number) for number in (132, 114, 66)] == [512, 256, 256]
+
+
 def test_a_gpu_of_half_the_size_gets_launches_of_half_the_size() -> None:
     tiles = long_list_tiles(200.0, 8, 4096, 14336, HALF)
     assert tiles is not None
