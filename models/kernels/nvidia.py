@@ -27,6 +27,7 @@ from models.kernels.attention import (
     rope_decode,
     rope_prefill,
 )
+from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
@@ -153,7 +154,10 @@ class NvidiaKernels(Kernels):
             )
         tokens, choices = local_TC.shape
         if without_lists(tokens, choices, all_experts):
-            return streamed.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+            multiprocessors = self.traits.multiprocessors
+            return streamed.expert_mlp(
+                x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, multiprocessors=multiprocessors
+            )
         if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
             mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
             tiles = long_list_tiles(mean, experts, hidden, inner, self.traits)
@@ -313,16 +317,24 @@ class NvidiaKernels(Kernels):
         """Whether TMA serves these best, and (keys a block, stages, warps)."""
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
-        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # the same GPUs have TMA and dependent launches
-            blocks = _many_blocks(query_rows)
+        tuned = self._tuned_form(DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
+        by_tma = rows * kv_heads >= _MANY_PAIRS if tuned is None else tuned.tma
+        if self.pdl and by_tma:  # the same GPUs have TMA and dependent launches
+            blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
             if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
         shared = self.traits.shared_bytes - _SHARED_RESERVE
         blocks = _attention_blocks(rows * kv_heads, power_of_two_above(query_rows), row_bytes, shared)
+        if tuned is not None and not tuned.tma:
+            needed = _attention_shared(tuned.block_n, tuned.stages, power_of_two_above(query_rows), row_bytes)
+            blocks = tuned.blocks if needed <= shared else blocks
         if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
             blocks = min(blocks[0], 32), 3, 8
         return False, blocks
+
+    def _tuned_form(self, shape: DecodeShape) -> DecodeForm | None:
+        return nearest_form(self.matmul.choices.attention, shape)
 
     def _split_rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape

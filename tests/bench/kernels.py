@@ -2,7 +2,7 @@
 
 Run on one GPU:  python3 -m tests.bench.kernels --out FOLDER [--part linear|attention|small|step ...]
 Every figure is the median of graph replays; weights rotate through more memory than the L2 holds.
-``linear`` writes FOLDER/linear.jsonl (every candidate alone). Choices are made by tune.py.
+``linear`` writes FOLDER/linear.jsonl (every candidate alone). Choices are made by `launch tune`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from models.kernels.interface import Rotation
 from models.kernels.matmul import autotune, choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.traits import H200
 from tests.bench.dense_shapes import BF16, MODELS, Dense
 
 DEVICE = torch.device("cuda", 0)
@@ -44,7 +45,7 @@ def compile_share(index: int, share: int, models: list[str], rows: list[int], pa
     """Run every ``share``-th candidate once, so that Triton's cache on disk holds it."""
     kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
-    for shape in shapes(models, rows) if {"linear", "tune"} & set(parts) else []:
+    for shape in shapes(models, rows) if "linear" in parts else []:
         for choice in kernels.matmul.candidates(shape):
             if isinstance(choice, choice_table.Gemv | choice_table.Skinny | choice_table.Wide):
                 key = (shape.inner, shape.normed, shape.gate_up, shape.rows, choice)
@@ -228,7 +229,7 @@ def attention_configs(rows: int, kv_heads: int, most: int) -> Iterator[tuple[int
     """(block_n, splits, stages, warps)"""
     for block_n, stages, warps in ((64, 3, 4), (64, 5, 4), (32, 5, 4), (32, 5, 2), (32, 3, 2), (128, 3, 4)):
         seen = set()
-        for wanted in (132, 264, 1056):
+        for wanted in (H200.multiprocessors * each for each in (1, 2, 8)):
             splits = choose_splits(rows, kv_heads, most, block_n, wanted)
             if splits not in seen:
                 seen.add(splits)
