@@ -85,7 +85,9 @@ def _attend_list_kernel(
         item < items,
     )  # fmt: skip
     if PDL:
-        if (item < items) & (split * keys_each < length):  # older keys and values are in memory: prefetch their first block to L2
+        if (item < items) & (
+            split * keys_each < length
+        ):  # older keys and values are in memory: prefetch their first block to L2
             table_row = page_table_ptr + row * table_width
             first = split * keys_each // BLOCK_N
             block_to_l2(keys_ptr, values_ptr, table_row, first, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
