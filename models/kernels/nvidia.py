@@ -28,7 +28,7 @@ from models.kernels.attention import (
     rope_prefill,
 )
 from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
-from models.kernels.attention.decode_work import DecodeWork, SplitRule
+from models.kernels.attention.decode_work import DecodeWork, SplitRule, choose_splits
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -43,6 +43,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_TALL_BLOCKS = range(33, 65)  # pairs for which 64 keys a block were faster than 32
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
 _LONGEST_OF_FEW = 512  # the same below _MANY_PAIRS
@@ -320,15 +321,17 @@ class NvidiaKernels(Kernels):
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
         tuned = self._tuned_form(DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
-        listed = self.balanced and not self._without_list(inputs, kv_layer)
-        by_tma = _by_tma(rows * kv_heads, listed) if tuned is None else tuned.tma
-        if self.pdl and by_tma:  # the same GPUs have TMA and dependent launches
+        pairs = rows * kv_heads
+        every_split = self.balanced and self._without_list(inputs, kv_layer)
+        by_tma = _by_tma(pairs, self.balanced) if tuned is None else tuned.tma
+        if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
             if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
         shared = self.traits.shared_bytes - _SHARED_RESERVE
-        pairs = max(rows * kv_heads, 1 if listed or not self.balanced else _LIST_PAIRS)  # small programs, too
+        if every_split and pairs not in _TALL_BLOCKS:
+            pairs = _LIST_PAIRS  # small programs, too
         blocks = _attention_blocks(pairs, power_of_two_above(query_rows), row_bytes, shared)
         if tuned is not None and not tuned.tma:
             needed = _attention_shared(tuned.block_n, tuned.stages, power_of_two_above(query_rows), row_bytes)
@@ -348,14 +351,16 @@ class NvidiaKernels(Kernels):
     def _split_rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         by_tma, (block_n, _, _) = self._decode_form(inputs, heads, kv_layer)
+        most, pairs = inputs.max_kv_length, rows * kv_heads
+        fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
         if self._without_list(inputs, kv_layer):
-            # Programs of splits that no row has cost time, too: so many that a long row alone keeps the GPU busy.
-            longest = -(-inputs.max_kv_length // max(1, self.traits.multiprocessors // kv_heads))
-            longest = max(longest, _LONGEST_SPLIT)
+            fewest = _fewest_splits(pairs, self.traits.multiprocessors)
+            # Programs of splits that no row has cost time, too: a long row gets twice as many as the others.
+            longest = max(block_n, -(-most // (2 * fewest)))
         elif inputs.skip_empty:
             longest = _LONGEST_OF_MIXED
         else:
-            longest = _LONGEST_SPLIT if rows * kv_heads >= _MANY_PAIRS else _LONGEST_OF_FEW
+            longest = _LONGEST_SPLIT if pairs >= _MANY_PAIRS else _LONGEST_OF_FEW
         return decode_work.choose_rule(
             rows,
             kv_heads,
@@ -364,7 +369,7 @@ class NvidiaKernels(Kernels):
             inputs.max_kv_length,
             block=block_n,
             longest=longest,
-            programs=0 if by_tma else self.traits.multiprocessors,
+            fewest=fewest,
             room=self._attention_partial.numel(),
         )
 
@@ -386,6 +391,15 @@ def programs_of(
         each = _PROGRAMS_OF_MIXED if inputs.skip_empty else _PROGRAMS_EACH
     rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
     return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
+
+
+def _fewest_splits(pairs: int, multiprocessors: int) -> int:
+    """Splits of a row of decode.py, where there are as many blocks: two programs a multiprocessor, or some more.
+
+    More than 16 are merged in two levels, which is worth it for the very fewest pairs only.
+    """
+    wanted = 1 << (max(1, 2 * multiprocessors // pairs).bit_length() - 1)
+    return min(max(wanted, 4), 16 if pairs >= 8 else 64)
 
 
 def _by_tma(pairs: int, listed: bool) -> bool:
