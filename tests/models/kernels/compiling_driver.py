@@ -144,7 +144,7 @@ class CompilingDriver:
             sass = None
             if switches not in self._disassembled:
                 self._disassembled.add(switches)
-                sass = _tool(knobs.nvidia.nvdisasm, "-c", files[".cubin"])
+                sass = _tool(knobs.nvidia.nvdisasm, "-c", "-ndf", files[".cubin"])
             order = launch_order(ptx, sass, _arguments(source.signature))
         return Compiled(
             kernel=source.fn.__name__,
