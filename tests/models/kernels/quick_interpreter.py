@@ -14,8 +14,8 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
-_patch_tensor, _patch_lang, _np_dtype = interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter._get_np_dtype
-_tensor = tl.tensor.__init__
+_patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+_np_dtype = interpreter._get_np_dtype
 
 _patched: list[set[int]] = []  # of the launches in progress: the modules that are patched until it has ended
 _np_dtypes: dict[str, Any] = {}

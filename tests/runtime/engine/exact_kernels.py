@@ -74,5 +74,5 @@ def _attend(q_BQHD: Tensor, kv_layer: Tensor, pages_BP: Tensor, lengths_B: Tenso
     scores_BKXL = (q_BKXD @ keys_BLKD.permute(0, 2, 3, 1)) * scale
     later_BKXL = later_BQL.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)
     shares_BKXL = scores_BKXL.masked_fill(later_BKXL, float("-inf")).softmax(-1)
-    out_BKXD = shares_BKXL @ values_BLKD.transpose(1, 2)
+    out_BKXD: Tensor = shares_BKXL @ values_BLKD.transpose(1, 2)
     return out_BKXD.view(rows, kv_heads, new, -1, head_dim).transpose(1, 2).reshape(rows, new, heads, head_dim)
