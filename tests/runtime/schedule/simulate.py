@@ -14,7 +14,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -203,15 +203,51 @@ def simulate(
     return figures
 
 
-LOADS = {
-    "all at once": (1024, 5, None),
-    "closed 16": (384, 6, 16),
-    "closed 64": (384, 6, 64),
-    "closed 256": (384, 6, 256),
-    "closed 16, 2048": (2048, 6, 16),
-    "closed 64, 2048": (2048, 6, 64),
-    "closed 256, 2048": (2048, 6, 256),
+# Arrivals, and how many requests are kept in flight (None: each comes at its own time).
+Load = tuple[list[Arrival], int | None]
+
+LOADS: dict[str, Callable[[], Load]] = {
+    "all at once": lambda: (mixed_lengths(1024, seed=5), None),
+    "closed 16": lambda: (mixed_lengths(384, seed=6), 16),
+    "closed 64": lambda: (mixed_lengths(384, seed=6), 64),
+    "closed 256": lambda: (mixed_lengths(384, seed=6), 256),
+    "closed 16, 2048": lambda: (mixed_lengths(2048, seed=6), 16),
+    "closed 64, 2048": lambda: (mixed_lengths(2048, seed=6), 64),
+    "closed 256, 2048": lambda: (mixed_lengths(2048, seed=6), 256),
+    "long prompts 64": lambda: (lengths(512, 1, prompt=1500, output=50, most=8000), 64),
+    "long prompts at once": lambda: (lengths(512, 1, prompt=1500, output=50, most=8000), None),
+    "32k prompts 8": lambda: ([Arrival(32_000, 200)] * 32, 8),
+    "32k prompts in chat": lambda: (chat_with_long_prompts(), None),
+    "bursts": lambda: (bursts(), None),
 }
+
+
+def lengths(count: int, seed: int, *, prompt: int, output: int, most: int) -> list[Arrival]:
+    """Log-normal around the medians ``prompt`` and ``output``; prompts of ``most`` tokens, outputs of 300 at most."""
+    draw = random.Random(seed)
+    return [
+        Arrival(
+            max(8, min(most, int(prompt * draw.lognormvariate(0, 1)))),
+            max(4, min(300, int(output * draw.lognormvariate(0, 0.9)))),
+        )
+        for _ in range(count)
+    ]
+
+
+def chat_with_long_prompts() -> list[Arrival]:
+    """Twenty chat-like requests a second for 30 s; every 3 s a prompt of 32,000 tokens."""
+    draw = random.Random(3)
+    chat, now = [], 0.0
+    for each in mixed_lengths(600, seed=7):
+        now += draw.expovariate(20 / 1000)
+        chat.append(replace(each, at_ms=now))
+    return chat + [Arrival(32_000, 100, at_ms=3000.0 * i) for i in range(1, 10)]
+
+
+def bursts() -> list[Arrival]:
+    """Every two seconds 48 chat-like requests at the same moment."""
+    return [replace(each, at_ms=2000.0 * (i // 48)) for i, each in enumerate(mixed_lengths(480, seed=8))]
+
 
 ROW_LIMITS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 KV_LIMITS = tuple(1 << n for n in range(12, 21))
@@ -238,8 +274,7 @@ def main() -> None:
     config = replace(config, depth=options.depth)
     print(HEADER)
     for load in options.loads:
-        count, seed, concurrency = LOADS[load]
-        figures = simulate(config, QWEN3_8B_H200, mixed_lengths(count, seed), concurrency)
+        figures = simulate(config, QWEN3_8B_H200, *LOADS[load]())
         print(f"{load:<22} {figures.line()}", flush=True)
 
 
