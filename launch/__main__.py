@@ -17,6 +17,7 @@ from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
 from launch.sweep.options import SweepCommand, SweepOptions
+from launch.tune.options import TuneCommand
 from runtime.watchdog.parent_death import die_with_parent
 
 FAILED = 1
@@ -73,7 +74,7 @@ def _log_as(rank: str) -> None:
     logging.basicConfig(level=level, format=f"{name} %(levelname)s: %(message)s", stream=sys.stderr)
 
 
-def _run(command: Command | BenchCommand) -> int:
+def _run(command: Command | BenchCommand | TuneCommand) -> int:
     from launch.bench import command as bench
     from launch.bench.trace import BenchError
     from launch.errors import UsageError
@@ -83,6 +84,7 @@ def _run(command: Command | BenchCommand) -> int:
     from launch.report.load_plot import LoadPictures
     from launch.report.mixed_plot import plot_mixed
     from launch.report.peers_plot import plot
+    from launch.tune import command as tune
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
     from runtime.config import ConfigError
@@ -93,6 +95,8 @@ def _run(command: Command | BenchCommand) -> int:
     of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
     of_the_model = (ModelConfigError, WeightsError, CacheMemoryError, CaptureError)
     try:
+        if isinstance(command, TuneCommand):
+            return tune.run(command, os.environ)
         if isinstance(command, BenchCommand):
             if command.subcommand == "plot":
                 return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
@@ -105,7 +109,7 @@ def _run(command: Command | BenchCommand) -> int:
         return _refused(command, error)
 
 
-def _refused(command: Command | BenchCommand, error: Exception) -> int:
+def _refused(command: Command | BenchCommand | TuneCommand, error: Exception) -> int:
     print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
     return USAGE
 

@@ -14,9 +14,10 @@ from launch.doctor.options import DoctorCommand, add_doctor_parser, doctor_comma
 from launch.engine_options import engine_options
 from launch.generate.options import Command, add_generate_parser, generate_command
 from launch.sweep.options import SweepCommand, add_sweep_parser, sweep_command
+from launch.tune.options import TuneCommand, add_tune_parser, tune_command
 
 
-def parse(arguments: Sequence[str]) -> Command | BenchCommand | DoctorCommand | SweepCommand:
+def parse(arguments: Sequence[str]) -> Command | BenchCommand | DoctorCommand | SweepCommand | TuneCommand:
     """Raises SystemExit(2), after an explanation on stderr, for a command line that is wrong."""
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("command")
@@ -24,6 +25,8 @@ def parse(arguments: Sequence[str]) -> Command | BenchCommand | DoctorCommand | 
         return doctor_command(given)
     if name == "sweep":
         return sweep_command(given)
+    if name == "tune":
+        return tune_command(given)
     engine = engine_options(given)
     return bench_command(given, engine) if name == "bench" else generate_command(given, engine)
 
@@ -41,4 +44,5 @@ def build_parser() -> argparse.ArgumentParser:
     add_bench_parser(commands)
     add_doctor_parser(commands)
     add_sweep_parser(commands)
+    add_tune_parser(commands)
     return parser

@@ -22,7 +22,6 @@ class DecodeAttention:
 
     With ``starts_B`` and ``queries_B`` rows have different numbers of them, up to ``query_len``.
 
-
     page_table_BP int32: physical page of each logical page; entries past a row's length are any valid page.
     kv_lengths_B int32: tokens of KV to attend to, the new ones included.
     max_kv_length: the host's bound for a row (the page table covers it); never read from the device.

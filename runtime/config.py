@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
+from models.row_buckets import decode_ladder
+
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
@@ -214,8 +216,7 @@ class EngineConfig:
 
 def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8 up to 64, every 16 up to 128, every 32 beyond; the last is ``slots`` itself."""
-    ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, slots, 32)]
-    return (*(rows for rows in ladder if rows < slots), slots)
+    return decode_ladder(slots)
 
 
 def _device_here() -> Device:

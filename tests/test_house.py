@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/__main__.py",),
         ("launch/cli.py", "launch/complete.py", "launch/report", "launch/scale"),
         ("launch/sweep",),
+        ("launch/tune",),
         ("launch/bench",),
         ("launch/generate", "launch/doctor", "launch/embed.py"),
         ("launch/api", "launch/ranks", "launch/engine_options.py"),
@@ -64,7 +65,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/layers/rope.py", "models/layers/routed_experts.py"),  # read by config.py: what config.json says
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
-        ("models/cache_layout.py",),
+        ("models/cache_layout.py", "models/row_buckets.py"),
     ),
     "parallel": (
         ("parallel/layers",),

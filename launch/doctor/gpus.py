@@ -11,6 +11,8 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,7 @@ from launch.doctor.findings import Section
 from launch.ranks.flashinfer_switches import flashinfer_switches
 from launch.values import is_whole_number
 from models.kernels.select import select_kernels
+from runtime.config import EngineConfig
 
 _SECONDS = 20.0  # for nvidia-smi: its first call wakes sleeping GPUs
 _BUSY_BYTES = 2 << 30  # a context and a desktop fit in; another job does not
@@ -116,14 +119,17 @@ def kernels(device: torch.device) -> Section:
     if device.type == "cpu":
         section.note("on CPUs everything runs in plain torch: for tests and small models")
         return section
-    from models.kernels.matmul.dispatch import shipped_choices
+    from models.kernels.matmul.choice_table import machine_table
+    from models.kernels.traits import traits_of
 
-    tuned = len(shipped_choices(device).choices)
+    cache = next(field.default for field in fields(EngineConfig) if field.name == "kernel_cache")
+    tuned = len(machine_table(Path(str(cache)).expanduser(), traits_of(device)).choices)
     section.facts["tuned_shapes"] = tuned
     if not tuned:
         section.note(
             f"no matrix shapes were measured ahead on a {torch.cuda.get_device_name(device)}: sensible choices are "
-            "made without, which may cost some per cent"
+            "made without, which may cost some per cent",
+            "python -m launch tune --model FOLDER measures a model's, in some minutes",
         )
     return section
 

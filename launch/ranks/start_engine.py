@@ -26,7 +26,10 @@ from launch.ranks.nccl_postmortem import abort_groups, write_flight_recorder
 from launch.ranks.process_group import address_between_nodes, local_device, rank_groups
 from launch.ranks.rendezvous import Rendezvous
 from launch.ranks.signals import notes_sigterm, raises_on_sigterm
+from models.kernels.matmul.choice_table import machine_table
+from models.kernels.traits import traits_of
 from models.weights import Progress
+from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives, SingleRank
 from parallel.comm.ep_exchange import GroupExchange
@@ -166,7 +169,10 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
     sharing = ParallelDegrees(topology.world, config.tensor_parallel, topology.world if config.data_parallel > 1 else 1)
     groups = rank_groups(sharing, topology.rank, config.device)
     everybody = GroupCollectives(groups.world)
-    collectives = SingleRank() if groups.tensor is None else _collectives(groups.tensor, config, device)
+    collectives: SingleRank | GroupCollectives = SingleRank()
+    if groups.tensor is not None:
+        limits = measured_limits(config, device, everybody) if _shares_memory(config, device) else None
+        collectives = _collectives(groups.tensor, config, device, limits)
     # One log of both: the ranks of a tensor-parallel group make all their calls in one order. Where each rank is alone
     # in such a group, it can be compared with those it exchanges with.
     log_of = collectives.calls if isinstance(collectives, GroupCollectives) else None
@@ -177,9 +183,28 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
     return _Fabric(collectives, exchange, everybody)
 
 
-def _collectives(group: dist.ProcessGroup, config: EngineConfig, device: torch.device) -> GroupCollectives:
+def measured_limits(
+    config: EngineConfig, device: torch.device, everybody: SingleRank | GroupCollectives
+) -> SizeLimits | None:
+    """Up to which sizes our kernels do all-reduces, as measured on GPUs like rank 0's; None where nobody has.
+
+    Every rank calls this, and gets what rank 0 knows: two ranks with different limits would wait for each other.
+    """
+
+    def make() -> str:
+        table = machine_table(Path(config.kernel_cache).expanduser(), traits_of(device))
+        limits = table.all_reduce.get(config.tensor_parallel)
+        return "" if limits is None else f"{limits.one_shot},{limits.two_shot}"
+
+    told = everybody.broadcast_text(make)
+    return SizeLimits(*map(int, told.split(","))) if told else None
+
+
+def _collectives(
+    group: dist.ProcessGroup, config: EngineConfig, device: torch.device, limits: SizeLimits | None
+) -> GroupCollectives:
     """Of a tensor-parallel group; its ranks call this together."""
-    return fastest_collectives(group, device) if _shares_memory(config, device) else GroupCollectives(group)
+    return fastest_collectives(group, device, limits) if _shares_memory(config, device) else GroupCollectives(group)
 
 
 def _exchange(

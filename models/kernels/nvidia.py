@@ -27,6 +27,7 @@ from models.kernels.attention import (
     rope_decode,
     rope_prefill,
 )
+from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
@@ -35,14 +36,19 @@ from models.kernels.experts.tiles import long_list_tiles, without_lists
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
-from models.kernels.matmul.dispatch import PARTIAL_BYTES, MatmulDispatch
-from models.kernels.reference import ReferenceKernels, into
+from models.kernels.matmul.dispatch import MatmulDispatch
+from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_ATTENTION_BYTES = 128 << 20  # of partial results of splits
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
-_PROGRAMS_EACH = 8  # of a multiprocessor: programs of balanced attention where the rows need fewer
+_LONGEST_OF_FEW = 512  # the same below _MANY_PAIRS
+_LONGEST_OF_MIXED = 256  # the same where most rows may be absent
+_PROGRAMS_OF_MIXED = 8  # the same, where most rows may be absent
+_PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where the rows need fewer
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 _MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
 _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faster on an H200, fewer were not tried
@@ -77,7 +83,7 @@ class NvidiaKernels(Kernels):
         self.matmul = MatmulDispatch(device, traits, choices)
         self._reference = ReferenceKernels()
         self._prefill = Prefill(device, prefill, traits, flashinfer)
-        self._attention_partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
+        self._attention_partial = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
         self.balanced = balanced
 
@@ -151,7 +157,10 @@ class NvidiaKernels(Kernels):
             )
         tokens, choices = local_TC.shape
         if without_lists(tokens, choices, all_experts):
-            return streamed.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl)
+            multiprocessors = self.traits.multiprocessors
+            return streamed.expert_mlp(
+                x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, multiprocessors=multiprocessors
+            )
         if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
             mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
             tiles = long_list_tiles(mean, experts, hidden, inner, self.traits)
@@ -173,6 +182,8 @@ class NvidiaKernels(Kernels):
         if not self.balanced:
             return inputs
         rule = self._split_rule(inputs, heads, kv_layer)
+        if self._without_list(inputs, kv_layer):
+            return dataclasses.replace(inputs, work=rule)
         return dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, self.pdl))
 
     def decode_attention(
@@ -267,15 +278,12 @@ class NvidiaKernels(Kernels):
                 block_n=min(block_n, work.rule.block),
                 stages=stages,
                 warps=warps,
-                programs=programs_of(rows, kv_heads, work.rule, self.traits.multiprocessors),
+                programs=programs_of(inputs, kv_heads, work.rule, self.traits.multiprocessors),
                 pdl=self.pdl,
             )
         if inputs.starts_B is not None:
             return self._reference.decode_attention(q_TX, kv_layer, inputs, scale, out_THD)
-        if out_THD is not None:
-            q_TX = q_TX[: rows * inputs.query_len]
-            return into(out_THD, self._triton_attention(q_TX, heads, kv_layer, inputs, scale, rotation), inputs)
-        if by_tma:
+        if by_tma and out_THD is None and work is None:
             return decode_tma.attend_many(
                 q_TX,
                 heads,
@@ -288,21 +296,20 @@ class NvidiaKernels(Kernels):
                 warps=warps,
                 pdl=self.pdl,
             )
-        splits = decode.choose_splits(rows, kv_heads, inputs.max_kv_length, block_n, self.traits.multiprocessors)
-        room = self._attention_partial.numel()
-        while decode.workspace_floats(rows, kv_heads, query_rows, head_dim, splits) > room:
-            splits //= 2
+        rule = work if isinstance(work, SplitRule) else None
+        if rule is None or not self._fits(rule, rows, kv_heads, query_rows, head_dim):
+            rule = self._split_rule(inputs, heads, kv_layer)
         return decode.decode_attention(
             q_TX,
             heads,
             kv_layer,
             inputs,
+            rule,
             scale,
             self._attention_partial,
             self._attention_counters,
             rotation=rotation,
-            block_n=block_n,
-            splits=splits,
+            out_THD=out_THD,
             stages=stages,
             warps=warps,
             pdl=self.pdl,
@@ -312,20 +319,43 @@ class NvidiaKernels(Kernels):
         """Whether TMA serves these best, and (keys a block, stages, warps)."""
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
-        if self.pdl and rows * kv_heads >= _MANY_PAIRS:  # the same GPUs have TMA and dependent launches
-            blocks = _many_blocks(query_rows)
+        tuned = self._tuned_form(DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
+        listed = self.balanced and not self._without_list(inputs, kv_layer)
+        by_tma = _by_tma(rows * kv_heads, listed) if tuned is None else tuned.tma
+        if self.pdl and by_tma:  # the same GPUs have TMA and dependent launches
+            blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
             if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
         shared = self.traits.shared_bytes - _SHARED_RESERVE
-        blocks = _attention_blocks(rows * kv_heads, power_of_two_above(query_rows), row_bytes, shared)
+        pairs = max(rows * kv_heads, 1 if listed or not self.balanced else _LIST_PAIRS)  # small programs, too
+        blocks = _attention_blocks(pairs, power_of_two_above(query_rows), row_bytes, shared)
+        if tuned is not None and not tuned.tma:
+            needed = _attention_shared(tuned.block_n, tuned.stages, power_of_two_above(query_rows), row_bytes)
+            blocks = tuned.blocks if needed <= shared else blocks
         if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
             blocks = min(blocks[0], 32), 3, 8
         return False, blocks
 
+    def _tuned_form(self, shape: DecodeShape) -> DecodeForm | None:
+        return nearest_form(self.matmul.choices.attention, shape)
+
+    def _without_list(self, inputs: DecodeAttention, kv_layer: Tensor) -> bool:
+        """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
+        few = inputs.kv_lengths_B.shape[0] * kv_layer.shape[3] < _LIST_PAIRS
+        return few and inputs.starts_B is None and not inputs.skip_empty
+
     def _split_rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         by_tma, (block_n, _, _) = self._decode_form(inputs, heads, kv_layer)
+        if self._without_list(inputs, kv_layer):
+            # Programs of splits that no row has cost time, too: so many that a long row alone keeps the GPU busy.
+            longest = -(-inputs.max_kv_length // max(1, self.traits.multiprocessors // kv_heads))
+            longest = max(longest, _LONGEST_SPLIT)
+        elif inputs.skip_empty:
+            longest = _LONGEST_OF_MIXED
+        else:
+            longest = _LONGEST_SPLIT if rows * kv_heads >= _MANY_PAIRS else _LONGEST_OF_FEW
         return decode_work.choose_rule(
             rows,
             kv_heads,
@@ -333,7 +363,7 @@ class NvidiaKernels(Kernels):
             head_dim,
             inputs.max_kv_length,
             block=block_n,
-            longest=_LONGEST_SPLIT,
+            longest=longest,
             programs=0 if by_tma else self.traits.multiprocessors,
             room=self._attention_partial.numel(),
         )
@@ -345,10 +375,22 @@ class NvidiaKernels(Kernels):
         return floats <= self._attention_partial.numel() and counters <= self._attention_counters.numel()
 
 
-def programs_of(rows: int, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int = _PROGRAMS_EACH) -> int:
-    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more."""
-    full = -(-each * multiprocessors // kv_heads)
-    return kv_heads * min(rows * rule.most, max(rows * rule.fewest, full))
+def programs_of(
+    inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int | None = None
+) -> int:
+    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
+
+    Where rows may be absent, most of them usually are: programs that do nothing take time, too.
+    """
+    if each is None:
+        each = _PROGRAMS_OF_MIXED if inputs.skip_empty else _PROGRAMS_EACH
+    rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
+    return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
+
+
+def _by_tma(pairs: int, listed: bool) -> bool:
+    """From where on TMA was faster on an H200, or drew less power."""
+    return pairs >= _MANY_PAIRS or (listed and _LIST_PAIRS <= pairs < 2 * _LIST_PAIRS)
 
 
 def _many_blocks(query_rows: int) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
-"""What the kernels' launch shapes depend on: a GPU's multiprocessors, shared memory and compute capability.
+"""What the kernels' launch shapes depend on: a GPU's multiprocessors, caches, memory rate and compute capability.
 
-Knows: how these are read from a device, and their values on an H200. Does not know: which launch shape they lead to.
+Knows: how these are read from a device, their values on an H200, and when two GPUs may share a table of choices. Does
+not know: which launch shape they lead to.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ from typing import Any
 
 import torch
 
+_SAME_CLASS = 0.1  # of the memory rate: an H100's lies 30% below an H200's, variants of one model 3% apart
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """One GPU. ``shared_bytes``: the most shared memory that one program may ask for."""
+    """One GPU. ``shared_bytes``: the most shared memory that one program may ask for. ``memory_rate``: bytes/s of the
+    memory's clock and width (the data sheet's figure), 0 where the driver does not tell. ``name``: the driver's.
+    """
 
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int
+    l2_bytes: int = 60 << 20
+    memory_rate: float = 0.0
+    name: str = ""
 
     @property
     def dependent_launch(self) -> bool:
@@ -29,8 +37,22 @@ class DeviceTraits:
         """sm_90 itself: later GPUs have other tensor cores, and some have less shared memory."""
         return self.capability[0] == 9
 
+    def like(self, other: DeviceTraits) -> bool:
+        """Whether what was fastest on one may be taken to be fastest on the other: multiprocessors of one kind and
+        number, and memory as fast but for 10%. An unknown memory rate is like no other.
+        """
+        alike = self.capability == other.capability and self.multiprocessors == other.multiprocessors
+        return alike and abs(self.memory_rate - other.memory_rate) < _SAME_CLASS * self.memory_rate
 
-H200 = DeviceTraits(capability=(9, 0), multiprocessors=132, shared_bytes=227 << 10)  # an H100 SXM is the same
+
+H200 = DeviceTraits(
+    capability=(9, 0),
+    multiprocessors=132,
+    shared_bytes=227 << 10,
+    l2_bytes=60 << 20,
+    memory_rate=4.8e12,
+    name="NVIDIA H200",
+)
 # KiB of shared memory that one program may have (CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability"); a GPU that is not listed gets the least of them.
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
@@ -41,4 +63,12 @@ def traits_of(device: torch.device) -> DeviceTraits:
     properties: Any = torch.cuda.get_device_properties(device)
     capability = torch.cuda.get_device_capability(device)
     kib = _SHARED_KIB.get(capability, min(_SHARED_KIB.values()))
-    return DeviceTraits(capability, properties.multi_processor_count, kib << 10)
+    kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return DeviceTraits(
+        capability,
+        properties.multi_processor_count,
+        kib << 10,
+        getattr(properties, "L2_cache_size", 0) or H200.l2_bytes,
+        2e3 * kilohertz * bits / 8,  # two transfers a clock
+        torch.cuda.get_device_name(device),
+    )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.all_reduce_dispatch import DTYPES, ROWS, AllReduceDispatch, all_reduce_buffer_bytes
+from parallel.comm.all_reduce_dispatch import DTYPES, ROWS, AllReduceDispatch, SizeLimits, all_reduce_buffer_bytes
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, has_dependent_launches
@@ -23,16 +23,16 @@ _LOST = "all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLin
 class SymmetricCollectives(GroupCollectives):
     """GroupCollectives whose all-reduces run in our own kernel where that is faster (all_reduce_dispatch.py).
 
-    The constructor is a collective call of ``group``. Raises RuntimeError where symmetric memory does not work,
-    ImportError without Triton.
+    ``limits``: up to which sizes that is, the same on every rank; None takes those of H200s. The constructor is a
+    collective call of ``group``. Raises RuntimeError where symmetric memory does not work, ImportError without Triton.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, limits: SizeLimits | None = None) -> None:
         super().__init__(group)
         self._memory = SentinelMemory(group, device, all_reduce_buffer_bytes(self.size))
         use_counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
         self.dispatch = AllReduceDispatch(
-            self._memory.addresses, use_counts, self.rank, pdl=has_dependent_launches(device)
+            self._memory.addresses, use_counts, self.rank, pdl=has_dependent_launches(device), limits=limits
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -57,12 +57,15 @@ class SymmetricCollectives(GroupCollectives):
             return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
 
-def fastest_collectives(group: dist.ProcessGroup, device: torch.device) -> GroupCollectives:
+def fastest_collectives(
+    group: dist.ProcessGroup, device: torch.device, limits: SizeLimits | None = None
+) -> GroupCollectives:
     """SymmetricCollectives where every rank can have them, GroupCollectives otherwise, the same on all ranks.
 
-    A collective call of ``group``, before any graph is captured. A fallback is logged once, with its reason.
+    ``limits`` as there. A collective call of ``group``, before any graph is captured. A fallback is logged once, with
+    its reason.
     """
-    make = partial(SymmetricCollectives, group, device)
+    make = partial(SymmetricCollectives, group, device, limits)
     made = build_on_every_rank(group, device, make, partial(_self_test, device=device), _LOST)
     return GroupCollectives(group, slower=_LOST) if made is None else made
 

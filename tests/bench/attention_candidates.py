@@ -11,7 +11,7 @@ from math import log2
 from typing import NamedTuple
 
 from models.kernels.attention import decode_tma
-from models.kernels.attention.decode import choose_splits, workspace_floats
+from models.kernels.attention.decode_work import choose_splits, workspace_floats
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.matmul.dispatch import PARTIAL_BYTES
 from models.kernels.nvidia import (

@@ -15,8 +15,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from models.kernels.matmul import autotune
+from models.kernels.matmul.autotune import captured, replay_for
 from tests.bench.kernels import DEVICE
-from tests.bench.tune import captured, replay_for
 
 LAYERS = 6
 ROUNDS, SECONDS = 6, 0.1  # of each layer in a round

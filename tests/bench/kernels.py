@@ -2,7 +2,7 @@
 
 Run on one GPU:  python3 -m tests.bench.kernels --out FOLDER [--part linear|attention|small|step ...]
 Every figure is the median of graph replays; weights rotate through more memory than the L2 holds.
-``linear`` writes FOLDER/linear.jsonl (every candidate alone). Choices are made by tune.py.
+``linear`` writes FOLDER/linear.jsonl (every candidate alone). Choices are made by `launch tune`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels.attention import decode, decode_tma
+from models.kernels.attention.decode_work import COUNTERS, choose_splits, even_rule
 from models.kernels.interface import Rotation
 from models.kernels.matmul import autotune, choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.traits import H200
 from tests.bench.dense_shapes import BF16, MODELS, Dense
 
 DEVICE = torch.device("cuda", 0)
@@ -43,7 +45,7 @@ def compile_share(index: int, share: int, models: list[str], rows: list[int], pa
     """Run every ``share``-th candidate once, so that Triton's cache on disk holds it."""
     kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
-    for shape in shapes(models, rows) if {"linear", "tune"} & set(parts) else []:
+    for shape in shapes(models, rows) if "linear" in parts else []:
         for choice in kernels.matmul.candidates(shape):
             if isinstance(choice, choice_table.Gemv | choice_table.Skinny | choice_table.Wide):
                 key = (shape.inner, shape.normed, shape.gate_up, shape.rows, choice)
@@ -145,7 +147,7 @@ class AttentionBench:
         self.kernels, self.dense = kernels, dense
         self.cache = Cache(dense, rows, length, MOST, layers)
         # One a (row, kv head); the kernels' own are enough only for the splits that they choose.
-        self.counters = torch.zeros(rows * dense.kv_heads, dtype=torch.int32, device=DEVICE)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
         self.qkv = torch.randn(rows, (dense.heads + 2 * dense.kv_heads) * dense.head_dim, dtype=BF16, device=DEVICE)
         norm = torch.ones(dense.head_dim, dtype=BF16, device=DEVICE)
         positions = self.cache.positions
@@ -183,12 +185,11 @@ class AttentionBench:
             self.dense.heads,
             kv,
             self.cache.inputs,
+            even_rule(block_n, splits),
             scale,
             self.kernels._attention_partial,
             self.counters,
             rotation=rotation,
-            block_n=block_n,
-            splits=splits,
             stages=stages,
             warps=warps,
             pdl=True,
@@ -228,8 +229,8 @@ def attention_configs(rows: int, kv_heads: int, most: int) -> Iterator[tuple[int
     """(block_n, splits, stages, warps)"""
     for block_n, stages, warps in ((64, 3, 4), (64, 5, 4), (32, 5, 4), (32, 5, 2), (32, 3, 2), (128, 3, 4)):
         seen = set()
-        for wanted in (132, 264, 1056):
-            splits = decode.choose_splits(rows, kv_heads, most, block_n, wanted)
+        for wanted in (H200.multiprocessors * each for each in (1, 2, 8)):
+            splits = choose_splits(rows, kv_heads, most, block_n, wanted)
             if splits not in seen:
                 seen.add(splits)
                 yield block_n, splits, stages, warps

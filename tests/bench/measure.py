@@ -68,8 +68,6 @@ _FLASHINFER = "-m tests.bench.flashinfer_experts --out {out}/results"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
 _AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
-_TUNE_FEW = "--rows 1 8 32 --seconds 0.2"
-_TUNE_MANY = "--rows 128 256 64 --seconds 0.4 --finalists 4 --sample"  # longer, for the clock of many rows falls
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +128,18 @@ PARTS = (
     Part("host", 1, 120, "-m tests.runtime.engine.bench_host --device cuda"),
     Part("bare-chain", 1, 90, "-m tests.bench.device"),
     Part("sampler", 1, 120, "-m tests.bench.sampler"),
-    Part(
-        "tune",
-        1,
-        180,
-        "-m tests.bench.tune --out {out}/results --models 8B 8B-tp2 --rows 32 128 256 --compile-workers 13 --sample",
-    ),
-    *(  # what one rank of several computes: each on one GPU, for the table that merge_choices.py makes
+    *(  # each leaves a table, which merge_choices.py takes over; what is cut off goes on in the next run
         Part(
-            f"tune-{model.lower()}-{rows}",
+            f"tune-{model}{f'-tp{ranks}' if ranks > 1 else ''}",
             1,
-            150,
-            f"-m tests.bench.tune --out {{out}}/results/tune-{model.lower()}-{rows} --models {model} "
-            f"--compile-workers 14 {options}",
+            530,
+            f"-m launch tune --model qwen3-{model} --tensor-parallel-size {ranks} --budget-minutes 8 "
+            f"--out {{out}}/results/tune-{model}-tp{ranks}",
         )
-        for model in ("8B-tp8", "32B-tp8", "8B-tp4", "32B-tp4", "8B-tp2", "32B-tp2")
-        for rows, options in (("few", _TUNE_FEW), ("many", _TUNE_MANY))
+        for model, ranks in (
+            *(("8b", 1), ("0.6b", 1), ("30b-a3b", 1), ("32b", 1)),
+            *((model, ranks) for model in ("8b", "32b") for ranks in (2, 4, 8)),
+        )
     ),
     Part("step", 1, 120, "-m tests.bench.kernels --out {out}/results --part step --compile-workers 13 --profile"),
     Part("attention", 1, 180, "-m tests.bench.kernels --out {out}/results --part attention --compile-workers 13"),
@@ -157,6 +151,13 @@ PARTS = (
     Part("exchange-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_exchange_gpu.py"),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.bench.all_reduce --out {out}/results", True),
+    Part(
+        "tune-all-reduce",
+        2,
+        90,
+        "-m launch tune --model qwen3-8b --parts all-reduce --out {out}/results/tune-all-reduce-2",
+        True,
+    ),
     Part("exchange", 2, 120, "-m tests.bench.exchange --out {out}/results", True),
     Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
@@ -187,6 +188,13 @@ PARTS = (
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     # four and eight
     Part("all-reduce-4", 4, 90, "-m tests.bench.all_reduce --out {out}/results", True),
+    Part(
+        "tune-all-reduce-4",
+        4,
+        90,
+        "-m launch tune --model qwen3-8b --parts all-reduce --out {out}/results/tune-all-reduce-4",
+        True,
+    ),
     Part("exchange-4", 4, 120, "-m tests.bench.exchange --out {out}/results", True),
     Part("exchange-tests-4", 4, 150, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric-4", 4, 120, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
+from models.kernels.matmul.autotune import captured, replay_for
 from models.kernels.nvidia import NvidiaKernels
 from tests.bench.attention_candidates import Attention, Candidate, choice_of_few, current_choice
 from tests.bench.dense_shapes import BF16, MODELS, Dense
 from tests.bench.kernels import DEVICE, MOST, AttentionBench
-from tests.bench.tune import captured, replay_for
 
 TOKENS = 640  # a row: the mean of the fixed-batch protocol
 LAYERS = 6  # more weights and keys than the L2 holds

@@ -8,7 +8,7 @@ replays of a graph of such pairs, over more weights than the L2 holds, divided b
 rank times all of our kernels alone; the fastest few of them, cuBLAS and what the table says are then timed with the
 sum, by both ranks at once. FOLDER/push.json has every time, and grows with each shape.
 
-Knows: how one product and one sum are timed. Does not know: what surrounds them in a layer (tune.py).
+Knows: how one product and one sum are timed. Does not know: what surrounds them in a layer (launch/tune).
 """
 
 from __future__ import annotations

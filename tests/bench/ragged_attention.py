@@ -29,8 +29,8 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels import nvidia
-from models.kernels.attention import decode_balanced, decode_balanced_tma, decode_work
-from models.kernels.attention.decode_work import SplitRule
+from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_work
+from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.interface import Rotation
 from models.kernels.nvidia import NvidiaKernels
 from tests.bench.dense_shapes import BF16
@@ -45,12 +45,12 @@ ROUNDS = 3
 _MOST_OFF = 5e-3  # of the norm; two forms differ by 1e-3 in bfloat16
 HEADS = {"8B": (32, 8), "0.6B": (16, 8), "30B-A3B-tp2": (16, 2), "one head": (4, 1)}
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LONGEST = (256, 512, 1024, 2048, 4096, 8192)
-PROGRAMS = (4, 16, 32)
+LONGEST = (256, 512, 1024, 2048)
+PROGRAMS = (16, 32)
 
 
 class Case(NamedTuple):
-    """``most``: tokens that a row's pages have room for."""
+    """``most``: tokens that a row's pages have room for. Rows of length 0 are absent, as in mixed steps."""
 
     model: str
     name: str
@@ -67,19 +67,20 @@ class Case(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """``blocks``: keys a block, stages, warps. Without ``rule``: what the kernels launch without a list."""
+    """``blocks``: keys a block, stages, warps. Without ``rule``: every row is split alike, by the bucket alone."""
 
     rule: SplitRule | None = None
-    each: int = 0  # programs a multiprocessor
+    each: int = 0  # programs a multiprocessor; 0 where every split that a row could have is one, without a list
     tma: bool = False
     blocks: tuple[int, int, int] = (0, 0, 0)
 
     def __str__(self) -> str:
         if self.rule is None:
-            return "no list"
+            return "alike"
         how = "tma" if self.tma else "pointers"
         rule = f"<= {self.rule.longest} keys, >= {self.rule.fewest} and <= {self.rule.most} splits"
-        return f"{rule}; {self.each} programs; {how} {','.join(map(str, self.blocks))}"
+        programs = f"{self.each} programs" if self.each else "no list"
+        return f"{rule}; {programs}; {how} {','.join(map(str, self.blocks))}"
 
 
 def lognormal(rows: int, seed: int = 6) -> tuple[int, ...]:
@@ -100,6 +101,7 @@ def cases(quick: bool) -> list[Case]:
         Case("8B", "8 x 32768", (32768,) * 8),
         Case("one head", "1 x 131072", (LONG,), LONG),
         Case("8B", "[40000] + 255 x [450]", (40000, *[450] * 255)),
+        *(Case("8B", f"{n} x lognormal, {256 - n} absent", lognormal(n) + (0,) * (256 - n)) for n in (16, 64)),
     ]
     for rows in (1, 16, 64) if quick else BUCKETS:
         for length in (512, 1024, 3055):
@@ -129,19 +131,22 @@ class Bench:
             table[row, :pages] = order[begin : begin + pages]
             begin += pages
         lengths = torch.tensor(case.lengths, dtype=torch.int32)
-        positions = lengths.long() - 1
+        positions = (lengths.long() - 1).clamp(min=0)
         slots = table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
         norm = torch.ones(DIM, dtype=BF16, device=DEVICE)
         angles = torch.ones(case.most + 1, DIM, device=DEVICE)
         self.rotation = Rotation(norm, norm, 1e-6, angles, positions.to(DEVICE), slots.to(DEVICE))
-        self.inputs = DecodeAttention(table.to(DEVICE), lengths.to(DEVICE), 1, table.shape[1] * PAGE)
+        self.live = torch.tensor([row for row, length in enumerate(case.lengths) if length], device=DEVICE)
+        skip, most = len(self.live) < rows, table.shape[1] * PAGE
+        self.inputs = DecodeAttention(table.to(DEVICE), lengths.to(DEVICE), 1, most, skip_empty=skip)
         self.qkv = torch.randn(rows, (self.heads + 2 * self.kv_heads) * DIM, dtype=BF16, device=DEVICE)
 
     def usual(self) -> Candidate:
         """What the kernels choose."""
         rule = self.kernels._split_rule(self.inputs, self.heads, self.layers[0])
         tma, blocks = self.kernels._decode_form(self.inputs, self.heads, self.layers[0])
-        return Candidate(rule, nvidia._PROGRAMS_EACH, tma, blocks)
+        listed = isinstance(self.kernels.plan_decode(self.inputs, self.heads, self.layers[0]).work, DecodeWork)
+        return Candidate(rule, nvidia._PROGRAMS_EACH if listed else 0, tma, blocks)
 
     def with_longest(self, one: Candidate, longest: int) -> Candidate:
         assert one.rule is not None
@@ -163,10 +168,12 @@ class Bench:
         """No list, the kernels' choice, then variations of one number each that make a difference to these rows."""
         usual = self.usual()
         assert usual.rule is not None
-        found = [self.with_longest(usual, longest) for longest in LONGEST]
-        found += [usual._replace(each=each) for each in PROGRAMS]
-        found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
         pairs = len(self.case.lengths) * self.kv_heads
+        found = [self.with_longest(usual, longest) for longest in LONGEST]
+        found += [usual._replace(each=each) for each in (*PROGRAMS, nvidia._PROGRAMS_EACH)]
+        if pairs <= 256:
+            found += [self.with_longest(usual._replace(each=0, tma=False), longest) for longest in (256, 512, 1024)]
+        found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
         if all_of_them and self.case.model == "8B":
             forms: list[tuple[bool, tuple[int, int, int]]] = [(False, (64, 3, 4)), (False, (32, 5, 2))]
             if pairs >= 256:
@@ -192,15 +199,17 @@ class Bench:
 
     def programs(self, one: Candidate) -> int:
         assert one.rule is not None
-        return nvidia.programs_of(
-            len(self.case.lengths), self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each
-        )
+        if not one.each:
+            return 0
+        return nvidia.programs_of(self.inputs, self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each)
 
     def launch(self, one: Candidate) -> Callable[[Tensor], Tensor]:
         """One layer's attention over its cache. Makes the list."""
         kernels, scale = self.kernels, DIM**-0.5
-        if one.rule is None:
+        if one.rule is None and self.usual().tma:
             return lambda kv: kernels.rope_cache_attend(self.qkv, self.heads, kv, self.rotation, self.inputs, scale)
+        if one.rule is None or not one.each:
+            return self._without_list(one, scale)
         attend = decode_balanced_tma.attend_list_tma if one.tma else decode_balanced.attend_list
         work = decode_work.plan_decode(self.inputs, one.rule, kernels.pdl)
         block_n, stages, warps = one.blocks
@@ -218,6 +227,28 @@ class Bench:
             stages=stages,
             warps=warps,
             programs=self.programs(one),
+            pdl=kernels.pdl,
+        )
+
+    def _without_list(self, one: Candidate, scale: float) -> Callable[[Tensor], Tensor]:
+        kernels, (block_n, stages, warps) = self.kernels, one.blocks if one.rule else self.usual().blocks
+        rule = one.rule
+        if rule is None:
+            rows, most = len(self.case.lengths), self.inputs.max_kv_length
+            splits = decode_work.choose_splits(rows, self.kv_heads, most, block_n, kernels.traits.multiprocessors)
+            rule = decode_work.even_rule(block_n, splits)
+        return lambda kv: decode.decode_attention(
+            self.qkv,
+            self.heads,
+            kv,
+            self.inputs,
+            rule,
+            scale,
+            kernels._attention_partial,
+            kernels._attention_counters,
+            rotation=self.rotation,
+            stages=stages,
+            warps=warps,
             pdl=kernels.pdl,
         )
 
@@ -279,12 +310,12 @@ def objection(found: Tensor, expected: Tensor, counters: Tensor) -> str | None:
 def measure(bench: Bench, all_of_them: bool) -> tuple[dict[Candidate, float], dict[Candidate, str]]:
     """(microseconds of a layer, why others were left out)"""
     kernels, graphs, left_out = bench.kernels, dict[Candidate, torch.cuda.CUDAGraph](), dict[Candidate, str]()
-    expected = bench.launch(Candidate())(bench.layers[0])
+    expected = bench.launch(Candidate())(bench.layers[0])[bench.live]
     launches = []  # a captured launch reads the list that its function holds
     for one in bench.candidates(all_of_them):
         try:
             launches.append(launch := bench.launch(one))
-            why = objection(launch(bench.layers[0]), expected, kernels._attention_counters)
+            why = objection(launch(bench.layers[0])[bench.live], expected, kernels._attention_counters)
             if why is None:
                 graphs[one] = graph_of(partial(bench.all_layers, launch))
         except Exception as error:  # the compiler's and the launcher's have no common class
@@ -324,7 +355,7 @@ def line(case: Case, us: dict[Candidate, float], usual: Candidate, plan: float) 
 
 
 HEADER = (
-    "| model | rows | no list: us (TB/s) | list: us (TB/s) | ratio | best: us (ratio) | best is | plan us |\n"
+    "| model | rows | alike: us (TB/s) | ours: us (TB/s) | ratio | best: us (ratio) | best is | plan us |\n"
     "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |"
 )
 

@@ -37,7 +37,7 @@ def case_of(bench: Any, kernels: Any, case: Any) -> Any:
 
 def test_every_case_fits_a_gpu_and_has_few_distinct_candidates(bench: Any, kernels: Any) -> None:
     found = bench.cases(quick=False)
-    assert len(found) == len(set(found)) == 57
+    assert len(found) == len(set(found)) == 59
     assert set(bench.cases(quick=True)) <= set(found)
     assert 2 * bench.pool_size(found) <= 24 << 30, "bytes of all caches"
     for case in found:
@@ -60,11 +60,21 @@ def test_a_long_row_among_short_ones_is_read_by_many_programs(bench: Any, kernel
     assert one.programs(usual) >= 4 * H200.multiprocessors
 
 
+def test_absent_rows_get_no_programs_of_their_own(bench: Any, kernels: Any) -> None:
+    [case] = [case for case in bench.cases(quick=True) if case.name.startswith("16 x lognormal, 240 absent")]
+    one = case_of(bench, kernels, case)
+    assert one.inputs.skip_empty
+    assert sum(one.inputs.kv_lengths_B > 0) == 16
+    assert one.programs(one.usual()) == 8 * H200.multiprocessors < 256 * one.kv_heads
+
+
 def test_rows_lie_in_the_pool_without_overlap(bench: Any, kernels: Any) -> None:
     case = bench.Case("one head", "three", (130, 64, 1), 256)
     pool = torch.zeros(bench.pool_size([case], 2), dtype=torch.bfloat16)
     one = bench.Bench(kernels, case, pool, copies=2)
     assert [layer.shape for layer in one.layers] == [(2, 6, 64, 1, 128)] * 2
+    assert one.live.tolist() == [0, 1, 2]
+    assert not one.inputs.skip_empty
     used = [*one.inputs.page_table_BP[0, :3].tolist(), one.inputs.page_table_BP[1, 0].item(),
             one.inputs.page_table_BP[2, 0].item()]  # fmt: skip
     assert sorted(used) == [1, 2, 3, 4, 5]

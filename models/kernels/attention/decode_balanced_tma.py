@@ -77,13 +77,13 @@ def _attend_list_tma_kernel(
     programs = tl.num_programs(0)
     # Read before the wait: the predecessor wrote q, but never the list, a page or a position.
     items = tl.load(units_ptr, cache_modifier=".cg") * K
-    row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
+    row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K, True)
     steady = steady_of_rotation(
         cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, D, ROTARY, ROPE, NORM,
         item < items,
     )  # fmt: skip
     if PDL:
-        if split * keys_each < length:  # the first block, and the one that TMA does not load
+        if (item < items) & (split * keys_each < length):  # the first block, and the one that TMA does not load
             table_row = page_table_ptr + row * table_width
             first = split * keys_each // BLOCK_N
             block_to_l2(keys_ptr, values_ptr, table_row, first, length, head, K, D, D, PAGE, BLOCK_N, LINES)
@@ -185,7 +185,7 @@ def attend_list_tma(
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     boxes = kv_layer.view(2, -1, kv_heads * head_dim)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
-    _attend_list_tma_kernel[(programs,)](
+    _attend_list_tma_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](
         q_TX,
         kv_layer[0],
         kv_layer[1],

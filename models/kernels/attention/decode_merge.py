@@ -17,10 +17,17 @@ import triton.language as tl
 
 
 @triton.jit
-def unit_of(units_ptr, item, items, K):
-    """(row, kv head, length, split, splits, keys a split) of one item of the list; row 0 of length 0 beyond its end."""
+def unit_of(units_ptr, item, items, K, FIRST: tl.constexpr = False):
+    """(row, kv head, length, split, splits, keys a split) of one item of the list; row 0 of length 0 beyond its end.
+
+    ``FIRST``: of a program's first item, anything beyond the end: the loads do not wait for the number of items, and
+    the list has room for them.
+    """
     unit = units_ptr + 4 * (1 + item // K)
-    there = item < items
+    if FIRST:
+        there = True
+    else:
+        there = item < items
     row = tl.load(unit, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
     length = tl.load(unit + 1, mask=there, other=0, cache_modifier=".cg")
     packed = tl.load(unit + 2, mask=there, other=0, cache_modifier=".cg")

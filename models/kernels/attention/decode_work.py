@@ -23,12 +23,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
-from models.kernels.attention.decode import choose_splits
 from models.kernels.attention.query import padded_dim, power_of_two_above
 
 MERGED_AT_ONCE = 16  # splits that one program merges; more are merged in groups of as many, then the groups
 MOST_SPLITS = MERGED_AT_ONCE**2  # of a row
 COUNTERS = 1 << 16  # int32 counters that merging has; see counters_of
+ANY_LENGTH = 1 << 30  # keys: more than a row has
 _ROWS = 8  # of a program of the kernel below
 _AT_ONCE = 16  # splits of each of these rows written at once
 
@@ -45,6 +45,11 @@ class SplitRule:
     fewest: int
     longest: int
     most: int
+
+
+def even_rule(block: int, splits: int) -> SplitRule:
+    """So many splits for every row that has as many blocks, however long it is."""
+    return SplitRule(block, splits, ANY_LENGTH, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,17 @@ def workspace_floats(rows: int, kv_heads: int, query_rows: int, head_dim: int, m
 def counters_of(rows: int, kv_heads: int, most: int) -> int:
     """Counters that attention needs: of each (row, kv head) one a group of splits, and one for the groups."""
     return 0 if most == 1 else rows * kv_heads * (1 + -(-most // MERGED_AT_ONCE))
+
+
+def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, programs: int) -> int:
+    """Splits of a row: the largest power of two with at most ``programs`` programs, and no more than key blocks.
+
+    Up to ``programs`` pairs of row and kv head get two splits even where these are more programs: two halves on one
+    multiprocessor are faster than one whole row that has it to itself.
+    """
+    most, pairs = power_of_two_above(-(-max_kv_length // block_n)), rows * kv_heads
+    wanted = max(1, programs // pairs, 2 * programs // pairs if 2 * pairs > programs else 1)
+    return max(1, min(64, most, 1 << (wanted.bit_length() - 1)))
 
 
 def choose_rule(
@@ -100,7 +116,7 @@ def choose_rule(
 
 
 @triton.jit
-def _splits(lengths, block, fewest, longest, most, SKIP_EMPTY: tl.constexpr):
+def splits_of_rows(lengths, block, fewest, longest, most, SKIP_EMPTY: tl.constexpr):
     """(splits, keys a split) of rows of these lengths."""
     blocks = (lengths + block - 1) // block
     wanted = tl.minimum(tl.maximum((lengths + longest - 1) // longest, fewest), most)
@@ -131,12 +147,12 @@ def _plan_decode_kernel(
         gdc_launch_dependents()
     every = tl.arange(0, ALL)
     lengths = tl.load(lengths_ptr + every, mask=every < rows, other=0)
-    splits, keys = _splits(lengths, block, fewest, longest, most, SKIP_EMPTY)
+    splits, keys = splits_of_rows(lengths, block, fewest, longest, most, SKIP_EMPTY)
     splits = tl.where(every < rows, splits, 0)
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = mine < rows
     own_lengths = tl.load(lengths_ptr + mine, mask=there, other=0)
-    own_splits, own_keys = _splits(own_lengths, block, fewest, longest, most, SKIP_EMPTY)
+    own_splits, own_keys = splits_of_rows(own_lengths, block, fewest, longest, most, SKIP_EMPTY)
     own_splits = tl.where(there, own_splits, 0)
     if tl.program_id(0) == 0:
         tl.store(units_ptr, tl.sum(splits, 0))

@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.tiles import largest_power
-
-_PROGRAMS = 512  # below so many programs of a pair, or of all tokens, smaller blocks were faster on an H200
+from models.kernels.traits import H200
 
 
 @triton.jit
@@ -89,8 +88,22 @@ def _streamed_down_kernel(
     tl.store(out_ptr + token.to(tl.int64) * N + outs, total.to(out_ptr.dtype.element_ty))
 
 
+def full_programs(multiprocessors: int) -> int:
+    """Below so many programs of a pair, or of all tokens, smaller blocks were faster on an H200: nearly four for each
+    of its multiprocessors, in powers of two as weights mostly are.
+    """
+    return 1 << ((4 * multiprocessors).bit_length() - 1)
+
+
 def expert_mlp(
-    x_TN: Tensor, gate_up_G2IN: Tensor, down_GNI: Tensor, weights_TC: Tensor, local_TC: Tensor, pdl: bool
+    x_TN: Tensor,
+    gate_up_G2IN: Tensor,
+    down_GNI: Tensor,
+    weights_TC: Tensor,
+    local_TC: Tensor,
+    pdl: bool,
+    *,
+    multiprocessors: int = H200.multiprocessors,
 ) -> Tensor:
     """See the Kernels protocol."""
     _, hidden, inner = down_GNI.shape
@@ -98,8 +111,9 @@ def expert_mlp(
     if tokens == 0:
         return torch.empty_like(x_TN)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    block_i = min(largest_power(inner), 4 if inner // 4 >= _PROGRAMS else 2)
-    block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= _PROGRAMS else 4)
+    full = full_programs(multiprocessors)
+    block_i = min(largest_power(inner), 4 if inner // 4 >= full else 2)
+    block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= full else 4)
     _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
         x_TN,
         gate_up_G2IN,

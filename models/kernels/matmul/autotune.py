@@ -1,12 +1,14 @@
 """Times the candidate kernels of a matrix product with cold weights: graph replays over more weights than the L2 holds.
 
-Knows: how to time candidates fairly. Does not know: what they are (candidates.py) or how choices are stored
-(choice_table.py). Nothing here may run during a graph capture.
+Knows: how to time candidates fairly, for milliseconds and at the power that lasts. Does not know: what they are
+(candidates.py) or how choices are stored (choice_table.py). Nothing here may run during a graph capture.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,16 +18,49 @@ from torch import Tensor
 
 from models.kernels.matmul.choice_table import Choice, LinearShape
 
+log = logging.getLogger(__name__)
+
 _COLD_BYTES = 256 << 20  # several times the 50-60 MB of L2
 
 Run = Callable[[Tensor, Tensor, Choice], Tensor]
+
+
+class ColdProduct:
+    """One product over and over, with weights that no cache holds. ``run(x, weight, choice)`` must be capturable once
+    warm.
+    """
+
+    def __init__(self, shape: LinearShape, run: Run, device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
+        copies = max(2, min(64, -(-_COLD_BYTES // (shape.outputs * shape.inner * shape.dtype.itemsize))))
+        weights = torch.randn(copies, shape.outputs, shape.inner, dtype=shape.dtype, device=device)
+        self._weights = weights.mul_(shape.inner**-0.5)
+
+    def one(self, choice: Choice) -> Tensor:
+        """What ``choice`` makes of the first weight. Raises what a compiler or a launch does."""
+        result = self._run(self._x, self._weights[0], choice)
+        torch.cuda.synchronize(self._device)
+        return result
+
+    def each(self, choice: Choice) -> None:
+        for weight in self._weights:
+            self._run(self._x, weight, choice)
+
+    def brief_us(self, choice: Choice, replays: int = 12) -> float:
+        """Median microseconds of one product, over milliseconds."""
+        return median_graph_us(functools.partial(self.each, choice), self._device, replays) / len(self._weights)
+
+    def lasting_us(self, choice: Choice, seconds: float) -> float:
+        """Mean microseconds of one product at the power that lasts; see ``replay_for``."""
+        return replay_for(captured(functools.partial(self.each, choice)), seconds) / len(self._weights)
 
 
 def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: torch.device) -> tuple[Choice, float]:
     """The choice with the least median time, and that time in microseconds. Raises RuntimeError if none runs."""
     timed = measure(shape, choices, run, device)
     us, index = min((us, index) for index, (_, us) in enumerate(timed))
-    if us == float("inf"):
+    if us == math.inf:
         raise RuntimeError(f"none of {len(timed)} kernels ran a product of shape {shape.key}")
     return timed[index][0], us
 
@@ -33,29 +68,25 @@ def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: tor
 def measure(
     shape: LinearShape, choices: Iterable[Choice], run: Run, device: torch.device
 ) -> list[tuple[Choice, float]]:
-    """Every choice with its median microseconds for one product with cold weights; infinity if it does not run.
-
-    ``run(x, weight, choice)`` must be capturable once warm.
+    """Every choice with its median microseconds for one product with cold weights; infinity if it does not run, for
+    the reason that is logged.
     """
-    x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
-    copies = max(2, min(64, -(-_COLD_BYTES // (shape.outputs * shape.inner * shape.dtype.itemsize))))
-    weights = torch.randn(copies, shape.outputs, shape.inner, dtype=shape.dtype, device=device).mul_(shape.inner**-0.5)
+    product = ColdProduct(shape, run, device)
     timed: list[tuple[Choice, float]] = []
     for choice in choices:
         try:
-            run(x, weights[0], choice)
-            torch.cuda.synchronize(device)
-        except Exception:  # any error of a compiler or a launch means: not this candidate
-            timed.append((choice, float("inf")))
+            product.one(choice)
+        except Exception as error:  # any error of a compiler or a launch means: not this candidate
+            log.info("%s: %s is left out: %s", shape.key, choice, reason_of(error))
+            timed.append((choice, math.inf))
             continue
-        launch = functools.partial(_each, run, x, weights, choice)
-        timed.append((choice, median_graph_us(launch, device) / copies))
+        timed.append((choice, product.brief_us(choice)))
     return timed
 
 
-def _each(run: Run, x: Tensor, weights: Tensor, choice: Choice) -> None:
-    for weight in weights:
-        run(x, weight, choice)
+def reason_of(error: Exception) -> str:
+    """An exception on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def median_graph_us(launch: Callable[[], Any], device: torch.device, replays: int = 12) -> float:
@@ -77,6 +108,38 @@ def median_graph_us(launch: Callable[[], Any], device: torch.device, replays: in
         end.record()
     torch.cuda.synchronize(device)
     return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs))
+
+
+def captured(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of ``launch``, which ran once before; on the current device."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
+def replay_for(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Mean microseconds of a replay, over the second half of ``seconds`` of them: by then the clock is the one that the
+    GPU can hold at the power that these kernels draw (docs/measurements/power.md).
+    """
+    event: Any = torch.cuda.Event  # untyped in some versions of torch
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    start.record()
+    for _ in range(5):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    half = max(5, int(seconds / 2 / (start.elapsed_time(end) / 5e3)))
+    for _ in range(half):
+        graph.replay()
+    start.record()
+    for _ in range(half):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / half
 
 
 @functools.cache

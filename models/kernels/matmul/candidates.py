@@ -13,10 +13,12 @@ import torch
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import H200, DeviceTraits
+from models.row_buckets import power_of_two_from
 
+MOST_GEMV_ROWS = 4  # more do not fit a thread's registers
 _DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
-_PREFETCH_ELEMENTS = 12 << 20  # 24 MiB of 16-bit weights
+_L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
@@ -38,15 +40,15 @@ def default_choice(shape: LinearShape, traits: DeviceTraits = H200) -> Choice:
 
 
 def worth_measuring(shape: LinearShape) -> bool:
-    """Whether tuning pays: for decode steps, and for prefill steps of a full budget that is a power of two.
+    """Whether a start-up should time it: decode steps, and prefill steps of a full budget that is a power of two.
 
-    A cuBLASLt algorithm is good for one number of rows, and other prefill steps have too many different ones.
+    The rest of the ladder of tokens would take a start-up half a minute; `launch tune` measures it.
     """
-    return shape.rows <= _DECODE_ROWS or shape.rows == shape.bucket.rows
+    return shape.rows <= _DECODE_ROWS or shape.rows == power_of_two_from(shape.rows)
 
 
 def quick_candidates(shape: LinearShape, lt: Iterable[Choice], traits: DeviceTraits = H200) -> list[Choice]:
-    """What a start-up can afford to time: nothing that would have to be compiled first.
+    """What a start-up can afford to time: the default kernel, cuBLAS, and what needs no compiler.
 
     ``lt``: cuBLASLt's algorithms, the likeliest first.
     """
@@ -67,9 +69,9 @@ def first_wave(traits: DeviceTraits) -> int:
 
 def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Block sizes that fit: the chunk is a power of two that divides the inner width; at most 64 weights a thread."""
-    if shape.rows > 4:
+    if shape.rows > MOST_GEMV_ROWS:
         return []
-    widest = shape.inner & -shape.inner
+    widest, held = shape.inner & -shape.inner, power_of_two_from(shape.rows)
     halves = 2 if shape.gate_up else 1
     found: list[Choice] = []
     ahead: list[Choice] = []
@@ -77,10 +79,10 @@ def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
         for block_o in (4, 2, 1, 8):
             weights_a_thread = block_o * halves * chunk // (warps * 32)
             fits = chunk <= widest and (shape.outputs // halves) % block_o == 0
-            if fits and weights_a_thread <= 64 and weights_a_thread * shape.rows <= 128:
+            if fits and weights_a_thread <= 64 and weights_a_thread * held <= 128:
                 rows_at_once = min(shape.outputs, block_o * halves * first_wave(traits))
                 found.append(Gemv(block_o, chunk, warps))
-                ahead.append(Gemv(block_o, chunk, warps, prefetch_columns(rows_at_once, shape.inner - chunk)))
+                ahead.append(Gemv(block_o, chunk, warps, prefetch_columns(rows_at_once, shape.inner - chunk, traits)))
     return [*found, *(choice for choice in ahead if choice not in found)]
 
 
@@ -90,7 +92,7 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
         return []
     multiprocessors = traits.multiprocessors
     most = 3 * multiprocessors // 4 + 1  # more than three quarters of them
-    block_m = min(128, max(8, shape.rows))
+    block_m = min(128, max(8, power_of_two_from(shape.rows)))
     tiles_to_try = _SKINNY_TILES_OF_MANY_ROWS if shape.rows > 64 else _SKINNY_TILES
     found: list[Skinny] = []
     for block_o, block_k, stages, warps in tiles_to_try:
@@ -110,7 +112,7 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
                 found.append(chosen)
                 if shape.normed and shape.rows <= 32:
                     found.append(dataclasses.replace(chosen, fold=True))
-                far = prefetch_columns(shape.outputs * split, shape.inner // split)
+                far = prefetch_columns(shape.outputs * split, shape.inner // split, traits)
                 if shape.rows <= 32 and far > chosen.prefetch:
                     found.append(dataclasses.replace(chosen, prefetch=far))
     # First those that fill most multiprocessors, then the fewest splits.
@@ -122,7 +124,7 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
     """Tiles and splits of K that give nearly every multiprocessor one program, or two."""
     if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
-    multiprocessors, block_m = traits.multiprocessors, max(64, shape.rows)
+    multiprocessors, block_m = traits.multiprocessors, max(64, power_of_two_from(shape.rows))
     found: list[Choice] = []
     for block_o, block_k, split in itertools.product(_TILES, (64, 128), (1, 2, 3, 4)):
         programs, columns = shape.outputs // block_o * split, shape.inner // split
@@ -136,14 +138,16 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
         stages = min(8, (traits.shared_bytes // together - 1024) // (2 * block_k * (block_m + block_o)))
         if stages < 3:
             continue
-        prefetch = min(256, prefetch_columns(shape.outputs * split, columns))
+        prefetch = min(256, prefetch_columns(shape.outputs * split, columns, traits))
         for warps in sorted({max(4, block_m // 32), block_m // 16}):
             if block_m * block_o // (32 * warps) <= _MOST_SUMS[warps] // (1 if split == 1 else 2):
                 found.append(Wide(block_m, block_o, block_k, split, stages, warps, prefetch))
     return found
 
 
-def prefetch_columns(rows: int, columns: int) -> int:
-    """Columns of ``rows`` weight rows to prefetch to L2: a power of two; all rows together take under half the L2."""
-    most = min(columns, _PREFETCH_ELEMENTS // rows)
+def prefetch_columns(rows: int, columns: int, traits: DeviceTraits = H200) -> int:
+    """Columns of ``rows`` 16-bit weight rows to prefetch to L2: a power of two; all rows together take under half the
+    L2.
+    """
+    most = min(columns, int(_L2_PREFETCHED * traits.l2_bytes) // 2 // rows)
     return 1 << (most.bit_length() - 1) if most >= 64 else 0

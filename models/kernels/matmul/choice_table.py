@@ -1,10 +1,18 @@
 """Which kernel computes a matrix product, by shape: a table from a shipped file, a cache on disk, or measurement.
 
-Knows: shapes, choices and their names on disk. Does not know: how choices are measured (autotune.py), the candidates
-(candidates.py), the kernels themselves.
+Knows: shapes, choices, their names on disk, which file is for which GPU, and which measured bucket stands in for one
+that was not measured. A table also carries what else was measured on its GPU: forms of decode attention
+(attention/decode_form.py) and limits of all-reduces. Does not know: how choices are measured (autotune.py,
+launch/tune), the candidates (candidates.py), the kernels themselves.
 
 A table is plain data. All ranks of a job must use the same one: measure on one rank, and hand ``to_json`` to the
 others.
+
+A product is looked up by its real bucket (models/row_buckets.py). Without an entry of its own it takes the entry of the
+next larger measured bucket whose kernel can run it: up to 256 rows at most the next power of two, since a product there
+reads its weights once, whatever its rows, and the larger one's tiles hold them all; beyond, where the time follows the
+rows, at most a quarter more. A smaller bucket's entry is never taken: its tiles would read the weights again. So a
+table made for powers of two means what it always meant.
 """
 
 from __future__ import annotations
@@ -13,14 +21,24 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.traits import DeviceTraits
+from models.row_buckets import power_of_two_from, product_bucket
+from parallel.comm.all_reduce_dispatch import SizeLimits
+
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
+FORMAT = 2
+_READ = (1, FORMAT)  # 1 named neither its GPU nor buckets between powers of two
+_READS_WEIGHTS_ONCE = 256  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +57,39 @@ class LinearShape:
 
     @property
     def bucket(self) -> LinearShape:
-        """The same shape with rows rounded up to a power of two: choices are kept by bucket."""
-        return dataclasses.replace(self, rows=1 << max(0, self.rows - 1).bit_length())
+        """The same shape with rows rounded up to a rung of the ladders of steps: choices are kept by bucket."""
+        return dataclasses.replace(self, rows=product_bucket(self.rows))
+
+    @property
+    def product(self) -> str:
+        """What is multiplied, without the rows."""
+        variant = (" normed" if self.normed else "") + (" gate_up" if self.gate_up else "")
+        return f"{str(self.dtype).removeprefix('torch.')} {self.outputs}x{self.inner}{variant}"
 
     @property
     def key(self) -> str:
-        variant = ("normed " if self.normed else "") + ("gate_up " if self.gate_up else "")
-        return f"{str(self.dtype).removeprefix('torch.')} {self.outputs}x{self.inner} {variant}x{self.bucket.rows}"
+        return f"{self.product} x{self.bucket.rows}"
+
+    @staticmethod
+    def from_key(key: str) -> LinearShape:
+        """The bucket that ``key`` stands for. Raises ValueError for anything that is no ``key``."""
+        dtype, size, *form, rows = key.split()
+        outputs, inner = map(int, size.split("x"))
+        kind = getattr(torch, dtype, None)
+        if isinstance(kind, torch.dtype) and rows[1:].isdecimal():
+            shape = LinearShape(int(rows[1:]), outputs, inner, kind, "normed" in form, "gate_up" in form)
+            if shape.key == key:
+                return shape
+        raise ValueError(f"{key!r} is not the key of a product")
+
+    @property
+    def standing_in(self) -> Iterator[LinearShape]:
+        """The buckets whose entry this shape may take, its own first, then larger ones, ascending."""
+        bucket = self.bucket
+        most = power_of_two_from(self.rows) if self.rows <= _READS_WEIGHTS_ONCE else bucket.rows * 5 // 4
+        while bucket.rows <= most:
+            yield bucket
+            bucket = dataclasses.replace(bucket, rows=product_bucket(bucket.rows + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +155,24 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 @dataclass(slots=True)
 class ChoiceTable:
-    """LinearShape.key -> Choice."""
+    """LinearShape.key -> Choice. ``attention``: DecodeShape.key -> DecodeForm. ``all_reduce``: by number of ranks.
+    ``gpu``: the one it was measured on, None where nobody noted it.
+    """
 
     choices: dict[str, Choice] = field(default_factory=dict)
+    attention: dict[str, DecodeForm] = field(default_factory=dict)
+    all_reduce: dict[int, SizeLimits] = field(default_factory=dict)
+    gpu: DeviceTraits | None = None
 
     def get(self, shape: LinearShape) -> Choice | None:
+        """The entry of the shape's own bucket."""
         return self.choices.get(shape.key)
+
+    def near(self, shape: LinearShape) -> Iterator[tuple[int, Choice]]:
+        """(measured rows, choice) of every entry that the shape may take, the nearest first; not each can run it."""
+        for bucket in shape.standing_in:
+            if (choice := self.choices.get(bucket.key)) is not None:
+                yield bucket.rows, choice
 
     def put(self, shape: LinearShape, choice: Choice) -> None:
         self.choices[shape.key] = choice
@@ -124,33 +180,106 @@ class ChoiceTable:
     def update(self, other: ChoiceTable) -> None:
         """Takes every choice of ``other``, replacing its own."""
         self.choices.update(other.choices)
+        self.attention.update(other.attention)
+        self.all_reduce.update(other.all_reduce)
 
     def fill(self, other: ChoiceTable) -> None:
         """Takes the choices of ``other`` for which it has none."""
         self.choices = other.choices | self.choices
+        self.attention = other.attention | self.attention
+        self.all_reduce = other.all_reduce | self.all_reduce
 
     def to_json(self) -> str:
-        rows = {key: [_NAMES[type(choice)], dataclasses.asdict(choice)] for key, choice in self.choices.items()}
-        body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
-        return f'{{"format": {FORMAT}, "choices": {{\n{body}\n}}}}\n'
+        sections: dict[str, dict[str, Any]] = {
+            "choices": {key: choice_as_json(self.choices[key]) for key in sorted(self.choices, key=_by_rows)},
+            "attention": {key: dataclasses.asdict(self.attention[key]) for key in sorted(self.attention, key=_by_rows)},
+            "all_reduce": {str(n): dataclasses.asdict(self.all_reduce[n]) for n in sorted(self.all_reduce)},
+        }
+        parts = [f'"format": {FORMAT}']
+        if self.gpu is not None:
+            parts.append(f'"gpu": {json.dumps(dataclasses.asdict(self.gpu))}')
+        for name, entries in sections.items():
+            body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
+            if entries or name == "choices":
+                parts.append(f'"{name}": {{\n{body}\n}}')
+        return "{" + ",\n ".join(parts) + "}\n"
 
     @staticmethod
     def from_json(text: str) -> ChoiceTable:
-        """Raises ValueError, saying what is wrong, for anything ``to_json`` did not write."""
+        """Raises ValueError, saying what is wrong, for anything that ``to_json`` never wrote, of this format or the one
+        before.
+        """
         try:
             held = json.loads(text)
             written = held["format"]
-            if written == FORMAT:
-                return ChoiceTable({key: _KINDS[name](**values) for key, (name, values) in held["choices"].items()})
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            if written in _READ:
+                return ChoiceTable(
+                    {key: choice_from_json(entry) for key, entry in held["choices"].items()},
+                    {key: DecodeForm(**entry) for key, entry in held.get("attention", {}).items()},
+                    {int(ranks): SizeLimits(**entry) for ranks, entry in held.get("all_reduce", {}).items()},
+                    _gpu(held.get("gpu")),
+                )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a table of kernel choices: {error!r}; delete the file to measure again") from error
         raise ValueError(f"kernel choices in format {written}, not {FORMAT}; delete the file to measure again")
 
 
+def choice_as_json(choice: Choice) -> list[Any]:
+    """[kind, fields], as files have it."""
+    return [_NAMES[type(choice)], dataclasses.asdict(choice)]
+
+
+def choice_from_json(entry: list[Any]) -> Choice:
+    """The inverse. Raises KeyError, TypeError or ValueError for anything else."""
+    name, values = entry
+    return _KINDS[name](**values)
+
+
+def _by_rows(key: str) -> tuple[str, int]:
+    product, _, rows = key.rpartition(" x")
+    return product, int(rows) if rows.isdecimal() else 0
+
+
+def _gpu(held: dict[str, Any] | None) -> DeviceTraits | None:
+    return None if held is None else DeviceTraits(**{**held, "capability": tuple(held["capability"])})
+
+
+def file_name(gpu_name: str) -> str:
+    """``NVIDIA H200`` as it is part of file names."""
+    return gpu_name.lower().replace(" ", "-")
+
+
+def shipped_for(folder: Path, traits: DeviceTraits) -> ChoiceTable:
+    """The table in ``folder`` for a GPU: the one that was measured on this model, else on one like it
+    (DeviceTraits.like), else an empty one.
+    """
+    tables = {path: load(path) for path in sorted(folder.glob("*.json"))}
+    for path, table in tables.items():
+        if path.stem == file_name(traits.name) or (table.gpu is not None and table.gpu.name == traits.name):
+            return table
+    for table in tables.values():
+        if table.gpu is not None and traits.like(table.gpu):
+            log.info("no kernels were measured on a %s: those of a %s are used", traits.name, table.gpu.name)
+            return table
+    return ChoiceTable()
+
+
+def machine_table(folder: Path, traits: DeviceTraits) -> ChoiceTable:
+    """What is known of a GPU before anything is measured: the shipped table, overruled by what `launch tune` chose."""
+    table = shipped_for(SHIPPED_CHOICES, traits)
+    table.update(recall(tuned_file(folder, traits.name)))
+    return table
+
+
 def cache_file(folder: Path, device: torch.device) -> Path:
     """The cache of this GPU model's measured choices under ``folder``; torch's version is part of its name."""
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    name = file_name(torch.cuda.get_device_name(device))
     return folder / "kernels" / f"{name}-torch-{torch.__version__}.json"
+
+
+def tuned_file(folder: Path, gpu_name: str) -> Path:
+    """The table under ``folder`` that `launch tune` makes on this GPU model; it overrules shipped choices."""
+    return folder / "kernels" / f"{file_name(gpu_name)}.tuned.json"
 
 
 def load(path: Path) -> ChoiceTable:

@@ -84,6 +84,21 @@ class Linear:
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         return [bytes(found[i].algorithm).hex() for i in range(count.value) if found[i].state == 0]
 
+    def can_run(self, rows: int, outputs: int, inner: int, dtype: torch.dtype, algorithm: str) -> bool:
+        """Whether the library can run ``algorithm``, found for other rows, on this shape and in our workspace."""
+        problem, checked = self._problem(rows, outputs, inner, dtype), _Heuristic()
+        status = self._library.cublasLtMatmulAlgoCheck(
+            self._handle,
+            problem.operation,
+            problem.weight,
+            problem.inputs,
+            problem.outputs,
+            problem.outputs,
+            byref(_Algorithm.from_buffer_copy(bytes.fromhex(algorithm))),
+            byref(checked),
+        )
+        return bool(status == 0) and checked.state == 0 and checked.workspace <= self._workspace.numel()
+
     def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
         """x @ W^T, [M, O], by one of ``algorithms``."""
         rows, inner = x_MK.shape

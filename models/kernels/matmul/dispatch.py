@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.kernels.matmul import autotune, choice_table, gemv, norm, skinny, wide
 from models.kernels.matmul.candidates import (
+    MOST_GEMV_ROWS,
     candidates_for,
     default_choice,
     first_wave,
@@ -26,12 +27,11 @@ from models.kernels.matmul.candidates import (
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
-from models.kernels.traits import DeviceTraits
+from models.kernels.traits import DeviceTraits, traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 log = logging.getLogger(__name__)
 
-SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 PARTIAL_BYTES = 64 << 20
 _ALGORITHMS = 40  # of cuBLASLt, in a full search; a start-up tries the first few
 PUSH_KERNELS = (Gemv, Skinny)  # can push results into peer buffers where an all-reduce follows
@@ -109,24 +109,36 @@ class MatmulDispatch:
         self._resolved.clear()
 
     def _resolve(self, shape: LinearShape) -> Choice:
-        found = self.choices.get(shape) or default_choice(shape, self.traits)
+        if (found := self._measured(shape)) is not None:
+            return found
+        if next(self.choices.near(shape), None) is not None:
+            return Blas()  # an algorithm of cuBLASLt won that cannot run here: cuBLAS's own choice is nearest to it
+        found = default_choice(shape, self.traits)
         return found if self._fits(shape, found) else Blas()
 
-    def tune(self, shapes: Iterable[LinearShape], folder: Path | None = None, *, quick: bool = False) -> int:
-        """Measures every shape whose bucket has no choice yet, and returns how many were measured.
+    def _measured(self, shape: LinearShape) -> Choice | None:
+        """The table's nearest choice that can run ``shape`` (choice_table.py says which may); None for the default."""
+        return next((choice for rows, choice in self.choices.near(shape) if self._fits(shape, choice, rows)), None)
 
-        ``folder`` caches measurements on disk. ``quick`` tries only kernels that need no compilation. A shape that
-        cannot be measured, for want of memory for instance, keeps its default. Synchronises with the device: for
-        start-up only. With several ranks, call it on one and hand its ``choices`` to the others, so that all run the
-        same kernels.
+    def tune(self, shapes: Iterable[LinearShape], folder: Path | None = None, *, quick: bool = False) -> int:
+        """Measures every shape for which no bucket that was measured has a kernel, and returns how many were measured.
+
+        ``folder``: holds what `launch tune` chose, which overrules the shipped table, and caches what is measured here,
+        which does not. ``quick`` tries only kernels that need no compilation. A shape that cannot be measured, for want
+        of memory for instance, keeps its default. Synchronises with the device: for start-up only. With several ranks,
+        call it on one and hand its ``choices`` to the others, so that all run the same kernels.
         """
         path = None if folder is None else choice_table.cache_file(folder, self.device)
         kept = ChoiceTable() if path is None else choice_table.recall(path)
+        if folder is not None:
+            self.choices.update(choice_table.recall(choice_table.tuned_file(folder, self.traits.name)))
         self.choices.fill(kept)  # the shipped table wins: it was measured in whole layers
         self._resolved.clear()
-        missing = {shape.bucket.key: shape.bucket for shape in shapes if self.choices.get(shape) is None}
         measured = 0
-        for shape in missing.values():
+        # The largest first: what was chosen for 64 rows serves 40, and is not measured again.
+        for shape in sorted(dict.fromkeys(shape.bucket for shape in shapes), key=lambda shape: -shape.rows):
+            if self._measured(shape) is not None:
+                continue
             try:
                 lt = self._lt_choices(shape)
                 tried = quick_candidates(shape, lt, self.traits) if quick else self.candidates(shape)
@@ -176,10 +188,19 @@ class MatmulDispatch:
             x, residual, norm_weight, 1e-6, weight, None, choice, gate_up=shape.gate_up
         )[0]
 
-    def _fits(self, shape: LinearShape, choice: Choice) -> bool:
+    def can_run(self, shape: LinearShape, choice: Choice) -> bool:
+        """Whether ``choice``, made for other rows of the same product, can run ``shape``."""
+        return self._fits(shape, choice, measured_rows=0)
+
+    def _fits(self, shape: LinearShape, choice: Choice, measured_rows: int | None = None) -> bool:
+        """Whether ``choice`` can run ``shape``. ``measured_rows``: for which it was measured, those of ``shape`` where
+        nobody says.
+        """
         match choice:
             case CublasLt():
-                return self._lt_fits(shape, choice)
+                return self._lt_fits(shape, choice, measured_rows)
+            case Gemv():
+                return shape.rows <= MOST_GEMV_ROWS
             case Skinny():
                 return self._skinny_fits(shape, choice)
             case Wide():
@@ -187,8 +208,12 @@ class MatmulDispatch:
             case _:
                 return True
 
-    def _lt_fits(self, shape: LinearShape, choice: CublasLt) -> bool:
-        return self._lt is not None and choice.version == self._lt.version and shape.rows == shape.bucket.rows
+    def _lt_fits(self, shape: LinearShape, choice: CublasLt, measured_rows: int | None) -> bool:
+        """An algorithm of another version means nothing; one of other rows fits where the library says so."""
+        if self._lt is None or choice.version != self._lt.version:
+            return False
+        exact = measured_rows in (None, shape.rows)
+        return exact or self._lt.can_run(shape.rows, shape.outputs, shape.inner, shape.dtype, choice.algorithm)
 
     def _skinny_fits(self, shape: LinearShape, choice: Skinny) -> bool:
         floats = skinny.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
@@ -347,6 +372,5 @@ def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
 
 
 def shipped_choices(device: torch.device) -> ChoiceTable:
-    """The choices shipped for this GPU model; an empty table for other models."""
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    return choice_table.load(SHIPPED_CHOICES / f"{name}.json")
+    """The choices shipped for this GPU model, or for one like it; an empty table for others."""
+    return choice_table.shipped_for(choice_table.SHIPPED_CHOICES, traits_of(device))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
+from models.row_buckets import token_ladder
 from runtime.execute.device.protocol import DeviceError, Graph
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import RoleParts
@@ -188,8 +189,4 @@ class PrefillGraphs:
 
 def prefill_buckets(most: int) -> tuple[int, ...]:
     """32, 64, then four to each doubling up to 1024 and eight beyond; the last is ``most`` itself."""
-    ladder = [32, 64]
-    while ladder[-1] < most:
-        below = 1 << (ladder[-1].bit_length() - 1)
-        ladder.append(ladder[-1] + below // (4 if below < 1024 else 8))
-    return (*(tokens for tokens in ladder if tokens < most), most)
+    return token_ladder(most)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode_balanced, decode_balanced_tma, decode_tma, decode_work
+from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_tma, decode_work
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.interface import Rotation
 from tests.models.kernels.interpreted_kernels import REFERENCE, Cache, InterpretedKernels, check, randn
@@ -29,6 +29,22 @@ FORMS: tuple[Callable[..., Tensor], ...] = (
     partial(decode_balanced.attend_list, stages=2, warps=4, pdl=False),
     partial(decode_balanced_tma.attend_list_tma, stages=2, warps=4, pdl=False),
 )
+
+
+def every_split(
+    q: Tensor,
+    heads: int,
+    kv: Tensor,
+    inputs: DecodeAttention,
+    work: DecodeWork,
+    *rest: Any,
+    block_n: int,
+    programs: int,
+    **more: Any,
+) -> Tensor:
+    """decode.py as if it had a list: it goes by the rule alone."""
+    assert work.rule.block == block_n
+    return decode.decode_attention(q, heads, kv, inputs, work.rule, *rest, stages=2, warps=4, pdl=False, **more)
 
 
 def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:
@@ -156,7 +172,7 @@ def rotation(kernels: InterpretedKernels) -> None:
         q = REFERENCE.rope_and_cache(qkv, heads, written, turn)
         expected = REFERENCE.decode_attention(q, written, inputs, dim**-0.5)
         work = work_of(inputs, SplitRule(16, 1, 16, 64))
-        for form in forms_for(heads, cache, 1):
+        for form in (*forms_for(heads, cache, 1), every_split):
             for programs in (3, 64) if norm else (3,):  # with 3, later rounds need the angles of other rows
                 kv = cache.kv.clone()
                 found = attend(
@@ -172,7 +188,7 @@ def neighbours(kernels: InterpretedKernels) -> None:
     """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place."""
     heads, kv_heads, dim, page, dtype = 2, 1, 16, 16, torch.float32
     rule = SplitRule(16, 2, 16, 40)
-    for form in FORMS:
+    for form in (*FORMS, every_split):
         for length in (33, 290):
             seen = []
             for place, others, programs in ((0, [1, 1], 200), (1, [300, 3], 2), (2, [290, 0], 3)):
@@ -203,7 +219,7 @@ def empties(kernels: InterpretedKernels) -> None:
     expected = REFERENCE.decode_attention(q[:5], cache.kv, plain, dim**-0.5)
     real = torch.tensor([1, 3])
     nothing = dataclasses.replace(skipping, kv_lengths_B=torch.zeros_like(cache.lengths))
-    for form in FORMS:
+    for form in (*FORMS, every_split):
         launch = partial(attend, kernels, form, q, heads, cache.kv, rotation=None, block_n=16, programs=9)
         rule = SplitRule(16, 1, 32, 8)
         found = launch(plain, work_of(plain, rule))
@@ -259,7 +275,7 @@ def chosen(kernels: InterpretedKernels) -> None:
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
         cache = Cache(ragged(query_len), kv_heads, dim, page, dtype)
         inputs = kernels.plan_decode(cache.inputs(query_len), heads, cache.kv)
-        assert isinstance(inputs.work, DecodeWork)
+        assert isinstance(inputs.work, DecodeWork | SplitRule)
         q = randn(len(cache.lengths) * query_len, heads, dim, dtype=dtype)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
         check(kernels.decode_attention(q, cache.kv, inputs, dim**-0.5), expected, dtype, ("chosen", heads, dim))

@@ -25,6 +25,7 @@ from triton.runtime import interpreter
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
 from models.kernels.attention import decode, decode_tma, decode_work
+from models.kernels.attention.decode_work import even_rule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates
@@ -212,11 +213,10 @@ def attention(kernels: InterpretedKernels) -> None:
                 heads,
                 cache.kv,
                 cache.inputs(query_len),
+                even_rule(block_n, splits),
                 dim**-0.5,
                 kernels._attention_partial,
                 kernels._attention_counters,
-                block_n=block_n,
-                splits=splits,
                 stages=2,
                 warps=4,
                 pdl=False,

@@ -90,6 +90,9 @@ class _NoCublasLt:
     def algorithms(self, *shape: object, most: int = 16) -> list[str]:
         return []
 
+    def can_run(self, *shape: object) -> bool:
+        return True
+
     def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
         return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
 
@@ -214,15 +217,11 @@ def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | 
     kernels = nvidia.NvidiaKernels(META, choices=table)
     for key in table.choices if rows is None else rows:
         driver.where = f"table, {key}"
-        dtype_name, size, *form, count = key.split()
-        outputs, inner = map(int, size.split("x"))
-        dtype, m = getattr(torch, dtype_name), int(count[1:])
-        shape = LinearShape(m, outputs, inner, dtype, normed="normed" in form, gate_up="gate_up" in form)
+        shape = LinearShape.from_key(key)
         choice = table.get(shape)
-        assert shape.key == key, key
         if not isinstance(choice, Gemv | Skinny | Wide):
             continue
-        x, weight = (torch.empty(n, inner, dtype=dtype, device=META) for n in (m, outputs))
+        x, weight = (torch.empty(n, shape.inner, dtype=shape.dtype, device=META) for n in (shape.rows, shape.outputs))
         kernels.matmul.runner(shape)(x, weight, choice)
 
 

@@ -11,11 +11,14 @@ import torch
 
 from models.kernels.matmul import autotune, candidates, choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.traits import H200
+from models.row_buckets import every_bucket, power_of_two_from
 
 BF16 = torch.bfloat16
+H100 = dataclasses.replace(H200, l2_bytes=50 << 20, memory_rate=3.35e12, name="NVIDIA H100 80GB HBM3")
 SHAPES = [
     LinearShape(rows, outputs, inner, dtype, normed, gate_up)
-    for rows in (1, 2, 4, 11, 64, 200, 4096)
+    for rows in (1, 2, 4, 11, 40, 64, 200, 224, 4096)
     for outputs, inner in ((6144, 4096), (1024, 3072), (4096, 12288), (151936, 1024), (96, 60), (24576, 4096))
     for dtype in (BF16, torch.float32)
     for normed, gate_up in ((False, False), (True, False), (True, True))
@@ -30,12 +33,66 @@ TABLE = ChoiceTable(
 )
 
 
-def test_rows_share_a_choice_up_to_the_next_power_of_two() -> None:
-    keys = {rows: LinearShape(rows, 8, 8, BF16).key for rows in range(1, 18)}
-    assert keys[3] == keys[4] != keys[5]
-    assert keys[9] == keys[16] != keys[17]
+def test_a_product_is_keyed_by_its_real_bucket() -> None:
+    keys = {rows: LinearShape(rows, 8, 8, BF16).key for rows in range(1, 8193)}
+    ladders = every_bucket(256, 8192)
+    assert {40, 48, 192, 224, 320, 384, 448, 1152, 7680} <= set(ladders)
+    assert [keys[rows] for rows in ladders] == [f"bfloat16 8x8 x{rows}" for rows in ladders]
+    assert keys[3] == keys[4] != keys[5] == keys[8] != keys[9] == keys[16] != keys[17] == keys[24]
+    assert keys[300] == keys[320] != keys[288], "a row count of neither ladder has the key of the next rung"
     forms = {LinearShape(1, 8, 8, BF16, normed, gate_up).key for normed in (False, True) for gate_up in (False, True)}
     assert len(forms) == 4
+
+
+def test_a_key_says_what_it_stands_for() -> None:
+    for shape in SHAPES:
+        assert LinearShape.from_key(shape.key) == shape.bucket
+    for wrong in (
+        "bfloat16 8x8 x7",
+        "bfloat16 8x8",
+        "nosuch 8x8 x8",
+        "bfloat16 8x8 gate_up normed x8",
+        "bfloat16 8 x8",
+    ):
+        with pytest.raises(ValueError):  # noqa: PT011 - whichever part is wrong
+            LinearShape.from_key(wrong)
+
+
+@pytest.mark.parametrize(
+    ("measured", "rows", "expected"),
+    [
+        ((32, 64), 40, [64]),  # a smaller bucket never stands in
+        ((40, 64), 40, [40, 64]),
+        ((48, 56, 64, 128), 41, [48, 56, 64]),  # the nearest first, and no further than the next power of two
+        ((64,), 32, []),
+        ((64,), 33, [64]),
+        ((256, 512), 160, [256]),
+        ((256, 512), 257, []),
+        ((384, 448, 512), 320, [384]),  # from here on time follows the rows: a quarter more at most
+        ((2304, 4096), 2048, [2304]),
+        ((8192,), 8190, [8192]),
+        ((4,), 3, [4]),
+    ],
+)
+def test_the_next_larger_measured_bucket_stands_in(measured: tuple[int, ...], rows: int, expected: list[int]) -> None:
+    table = ChoiceTable()
+    for number in measured:
+        table.put(LinearShape(number, 6144, 4096, BF16), Gemv(1, number, 4))
+        table.put(LinearShape(number, 6144, 4096, BF16, normed=True), Blas())
+    found = list(table.near(LinearShape(rows, 6144, 4096, BF16)))
+    assert found == [(number, Gemv(1, number, 4)) for number in expected]
+
+
+def test_a_table_for_powers_of_two_means_what_it_meant() -> None:
+    """Format 1 rounded rows up to a power of two."""
+    rows = [1 << power for power in range(9)]
+    table = ChoiceTable({f"bfloat16 6144x4096 x{number}": Gemv(1, number, 4) for number in rows})
+    old = table.to_json().replace('"format": 2', '"format": 1')
+    table = ChoiceTable.from_json(old)
+    assert table.gpu is None
+    for number in range(1, 257):
+        ((_, choice),) = table.near(LinearShape(number, 6144, 4096, BF16))
+        assert choice == Gemv(1, power_of_two_from(number), 4)
 
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
@@ -43,6 +100,9 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert choice_table.load(path) == ChoiceTable()
     choice_table.save(path, TABLE)
     assert choice_table.load(path) == TABLE
+    measured = dataclasses.replace(TABLE, gpu=H100)
+    choice_table.save(path, measured)
+    assert choice_table.load(path) == measured
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"], "no temporary file stays behind"
 
 
@@ -61,6 +121,28 @@ def test_a_cache_that_cannot_be_used_ends_no_start(tmp_path: Path, caplog: pytes
     assert "--kernel-cache" in written
     choice_table.keep(torn, TABLE)
     assert choice_table.recall(torn) == TABLE
+
+
+def test_a_table_is_found_by_name_else_by_what_the_gpu_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine, faster = (ChoiceTable({"bfloat16 8x8 x8": choice}) for choice in (Blas(), Gemv(1, 8, 1)))
+    choice_table.save(tmp_path / "any-name.json", dataclasses.replace(mine, gpu=H100))
+    choice_table.save(tmp_path / "nvidia-h200.json", faster)  # of format 1, the file's name is all there is
+    found = {
+        name: choice_table.shipped_for(tmp_path, dataclasses.replace(H100, name=name)) for name in (H100.name, "x")
+    }
+    assert found[H100.name].choices == found["x"].choices == mine.choices
+    assert choice_table.shipped_for(tmp_path, H200).choices == faster.choices
+    with caplog.at_level(logging.INFO):
+        choice_table.shipped_for(tmp_path, dataclasses.replace(H100, name="NVIDIA H800"))
+    assert "no kernels were measured on a NVIDIA H800: those of a NVIDIA H100 80GB HBM3 are used" in caplog.text
+    for other in (
+        {"multiprocessors": 114},
+        {"capability": (10, 0)},
+        {"memory_rate": 4.0e12},
+        {"memory_rate": 0.0},  # the driver does not tell
+    ):
+        gpu = dataclasses.replace(H100, name="another", **other)
+        assert choice_table.shipped_for(tmp_path, gpu).choices == {}, other
 
 
 def test_updating_takes_over_the_other_table() -> None:
@@ -97,7 +179,8 @@ def test_a_start_up_tries_nothing_that_must_be_compiled_for_it() -> None:
     [
         "",
         "[]",
-        '{"format": 2, "choices": {}}',
+        '{"format": 3, "choices": {}}',
+        '{"format": 2, "gpu": {"name": "NVIDIA H200"}, "choices": {}}',
         '{"format": 1, "choices": {"x": ["spell", {}]}}',
         '{"format": 1, "choices": {"x": ["gemv", {"block_o": 1}]}}',
         '{"format": 1, "choices": ["x"]}',
@@ -109,13 +192,13 @@ def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:
 
 
 def test_shipped_tables_are_readable() -> None:
-    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels.matmul.dispatch import SHIPPED_CHOICES
-
-    shipped = list(SHIPPED_CHOICES.glob("*.json"))
+    shipped = list(choice_table.SHIPPED_CHOICES.glob("*.json"))
     assert shipped
     for path in shipped:
-        assert choice_table.load(path).choices
+        table = choice_table.load(path)
+        assert table.gpu is not None
+        assert path.stem == choice_table.file_name(table.gpu.name)
+        assert [LinearShape.from_key(key).key for key in table.choices] == list(table.choices)
 
 
 @pytest.mark.parametrize("rows", sorted({shape.rows for shape in SHAPES}))
@@ -139,7 +222,7 @@ def test_candidates_fit_their_shape(rows: int) -> None:
             assert shape.dtype is BF16
             assert shape.outputs % choice.block_o == 0
             assert shape.inner % (choice.block_k * choice.split) == 0
-            assert choice.block_m == min(128, max(8, bucket.rows))
+            assert choice.block_m == min(128, max(8, power_of_two_from(bucket.rows)))
             assert choice.prefetch <= shape.inner // choice.split
             assert not choice.fold or shape.normed
 

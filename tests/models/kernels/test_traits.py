@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from models.kernels.experts.tiles import long_list_tiles
-from models.kernels.matmul.candidates import candidates_for, default_choice, first_wave, wide_candidates
+from models.kernels.matmul.candidates import (
+    candidates_for,
+    default_choice,
+    first_wave,
+    prefetch_columns,
+    wide_candidates,
+)
 from models.kernels.matmul.choice_table import Gemv, LinearShape
 from models.kernels.traits import H200, traits_of
 
@@ -20,7 +26,7 @@ SIZES = (
 )
 SHAPES = [
     LinearShape(rows, outputs, inner, dtype, normed, gate_up)
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)  # the buckets of that time
     for outputs, inner in SIZES
     for dtype in (torch.bfloat16, torch.float32)
     for normed, gate_up in ((False, False), (True, False), (True, True))
@@ -50,8 +56,14 @@ def test_traits_are_read_from_the_device(
     hopper: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    properties = SimpleNamespace(
+        multi_processor_count=multiprocessors,
+        memory_clock_rate=3_125_000,  # kHz
+        memory_bus_width=6144,
+        L2_cache_size=60 << 20,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     found = traits_of(CUDA)
     assert (found.capability, found.multiprocessors, found.shared_bytes) == (
@@ -61,6 +73,15 @@ def test_traits_are_read_from_the_device(
     )
     assert (found.dependent_launch, found.hopper) == (dependent, hopper)
     assert (found == H200) == (capability == (9, 0))
+
+
+def test_what_the_driver_does_not_tell_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = traits_of(CUDA)
+    assert (found.memory_rate, found.l2_bytes) == (0.0, H200.l2_bytes)
+    assert not found.like(H200)
 
 
 def test_products_of_an_h200_are_those_that_were_measured() -> None:
@@ -94,6 +115,13 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
 
 
+def test_programs_of_few_tokens_experts_follow_the_multiprocessors() -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.experts.streamed import full_programs
+
+    assert [full_programs(number) for number in (132, 114, 66)] == [512, 256, 256]
+
+
 def test_a_gpu_of_half_the_size_gets_launches_of_half_the_size() -> None:
     tiles = long_list_tiles(200.0, 8, 4096, 14336, HALF)
     assert tiles is not None
@@ -101,6 +129,8 @@ def test_a_gpu_of_half_the_size_gets_launches_of_half_the_size() -> None:
     assert first_wave(HALF) == 528
     shape = LinearShape(128, 24576, 4096, torch.bfloat16)
     assert wide_candidates(shape, HALF) != wide_candidates(shape, H200)
+    small_l2 = dataclasses.replace(H200, l2_bytes=H200.l2_bytes // 2)
+    assert prefetch_columns(4096, 4096, small_l2) == 1024 == prefetch_columns(4096, 4096, H200) // 2
 
 
 def test_less_shared_memory_means_smaller_blocks() -> None:

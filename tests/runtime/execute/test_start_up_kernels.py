@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from models.kernels.matmul import autotune, candidates, choice_table
-from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape
+from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape, Skinny, Wide
 from models.kernels.traits import H200
 
 pytest.importorskip("triton")
@@ -24,18 +24,26 @@ dispatch = importlib.import_module("models.kernels.matmul.dispatch")
 BF16 = torch.bfloat16
 DECODE = LinearShape(16, 6144, 4096, BF16)
 PREFILL = LinearShape(8192, 6144, 4096, BF16)
+SKINNY = Skinny(64, 64, 128, 1, 4, 4, 128)
+WIDE = Wide(64, 64, 64, 1, 4, 4, 64)
 
 
 # ---- products ----
 
 
 class Lt:
-    """A cuBLASLt of one version that offers one algorithm."""
+    """A cuBLASLt of one version that offers one algorithm, which runs up to ``most`` rows other than its own."""
 
     version = 130_100
 
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
+
     def algorithms(self, *shape: object, most: int) -> list[str]:
         return ["00" * 64]
+
+    def can_run(self, rows: int, *rest: object) -> bool:
+        return rows <= self.most
 
 
 def products(lt: Lt | None) -> Any:
@@ -62,12 +70,61 @@ def test_without_cublaslt_its_choices_are_cublas(
 
 
 @pytest.mark.parametrize(
-    ("version", "rows", "chosen"), [(Lt.version, 16, CublasLt), (Lt.version, 13, Blas), (Lt.version - 1, 16, Blas)]
+    ("version", "rows", "chosen"),
+    [
+        (Lt.version, 16, CublasLt),
+        (Lt.version, 13, Blas),
+        (Lt.version, 12, CublasLt),
+        (Lt.version - 1, 16, Blas),
+        (Lt.version - 1, 12, Blas),
+    ],
 )
-def test_an_algorithm_is_good_for_one_version_and_one_number_of_rows(version: int, rows: int, chosen: type) -> None:
-    made = products(Lt())
+def test_an_algorithm_is_good_for_one_version_and_rows_that_the_library_accepts(
+    version: int, rows: int, chosen: type
+) -> None:
+    made = products(Lt(most=12))
     made.choices.put(DECODE, CublasLt("00" * 64, version))
     assert isinstance(made.choice(LinearShape(rows, 6144, 4096, BF16)), chosen)
+
+
+def test_the_nearest_bucket_whose_kernel_runs_stands_in() -> None:
+    made = products(Lt(most=0))
+    for rows, choice in ((48, CublasLt("00" * 64, Lt.version)), (56, WIDE), (64, SKINNY), (128, SKINNY)):
+        made.choices.put(LinearShape(rows, 6144, 4096, BF16), choice)
+    asked = {rows: made.choice(LinearShape(rows, 6144, 4096, BF16)) for rows in (40, 48, 56, 60, 64, 72, 256)}
+    assert (asked[48], asked[60]) == (CublasLt("00" * 64, Lt.version), SKINNY)
+    assert asked[40] == asked[56] == SKINNY, "no algorithm of other rows, no TMA without the GPU for it"
+    assert (asked[72], asked[256]) == (SKINNY, Blas())
+
+
+def test_a_start_up_measures_what_nothing_stands_in_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of one octave the largest; the others where its winner cannot run them."""
+    won: dict[int, choice_table.Choice] = {64: CublasLt("00" * 64, Lt.version), 32: SKINNY}
+    timed: list[int] = []
+
+    def fastest(shape: LinearShape, *_: object) -> tuple[choice_table.Choice, float]:
+        timed.append(shape.rows)
+        return won.get(shape.rows, Blas()), 12.5
+
+    monkeypatch.setattr(autotune, "fastest", fastest)
+    monkeypatch.setattr(choice_table, "cache_file", lambda folder, device: folder / "choices.json")
+    made = products(Lt(most=48))
+    shapes = [LinearShape(rows, 6144, 4096, BF16) for rows in (24, 32, 40, 48, 56, 64)]
+    assert made.tune(shapes, tmp_path, quick=True) == 3
+    assert timed == [64, 56, 32]
+    assert made.choice(shapes[0]) == SKINNY
+    assert products(Lt(most=48)).tune(shapes, tmp_path, quick=True) == 0, "the file has them"
+
+
+def test_what_launch_tune_chose_overrules_the_shipped_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choice_table, "cache_file", lambda folder, device: folder / "choices.json")
+    made = products(None)
+    made.choices.put(DECODE, Blas())
+    folder = choice_table.tuned_file(tmp_path, made.traits.name)
+    choice_table.save(folder, ChoiceTable({DECODE.key: SKINNY}))
+    assert made.choice(DECODE) == Blas()
+    made.tune([], tmp_path)
+    assert made.choice(DECODE) == SKINNY
 
 
 def test_what_memory_is_too_small_to_measure_keeps_its_default(

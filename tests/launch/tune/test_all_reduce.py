@@ -1,0 +1,51 @@
+"""Limits of all-reduce kernels from times, among them those of docs/measurements/all-reduce.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.tune.all_reduce import Times, limits_from, table
+from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
+
+KIB = 1 << 10
+# Rows of 8 KiB, 1 to 512 of them: one-shot, two-shot, NCCL with the norm.
+TWO = (
+    (2.6, 4.1, 7.8), (2.6, 4.2, 8.0), (2.7, 4.2, 8.1), (2.9, 4.4, 8.4), (3.2, 4.6, 8.6),
+    (3.5, 4.8, 9.7), (4.2, 5.3, 11.4), (5.7, 6.7, 15.2), (8.9, 8.8, 28.2), (15.5, 15.3, 33.9),
+)  # fmt: skip
+FOUR = (
+    (4.0, 5.0, 10.8), (4.0, 5.3, 11.6), (4.0, 5.3, 11.7), (4.3, 5.5, 11.9), (4.9, 5.7, 12.2),
+    (6.1, 6.1, 12.5), (8.7, 7.0, 15.3), (14.4, 9.2, 19.2), (24.3, 13.5, 28.5), (42.4, 23.2, 41.5),
+)  # fmt: skip
+
+
+def times(of_sizes: tuple[tuple[float, float, float], ...]) -> list[Times]:
+    return [Times(8 * KIB << power, *us) for power, us in enumerate(of_sizes)]
+
+
+def test_the_times_of_h200s_give_the_limits_in_use() -> None:
+    assert limits_from(times(TWO)) == SIZE_LIMITS[2]
+    in_use = SIZE_LIMITS[4]  # from before both took 6.1 us at 256 KiB
+    assert limits_from(times(FOUR)) == SizeLimits(2 * in_use.one_shot, in_use.two_shot)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ((), SizeLimits(0, 0)),
+        (((9.0, 9.0, 5.0),), SizeLimits(0, 0)),
+        (((9.0, 4.0, 5.0), (3.0, 4.0, 5.0)), SizeLimits(0, 16 * KIB)),  # one-shot again later does not count
+        (((3.0, 4.0, 5.0), (9.0, 9.0, 5.0), (9.0, 4.0, 5.0)), SizeLimits(8 * KIB, 0)),
+        (((4.0, 4.0, 5.0), (5.05, 9.0, 5.0)), SizeLimits(16 * KIB, 0)),  # a hundredth is noise
+    ],
+)
+def test_limits_end_where_another_way_is_faster(
+    measured: tuple[tuple[float, float, float], ...], expected: SizeLimits
+) -> None:
+    assert limits_from(times(measured)) == expected
+
+
+def test_a_reader_sees_every_size_and_what_follows() -> None:
+    told = table(times(FOUR), 4, None)
+    assert "| 256 | 6.1 | 6.1 | 12.5 |" in told
+    assert told.endswith("limits before: NCCL for all; after: one-shot up to 256 KiB, two-shot up to 4096 KiB")

@@ -1,0 +1,166 @@
+"""Layers of a small model on the CPU, in which candidates are put in place and compared; times are made up."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch.tune.plan import Effort, Task
+from launch.tune.shapes import RankShare, asked_attention, asked_products
+from models.config import ModelConfig
+from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.reference import ReferenceKernels
+from models.kernels.traits import H200
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+runner = importlib.import_module("launch.tune.gpu_runner")
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+EFFORT = Effort(10, 2, 2, 0.1, 4)
+WRONG, FINE = Gemv(1, 64, 1), Gemv(2, 64, 1)
+ALGORITHMS = [CublasLt(f"{number:02x}", 1) for number in range(4)]
+
+
+class Matmul:
+    """A MatmulDispatch of torch's products; one choice computes nonsense."""
+
+    def __init__(self) -> None:
+        self.choices = ChoiceTable()
+
+    def choice(self, shape: LinearShape) -> Choice:
+        return self.choices.get(shape) or Blas()
+
+    def choose(self, shape: LinearShape, choice: Choice) -> None:
+        self.choices.put(shape, choice)
+
+    def candidates(self, shape: LinearShape) -> list[Choice]:
+        return [Blas(), *ALGORITHMS, WRONG, FINE]
+
+    def can_run(self, shape: LinearShape, choice: Choice) -> bool:
+        return not isinstance(choice, Wide)
+
+    def runner(self, shape: LinearShape) -> Any:
+        return lambda x, weight, choice: x @ weight.T * (-1 if choice == WRONG else 1)
+
+
+class CpuKernels(ReferenceKernels):
+    """Notes which choice each product ran by."""
+
+    def __init__(self) -> None:
+        self.device, self.traits, self.matmul = torch.device("cpu"), H200, Matmul()
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        (rows, inner), outputs = x_TN.shape, weight_ON.shape[0]
+        shapes = [
+            LinearShape(rows, outputs, inner, x_TN.dtype, normed, gate_up)
+            for normed in (False, True)
+            for gate_up in (False, True)
+        ]
+        nonsense = any(self.matmul.choice(shape) == WRONG for shape in shapes)
+        return super().linear(x_TN, weight_ON, bias_O) * (-1 if nonsense else 1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GpuRunner of the demo model, over the CPU."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(runner, "median_graph_us", lambda run, device, replays: run().shape[0] * 10.0)
+    monkeypatch.setattr(runner, "captured", lambda run: run)
+    monkeypatch.setattr(runner, "replay_for", lambda graph, seconds: graph().shape[0] * 20.0)
+    monkeypatch.setattr(runner, "_COLD_WEIGHTS", 1 << 20)
+    monkeypatch.setattr(runner, "_COLD_KV", 1 << 12)
+    return runner.GpuRunner(share(), CpuKernels())
+
+
+def share() -> RankShare:
+    return RankShare.of(ModelConfig.from_folder(DEMO), 2, torch.float32)
+
+
+@functools.cache
+def layers_of(rows: int) -> tuple[LinearShape, ...]:
+    (asked,) = asked_products(share(), (rows,), 256)
+    return asked.layers
+
+
+def task(rows: int, number: int = 0, *, whole: bool = True, in_layers: bool = True) -> Task:
+    return Task(rows, layers_of(rows)[number], whole, in_layers, EFFORT, 1.0)
+
+
+def test_a_candidate_runs_inside_the_layers(made: Any) -> None:
+    for rows in (4, 1):
+        one = task(rows)
+        bench = made.bench(one)
+        layers = bench._layers.count
+        assert bench.brief_us(FINE, 4) == rows * 10.0 / layers
+        assert made.current(one) == FINE, "it is in place"
+        assert bench.lasting_us(Blas(), 0.5) == rows * 20.0 / layers
+        assert made.current(one) == Blas()
+    made.keep(one, FINE)
+    assert made.current(one) == FINE
+
+
+def test_a_wrong_result_is_no_candidate(made: Any) -> None:
+    for one in (task(4), task(4, 1)):
+        bench = made.bench(one)
+        with pytest.raises(runner.WrongResult, match="off by"):
+            bench.brief_us(WRONG, 4)
+        assert bench.brief_us(FINE, 4) > 0
+        made.keep(one, FINE)
+
+
+def test_a_product_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    autotune = importlib.import_module("models.kernels.matmul.autotune")
+    monkeypatch.setattr(autotune, "median_graph_us", lambda run, device, replays: (run(), 30.0)[1])
+    monkeypatch.setattr(autotune, "_COLD_BYTES", 1)
+    bench = made.bench(task(320, in_layers=False))
+    assert bench.brief_us(FINE, 4) == 15.0, "two weights"
+    with pytest.raises(runner.WrongResult):
+        bench.brief_us(WRONG, 4)
+
+
+def test_what_is_tried(made: Any) -> None:
+    assert made.candidates(task(4), []) == [Blas(), *ALGORITHMS[:2], WRONG, FINE]
+    skinny, wide = Skinny(8, 8, 64, 1, 3, 4, 64), Wide(64, 64, 64, 1, 3, 4, 64)
+    beside = [skinny, ALGORITHMS[3], wide, None, Blas()]
+    assert made.candidates(task(24, whole=False), beside) == [skinny, Blas(), *ALGORITHMS[:2]]
+
+
+def test_forms_of_attention_are_put_in_place(made: Any) -> None:
+    shape = asked_attention(share(), 4)
+    assert shape is not None
+    one, form = Task(4, shape, True, True, EFFORT, 1.0), DecodeForm(True, 32, 3, 1)
+    assert made.candidates(one, [])[0] is None
+    assert made.current(one) is None
+    assert made.bench(one).brief_us(form, 4) > 0
+    assert made.current(one) == form
+    made.keep(one, None)
+    assert made.current(one) is None
+
+
+def test_an_error_that_takes_the_gpu_along_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    with pytest.raises(ValueError, match="a compiler's"), runner._alive(device):
+        raise ValueError("a compiler's")
+
+    def lost(device: torch.device | None = None) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(runner.DeviceLost, match="illegal memory access"), runner._alive(device):
+        raise ValueError("a launch's")
+
+
+def test_layers_share_kv_where_each_alone_is_more_than_caches_hold(made: Any) -> None:
+    layers = runner.ModelLayers(share(), made._kernels)
+    assert layers.step(2) is layers.step(2)
+    hidden = layers.step(2)()
+    assert torch.equal(hidden, layers.step(2)()), "always the same input"
+    assert layers.step(3)().shape[0] == 3

@@ -1,0 +1,31 @@
+"""The ladders of steps, and the bucket that keys a product of any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.row_buckets import decode_ladder, every_bucket, power_of_two_from, product_bucket, token_ladder
+from runtime.config import default_buckets
+from runtime.execute.step.prefill_graphs import prefill_buckets
+
+
+@pytest.mark.parametrize("most", [1, 8, 100, 256, 1000])
+def test_the_ladders_are_those_of_the_runtime(most: int) -> None:
+    """A bucket that a step is padded to, but that no product is keyed by, would run another bucket's kernels."""
+    assert default_buckets(most) == decode_ladder(most)
+    assert prefill_buckets(most) == token_ladder(most)
+
+
+def test_a_product_of_a_bucket_is_keyed_by_its_own_rows() -> None:
+    for rows in (*every_bucket(256, 8192), *decode_ladder(1024)):
+        assert product_bucket(rows) == rows
+
+
+def test_any_other_number_of_rows_has_the_next_bucket() -> None:
+    ladder = decode_ladder(1 << 14)
+    for rows in range(1, 1 << 14):
+        assert product_bucket(rows) == next(bucket for bucket in ladder if bucket >= rows)
+
+
+def test_powers_of_two() -> None:
+    assert [power_of_two_from(number) for number in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
