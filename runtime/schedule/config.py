@@ -25,8 +25,8 @@ class MixedSteps:
     first entry that covers a step's rows and KV tokens counts, and the last one of either where none does. Without any,
     chunks have ``max_prefill_tokens`` at most.
     ``calm``: (decode rows up to, tokens of all chunks), looked up in the same way. While few prompt tokens wait, a step
-    takes no more than these; else as many of the budget as bring all that wait through in ``drain_steps`` steps.
-    Without any, a step takes what the budget allows. budget.py makes both tables from measured times.
+    takes no more than these; while many wait, of the budget, what fills a bucket with the ``drain_steps``-th part of
+    them. Without any, a step takes all that the budget allows. budget.py makes both tables from measured times.
     ``long_prompt``: prompts of more tokens wait in a lane of their own, where shorter ones may pass them while one
     before them is prefilled, and count as so many tokens of those that wait. ``costly_prefix``: behind so many tokens
     of its own prompt a chunk's token counts as two of the budget, since its attention costs as much as its products

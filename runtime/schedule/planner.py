@@ -79,12 +79,14 @@ class Planner:
 
     def _together(self, mixed: MixedSteps) -> Planned | None:
         """All rows that decode, and chunks beside them. Rows of a prompt's last chunk decode from the next step on."""
-        if not self._ready_rows():
-            self._scored_before = False
-            return self._prefill_step(self._cut_shares(self.config.max_prefill_tokens, scored=None))
+        rows_decode = self._ready_rows()
         scored_before, self._scored_before = self._scored_before, False
+        prompts_wait = self._prefilling or (self.resources.waiting and self._row_free)
+        if not rows_decode:
+            most = self.config.max_prefill_tokens
+            return self._prefill_step(self._cut_shares(most, scored=None)) if prompts_wait else None
         width = self._width()
-        if not self._prefilling and not (self.resources.waiting and self._row_free):
+        if not prompts_wait:
             return self._mixed_step(width, ([], []))
         kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
         tokens = self._budget.chunk_tokens(len(self._rows), kv_tokens, width, self._waiting_tokens(mixed.long_prompt))
@@ -312,8 +314,8 @@ class Planner:
         """The tuples keep their identity until membership changes, so that staging can tell by it (StepPlan.slots)."""
         resources = self.resources
         self._rows = tuple(self._decoding.values())
-        self._row_slots = tuple(sequence.slot for sequence in self._rows)
-        self._row_epochs = tuple(sequence.epoch for sequence in self._rows)
+        self._row_slots = tuple([sequence.slot for sequence in self._rows])
+        self._row_epochs = tuple([sequence.epoch for sequence in self._rows])
         self._rows_version = resources.decode_version
         resources.digest.fold(resources.chain.step, "rows", self._row_slots + self._row_epochs)
 

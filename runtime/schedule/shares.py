@@ -2,8 +2,8 @@
 
 Knows: places in line, and how much of each prompt is left. Does not know: budgets of steps (budget.py), slots, blocks.
 
-The rule: the prompt that is first in line gets half of the tokens, or less if it needs less. The rest goes to the
-shortest remaining prompts first, whoever they are. So
+The rule: the prompt that is first in line gets half of the tokens, or less if it needs less. The rest goes, of those
+with the same priority, to the shortest remaining prompts first, whoever they are. So, among equals,
   * a long prompt advances by half a step's tokens in every step once it is first in line, whatever comes after it;
   * a short prompt gets its tokens of the other half, however long and however many the prompts before it are.
 """
@@ -26,13 +26,13 @@ def share_out(prefills: Sequence[SequenceState], tokens: int, costly_prefix: int
     shares = {first: max(1, _affordable(first, -(-tokens // 2), costly_prefix))}
     left = tokens - cost(first, shares[first], costly_prefix)
     for sequence in sorted(prefills, key=lambda sequence: _turn(sequence, shares.get(sequence, 0))):
-        if left <= 0:
-            break
         had = shares.get(sequence, 0)
-        more = min(_affordable(sequence, left, costly_prefix), remaining(sequence) - had)
+        more = _affordable(sequence, left, costly_prefix, had)
         if more:
             shares[sequence] = had + more
             left -= cost(sequence, more, costly_prefix)
+        if had + more < remaining(sequence):
+            break
     return shares
 
 
@@ -45,7 +45,7 @@ def gets_a_share(
         return tokens > 0
     guaranteed = max(1, _affordable(first, -(-tokens // 2), costly_prefix))
     left = tokens - cost(first, guaranteed, costly_prefix)
-    turn = (candidate.landed_tokens, candidate.order)
+    turn = _turn_of(candidate, candidate.landed_tokens)
     for sequence in prefills:
         had = guaranteed if sequence is first else 0
         if _turn(sequence, had) < turn:
@@ -54,21 +54,28 @@ def gets_a_share(
 
 
 def remaining(sequence: SequenceState) -> int:
+    """Tokens that are still to be planned of the prompt of one who is seated."""
     return sequence.prefill_target - sequence.prefilled
 
 
-def _turn(sequence: SequenceState, had: int) -> tuple[int, tuple[int, int]]:
-    return remaining(sequence) - had, sequence.order
-
-
-def _affordable(sequence: SequenceState, tokens: int, costly_prefix: int) -> int:
-    """How many of its tokens cost ``tokens`` at most."""
-    if costly_prefix:
-        tokens = tokens * costly_prefix // (costly_prefix + sequence.prefilled)
-    return min(tokens, remaining(sequence))
-
-
 def cost(sequence: SequenceState, tokens: int, costly_prefix: int) -> int:
+    """What its next ``tokens`` count in a budget, rounded up."""
     if not costly_prefix:
         return tokens
     return -(-tokens * (costly_prefix + sequence.prefilled) // costly_prefix)
+
+
+def _turn(sequence: SequenceState, had: int) -> tuple[int, int, int]:
+    return _turn_of(sequence, remaining(sequence) - had)
+
+
+def _turn_of(sequence: SequenceState, wanted: int) -> tuple[int, int, int]:
+    priority, arrival = sequence.order
+    return priority, wanted, arrival
+
+
+def _affordable(sequence: SequenceState, tokens: int, costly_prefix: int, had: int = 0) -> int:
+    """How many of its tokens, besides those it ``had``, cost ``tokens`` at most."""
+    if costly_prefix:
+        tokens = tokens * costly_prefix // (costly_prefix + sequence.prefilled)
+    return max(0, min(tokens, remaining(sequence) - had))

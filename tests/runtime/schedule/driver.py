@@ -16,6 +16,7 @@ from runtime.schedule.scheduler import Scheduler, SchedulerConfig
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
+from tests.runtime.schedule.mixed_rules import MixedRules
 
 ROOMY = SchedulerConfig(rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, max_prefill_tokens=64)
 ENOUGH_TURNS = 500
@@ -54,7 +55,9 @@ class Limits(TypedDict, total=False):
 
 
 class Driver:
-    """``limits`` replace fields of ROOMY. Keeps everything planned and landed, checks the accounts after every verb."""
+    """``limits`` replace fields of ROOMY. Keeps everything planned and landed, checks the accounts after every verb,
+    and with mixed steps every plan against their rules.
+    """
 
     def __init__(self, **limits: Unpack[Limits]) -> None:
         self.config = replace(ROOMY, **limits)
@@ -66,6 +69,7 @@ class Driver:
         self.finished: dict[int, Finished] = {}
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[int] = deque()
+        self._rules = None if self.config.mixed is None else MixedRules(self.scheduler)
 
     # ---- events ----
 
@@ -103,7 +107,11 @@ class Driver:
 
     def turn(self) -> StepPlan | None:
         """Plan and launch one step, and land the one that is due."""
+        if self._rules is not None:
+            self._rules.before()
         plan = self.scheduler.plan()
+        if self._rules is not None:
+            self._rules.after(plan)
         self.scheduler.check()
         assert plan is None or len(plan.slots) <= self.config.rows, "a step is never wider than memory was sized for"
         self._room_for_rows(plan)

@@ -107,8 +107,10 @@ def make_trace(seed: int) -> Trace:
         if draw.random() < 0.25:
             breaks_at[admit.request.request_id] = len(admit.request.prompt_token_ids) + draw.randrange(9)
     barren = draw.random() < 0.3
-    if draw.random() < 0.5:
-        config = replace(config, mixed=_draw_mixed(draw, config))
+    if draw.random() < 0.4:
+        most = draw.choice((config.max_prefill_tokens, 5))  # so that prompts are in pieces
+        config = replace(config, mixed=_draw_mixed(draw, config), max_prefill_tokens=most)
+        _add_prompts(draw, events)
         _score_some(draw, events)
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren)
 
@@ -128,6 +130,14 @@ def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
     return MixedSteps(
         buckets, budgets, calm, steps, long_prompt=draw.choice((3, 8, 100)), costly_prefix=draw.choice((0, 0, 6))
     )
+
+
+def _add_prompts(draw: random.Random, events: dict[int, list[Event]]) -> None:
+    """More of them, which come while others decode."""
+    for request_id in range(20, 20 + draw.randrange(7)):
+        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice((2, 6, 20))))
+        request = Request(request_id, prompt, SamplingParams(max_tokens=draw.choice((1, 4, 9))))
+        events.setdefault(draw.randrange(50), []).append(Admit(request))
 
 
 def _score_some(draw: random.Random, events: dict[int, list[Event]]) -> None:

@@ -10,13 +10,12 @@ know: a device, or a clock. Policies are compared here before they are measured;
 from __future__ import annotations
 
 import argparse
-import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
@@ -97,20 +96,23 @@ def mixed_lengths(count: int, seed: int) -> list[Arrival]:
 class Figures:
     """Times in ms. ``itl_ms``: between consecutive tokens of a request, of all requests."""
 
+    scheduler: Scheduler
     tokens: int = 0
     ms: float = 0.0
     itl_ms: list[float] = field(default_factory=list)
     ttft_ms: dict[int, float] = field(default_factory=dict)
-    scheduler: Scheduler | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000 * self.tokens / self.ms
 
     def line(self) -> str:
-        assert self.scheduler is not None
         counters = self.scheduler.counters
         ttft = sorted(self.ttft_ms.values())
         itl = sorted(self.itl_ms)
         mixed = counters.mixed_steps or 1
         return (
-            f"{1000 * self.tokens / self.ms:>8.0f} {at(itl, 50):>7.2f} {at(itl, 99):>7.2f} {itl[-1]:>7.1f} "
+            f"{self.tokens_per_s:>8.0f} {at(itl, 50):>7.2f} {at(itl, 99):>7.2f} {itl[-1]:>7.1f} "
             f"{at(ttft, 50):>8.1f} {at(ttft, 99):>8.1f} {counters.prefill_steps:>6} {counters.decode_steps:>6} "
             f"{counters.mixed_steps:>6} {counters.mixed_prompt_tokens / mixed:>7.0f} "
             f"{counters.mixed_padded_tokens / mixed:>5.1f}"
@@ -127,6 +129,33 @@ def at(ordered: Sequence[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
 
 
+class TimedDevice:
+    """Runs plans one after the other: when each ends, and what it gives. Requests end by length only."""
+
+    def __init__(self, costs: StepCosts, buckets: Sequence[int]) -> None:
+        self.free_at_ms = 0.0
+        self._costs = costs
+        self._buckets = buckets
+        self._lengths: dict[int, int] = {}  # by slot: tokens known
+        self._ends: dict[int, int] = {}  # by slot: tokens at which it ends
+
+    def launch(self, plan: StepPlan, now_ms: float) -> StepResult:
+        for write in plan.slot_writes:
+            self._lengths[write.slot], self._ends[write.slot] = write.length, write.max_length
+        decoding = plan.slots[: plan.decode_rows]
+        kv_tokens = sum(self._lengths[slot] for slot in decoding)
+        self.free_at_ms = max(self.free_at_ms, now_ms) + self._costs.step(plan, kv_tokens, self._buckets)
+        for chunk in plan.chunks:
+            self._lengths[chunk.slot] = chunk.start + len(chunk.token_ids)
+        counts = [1] * plan.decode_rows + [int(chunk.last) for chunk in plan.chunks]
+        finish = []
+        for slot, count in zip(plan.slots, counts, strict=True):
+            self._lengths[slot] += count
+            ended = count and self._lengths[slot] >= self._ends[slot]
+            finish.append(FinishReason.LENGTH if ended else FinishReason.NONE)
+        return StepResult(plan.step, [7] * len(counts), counts, finish)
+
+
 def simulate(
     config: SchedulerConfig,
     costs: StepCosts,
@@ -134,84 +163,100 @@ def simulate(
     concurrency: int | None,
     host_ms: float = 0.1,
 ) -> Figures:
-    """``concurrency``: so many requests at once, each end admits the next; None: each at its own time."""
-    scheduler, figures = Scheduler(config), Figures()
-    figures.scheduler = scheduler
-    buckets = config.mixed.buckets if config.mixed is not None else ()
-    waiting = deque(range(len(arrivals)))
-    arrived: list[tuple[float, int]] = []  # (ms, request)
-    first = len(arrivals) if concurrency is None else concurrency
-    for _ in range(min(first, len(waiting))):
-        request_id = waiting.popleft()
-        heapq.heappush(arrived, (arrivals[request_id].at_ms if concurrency is None else 0.0, request_id))
+    """``concurrency``: so many requests at once, each end admits the next; None: each at its own time.
+
+    The engine's loop: submit what has come, plan, launch (``host_ms``), then wait for the step that is to land.
+    """
+    scheduler = Scheduler(config)
+    device = TimedDevice(costs, () if config.mixed is None else config.mixed.buckets)
+    figures = Figures(scheduler)
+    in_order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at_ms)
+    coming = deque((arrivals[i].at_ms, i) for i in in_order)
+    kept_back: deque[tuple[float, int]] = deque()
+    if concurrency is not None:
+        coming, kept_back = deque(islice(coming, concurrency)), deque(islice(coming, concurrency, None))
     came: dict[int, float] = {}
     latest: dict[int, float] = {}
-    rows: dict[int, list[int]] = {}  # slot -> tokens known, tokens at its end
-    in_flight: deque[tuple[StepPlan | None, StepResult | None, float]] = deque()
-    now = device_free = 0.0
-    while scheduler.unfinished or arrived:
-        if not scheduler.unfinished and scheduler.quiescent and arrived:
-            now = max(now, arrived[0][0])
-        while arrived and arrived[0][0] <= now:
-            at_ms, request_id = heapq.heappop(arrived)
-            came[request_id] = at_ms
-            wanted = arrivals[request_id]
-            prompt = tuple((request_id * 31 + i) % 1009 for i in range(wanted.prompt))
-            scheduler.submit(Admit(Request(request_id, prompt, SamplingParams(max_tokens=wanted.output))))
+    in_flight: deque[tuple[StepResult | None, float]] = deque()
+    now = 0.0
+    while scheduler.unfinished or coming:
+        if not scheduler.unfinished and scheduler.quiescent:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:
+            came_at, i = coming.popleft()
+            came[i] = came_at
+            prompt = tuple((i * 31 + k) % 1009 for k in range(arrivals[i].prompt))
+            scheduler.submit(Admit(Request(i, prompt, SamplingParams(max_tokens=arrivals[i].output))))
         plan = scheduler.plan()
         now += host_ms
-        result = None
-        if plan is not None:
-            kv_tokens = 0
-            for write in plan.slot_writes:
-                rows[write.slot] = [write.length, write.max_length]
-            result = StepResult(plan.step, [7] * len(plan.slots), [], [])
-            counts, finish = [], []
-            for row, slot in enumerate(plan.slots):
-                length = rows[slot]
-                gains = row < plan.decode_rows or plan.chunks[row - plan.decode_rows].last
-                if row < plan.decode_rows:
-                    kv_tokens += length[0]
-                else:
-                    length[0] = plan.chunks[row - plan.decode_rows].start + len(
-                        plan.chunks[row - plan.decode_rows].token_ids
-                    )
-                length[0] += gains
-                counts.append(int(gains))
-                finish.append(FinishReason.LENGTH if gains and length[0] >= length[1] else FinishReason.NONE)
-            result = StepResult(plan.step, [7] * len(plan.slots), counts, finish)
-            device_free = max(device_free, now) + costs.step(plan, kv_tokens, buckets)
-        in_flight.append((plan, result, device_free))
-        if len(in_flight) > config.depth:
-            plan, result, ended = in_flight.popleft()
-            if plan is not None:
-                now = max(now, ended)
-            output = scheduler.land(scheduler.step - 1 - len(in_flight), result)
-            for request_id, count in zip(output.request_ids, output.counts, strict=True):
-                if not count or request_id < 0:
-                    continue
-                if request_id in latest:
-                    figures.itl_ms.append(now - latest[request_id])
-                else:
-                    figures.ttft_ms[request_id] = now - came[request_id]
-                latest[request_id] = now
-                figures.tokens += 1
-            for _ in output.finished:
-                if concurrency is not None and waiting:
-                    heapq.heappush(arrived, (now, waiting.popleft()))
-        figures.ms = now
+        result = None if plan is None else device.launch(plan, now)
+        in_flight.append((result, 0.0 if result is None else device.free_at_ms))
+        if len(in_flight) <= config.depth:
+            continue
+        result, ended_at = in_flight.popleft()
+        now = max(now, ended_at)
+        output = scheduler.land(scheduler.step - 1 - len(in_flight), result)
+        for i, count in zip(output.request_ids, output.counts, strict=True):
+            if not count or i < 0:
+                continue
+            if i in latest:
+                figures.itl_ms.append(now - latest[i])
+            else:
+                figures.ttft_ms[i] = now - came[i]
+            latest[i] = now
+            figures.tokens += 1
+        for _ in output.finished:
+            if kept_back:
+                coming.append((now, kept_back.popleft()[1]))
+    figures.ms = now
     return figures
 
 
-LOADS = {
-    "all at once": (1024, 5, None),
-    "closed 16": (384, 6, 16),
-    "closed 64": (384, 6, 64),
-    "closed 256": (384, 6, 256),
-    "closed 16, 2048": (2048, 6, 16),
-    "closed 64, 2048": (2048, 6, 64),
-    "closed 256, 2048": (2048, 6, 256),
+# Arrivals, and how many requests are kept in flight (None: each comes at its own time).
+Load = tuple[list[Arrival], int | None]
+
+LOADS: dict[str, Callable[[], Load]] = {
+    "all at once": lambda: (mixed_lengths(1024, seed=5), None),
+    "closed 16": lambda: (mixed_lengths(384, seed=6), 16),
+    "closed 64": lambda: (mixed_lengths(384, seed=6), 64),
+    "closed 256": lambda: (mixed_lengths(384, seed=6), 256),
+    "closed 16, 2048": lambda: (mixed_lengths(2048, seed=6), 16),
+    "closed 64, 2048": lambda: (mixed_lengths(2048, seed=6), 64),
+    "closed 256, 2048": lambda: (mixed_lengths(2048, seed=6), 256),
+    "long prompts 64": lambda: (lengths(512, 1, prompt=1500, output=50, most=8000), 64),
+    "long prompts at once": lambda: (lengths(512, 1, prompt=1500, output=50, most=8000), None),
+    "32k prompts 8": lambda: ([Arrival(32_000, 200)] * 32, 8),
+    "32k prompts in chat": lambda: (chat_with_long_prompts(), None),
+    "bursts": lambda: (bursts(), None),
 }
+
+
+def lengths(count: int, seed: int, *, prompt: int, output: int, most: int) -> list[Arrival]:
+    """Log-normal around the medians ``prompt`` and ``output``; prompts of ``most`` tokens, outputs of 300 at most."""
+    draw = random.Random(seed)
+    return [
+        Arrival(
+            max(8, min(most, int(prompt * draw.lognormvariate(0, 1)))),
+            max(4, min(300, int(output * draw.lognormvariate(0, 0.9)))),
+        )
+        for _ in range(count)
+    ]
+
+
+def chat_with_long_prompts() -> list[Arrival]:
+    """Twenty chat-like requests a second for 30 s; every 3 s a prompt of 32,000 tokens."""
+    draw = random.Random(3)
+    chat, now = [], 0.0
+    for each in mixed_lengths(600, seed=7):
+        now += draw.expovariate(20 / 1000)
+        chat.append(replace(each, at_ms=now))
+    return chat + [Arrival(32_000, 100, at_ms=3000.0 * i) for i in range(1, 10)]
+
+
+def bursts() -> list[Arrival]:
+    """Every two seconds 48 chat-like requests at the same moment."""
+    return [replace(each, at_ms=2000.0 * (i // 48)) for i, each in enumerate(mixed_lengths(480, seed=8))]
+
 
 ROW_LIMITS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 KV_LIMITS = tuple(1 << n for n in range(12, 21))
@@ -238,8 +283,7 @@ def main() -> None:
     config = replace(config, depth=options.depth)
     print(HEADER)
     for load in options.loads:
-        count, seed, concurrency = LOADS[load]
-        figures = simulate(config, QWEN3_8B_H200, mixed_lengths(count, seed), concurrency)
+        figures = simulate(config, QWEN3_8B_H200, *LOADS[load]())
         print(f"{load:<22} {figures.line()}", flush=True)
 
 

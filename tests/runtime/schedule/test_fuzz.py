@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from runtime.schedule.plan import StepOutput, StepPlan, StepResult
-from runtime.schedule.planner import Planner
+from runtime.schedule.chain import Flight
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import Chunk, StepKind, StepOutput, StepPlan, StepResult
+from runtime.schedule.planner import Cut, Planned, Planner
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.shares import remaining
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.states import Trigger
 from tests.runtime.schedule.fuzz import (
@@ -30,6 +33,7 @@ from tests.runtime.schedule.fuzz import (
     make_trace,
     run,
 )
+from tests.runtime.schedule.mixed_rules import BrokenRule
 
 SEEDS = 8_000  # the rarest mutant below shows in one seed of a hundred; `make fuzz` runs a million
 PARTS = 8
@@ -74,6 +78,8 @@ NAMES = (
     "cancels",
     "pauses",
     "resumes",
+    "mixed_steps",
+    "mixed_padded_tokens",
 )
 
 
@@ -222,6 +228,65 @@ class NobodyGivesWay(Resources):
         return short <= 0 and super().reserve(sequence)
 
 
+# ---- of mixed steps ----
+
+
+class WaitsForPrompts(Planner):
+    """Chunks in steps of their own, as if there were no mixed ones."""
+
+    def _together(self, mixed: MixedSteps) -> Planned | None:
+        return self._in_turns()
+
+
+class ScoresBesideRows(Planner):
+    """Prompts whose tokens are scored ride with the rows like all others."""
+
+    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
+        return ([], []) if scored else super()._cut_shares(tokens, scored=None, beside=beside)
+
+
+class SpendsOneMore(Planner):
+    """One token of prompts more than the budget has."""
+
+    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
+        return super()._cut_shares(tokens + bool(beside), scored=scored, beside=beside)
+
+
+class LeavesOneOut(Planner):
+    """One token of the bucket is padding, though more of a prompt waits."""
+
+    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
+        return super()._cut_shares(max(1, tokens - bool(beside)), scored=scored, beside=beside)
+
+
+class CountsChunksAsWide(Scheduler):
+    """A prompt's last chunk is taken for a decode row, which gains up to W tokens."""
+
+    def _apply(self, flight: Flight, plan: StepPlan, result: StepResult) -> StepOutput:
+        output = super()._apply(flight, plan, result)
+        for sequence, chunk in zip(flight.rows[plan.decode_rows :], plan.chunks, strict=True):
+            if chunk.last and plan.kind is StepKind.MIXED:
+                sequence.planned_tokens -= plan.width - 1
+        return output
+
+
+class PublishesByTheWrongRow(Scheduler):
+    """What a chunk has written is read off the row with its number among all rows."""
+
+    def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
+        super()._publish(sequence, plan, 0 if plan.kind is StepKind.MIXED else row)
+
+
+class ForgetsTheFirst(Planner):
+    """The shortest first, and nobody else."""
+
+    def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
+        shorter = [s for s in self._prefilling.values() if remaining(s) < remaining(sequence)]
+        if shorter and self.config.mixed is not None:
+            return 0
+        return super()._cut_chunk(sequence, budget, rows, chunks)
+
+
 def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
     """A scheduler with this in place of the part that it breaks."""
     if issubclass(part, Resources):
@@ -248,6 +313,13 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (KeepsItsSlot, AccountingError),
         (TrustsBrokenBlocks, StillFound),
         (NobodyGivesWay, Hang),
+        (WaitsForPrompts, BrokenRule),
+        (ScoresBesideRows, BrokenRule),
+        (SpendsOneMore, BrokenRule),
+        (LeavesOneOut, BrokenRule),
+        (ForgetsTheFirst, BrokenRule),
+        (CountsChunksAsWide, AccountingError),
+        (PublishesByTheWrongRow, WrongTokens),
     ],
     ids=lambda member: member.__name__,
 )
@@ -260,7 +332,7 @@ def test_a_broken_scheduler_is_caught_for_what_it_breaks(
     verdicts: Counter[str] = Counter()
     for seed in range(400):
         try:
-            check_seed(seed, mutated(mutant), check=caught_by is AccountingError)
+            check_seed(seed, mutated(mutant), check=caught_by in (AccountingError, BrokenRule))
         except caught_by:
             return
         except Exception as error:  # it may break in other ways first

@@ -92,3 +92,18 @@ def test_any_mixture_of_coming_and_going_is_a_sorted_list() -> None:
                 queue.push(each)
         waiting = sorted((s for s in sequences if s.state is State.WAITING), key=lambda s: s.order)
         assert drain(queue) == [s.request.request_id for s in waiting]
+
+
+def test_lanes_have_heads_of_their_own_in_the_order_of_the_line() -> None:
+    """Who is passed over keeps the place: of two heads the earlier one comes first, whatever its lane."""
+    queue = WaitingQueue(3, lambda each: each.request.request_id % 3)
+    sequences = [sequence(request_id, priority=int(request_id == 0)) for request_id in range(7)]
+    for each in reversed(sequences):
+        queue.push(each)
+    assert [head.request.request_id for head in queue.heads()] == [1, 2, 3]
+    queue.pop(sequences[2])
+    assert [head.request.request_id for head in queue.heads()] == [1, 3, 5]
+    advance(sequences[1], Trigger.PAUSE)
+    assert [head.request.request_id for head in queue.heads()] == [3, 4, 5]
+    assert queue.head() is sequences[3]
+    assert drain(queue) == [3, 4, 5, 6, 0]

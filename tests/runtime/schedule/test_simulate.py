@@ -1,0 +1,104 @@
+"""The simulator of schedules: its clock and its loads, and what it says of mixed steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import Chunk, StepKind, StepPlan
+from tests.runtime.schedule.simulate import (
+    QWEN3_8B_H200,
+    ROOMY,
+    Arrival,
+    Figures,
+    StepCosts,
+    at,
+    mixed_lengths,
+    simulate,
+    with_table,
+)
+
+COSTS = StepCosts(step_ms=((1, 4.0), (101, 5.0), (201, 7.0)), kv_ms=0.001, attention_ms=0.0001)
+
+
+def test_times_are_interpolated_and_go_on_beyond_the_last() -> None:
+    assert [COSTS.forward(tokens) for tokens in (1, 51, 101, 151, 201, 301)] == pytest.approx([4, 4.5, 5, 6, 7, 9])
+
+
+def test_a_step_costs_its_bucket_its_kv_and_the_attention_of_its_chunks() -> None:
+    chunk = Chunk(3, start=40, token_ids=(1,) * 20, last=True)
+    mixed = StepPlan(0, StepKind.MIXED, (1, 2, 3), (0, 0, 0), 1, chunks=(chunk,))
+    assert COSTS.step(mixed, 500, (16, 51)) == pytest.approx(4.5 + 0.5 + 0.0001 * 20 * (40 + 10))
+    decode = StepPlan(0, StepKind.DECODE, (1,), (0,), 1)
+    assert COSTS.step(decode, 500, (16, 51)) == pytest.approx(4.0 + 0.5)
+
+
+def test_one_request_takes_its_steps_one_after_the_other() -> None:
+    flat = StepCosts(((1, 2.0), (1000, 2.0)), 0.0, 0.0)
+    figures = simulate(ROOMY, flat, [Arrival(prompt=10, output=5, at_ms=30.0)], None, host_ms=0.0)
+    assert figures.tokens == 5
+    assert figures.ttft_ms == {0: 2.0}
+    assert figures.itl_ms == [2.0] * 4
+    assert figures.ms == 30 + 5 * 2
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_an_arrival_waits_for_the_steps_in_flight(depth: int) -> None:
+    """One that comes while step N runs is planned behind N + D."""
+    flat = StepCosts(((1, 2.0), (1000, 2.0)), 0.0, 0.0)
+    arrivals = [Arrival(10, 50), Arrival(10, 5, at_ms=21.0)]
+    figures = simulate(replace(ROOMY, depth=depth), flat, arrivals, None, host_ms=0.0)
+    assert figures.ttft_ms[1] == 1.0 + depth * 2 + 2
+
+
+def test_a_closed_loop_keeps_so_many_in_flight() -> None:
+    flat = StepCosts(((1, 2.0), (1000, 2.0)), 0.0, 0.0)
+    figures = simulate(ROOMY, flat, [Arrival(10, 10)] * 7, 3, host_ms=0.0)
+    assert figures.tokens == 70
+    assert figures.scheduler.counters.finished["length"] == 7
+    assert [figures.ttft_ms[i] for i in range(3)] == [2.0] * 3
+
+
+def test_the_mixed_load_has_the_lengths_of_its_seed() -> None:
+    lengths = [(each.prompt, each.output) for each in mixed_lengths(6, seed=5)]
+    assert lengths == [(497, 46), (79, 119), (359, 455), (54, 208), (175, 75), (103, 109)]
+
+
+def compared(load: list[Arrival], concurrency: int | None) -> tuple[Figures, Figures]:
+    mixed = with_table(QWEN3_8B_H200)
+    return simulate(ROOMY, QWEN3_8B_H200, load, concurrency), simulate(mixed, QWEN3_8B_H200, load, concurrency)
+
+
+def test_mixed_steps_shorten_the_wait_for_a_token_and_cost_no_throughput() -> None:
+    separate, mixed = compared(mixed_lengths(192, seed=6), 64)
+    assert mixed.tokens == separate.tokens
+    assert mixed.tokens_per_s > 1.04 * separate.tokens_per_s
+    assert at(sorted(mixed.itl_ms), 99) < at(sorted(separate.itl_ms), 99) / 2
+    assert max(mixed.itl_ms) < max(separate.itl_ms) / 5
+
+
+def test_long_prompts_hardly_hold_up_a_chat() -> None:
+    """A prompt of 32,000 tokens takes a second alone: nobody who decodes waits that long, or a tenth of it."""
+    chat = [replace(each, at_ms=60.0 * i) for i, each in enumerate(mixed_lengths(60, seed=7))]
+    separate, mixed = compared([*chat, Arrival(32_000, 50, at_ms=1000.0)], None)
+    assert max(separate.itl_ms) > 1000
+    assert max(mixed.itl_ms) < 40
+    short = [mixed.ttft_ms[i] for i in range(60) if chat[i].prompt <= 200]
+    assert max(short) < 100, "nor for a first token"
+    assert mixed.ttft_ms[60] < 3 * separate.ttft_ms[60]
+
+
+def test_the_same_load_gives_the_same_figures() -> None:
+    load = mixed_lengths(40, seed=1)
+    first, second = (simulate(with_table(QWEN3_8B_H200), QWEN3_8B_H200, load, 8) for _ in range(2))
+    assert (first.ms, first.itl_ms, first.ttft_ms) == (second.ms, second.itl_ms, second.ttft_ms)
+    assert first.scheduler.digest.value == second.scheduler.digest.value
+
+
+def test_a_latency_target_bounds_every_step_that_prompts_make_longer() -> None:
+    config = with_table(QWEN3_8B_H200, target_ms=10.0)
+    figures = simulate(config, QWEN3_8B_H200, mixed_lengths(100, seed=6), 16)
+    assert max(figures.itl_ms) < 10.5
+    assert isinstance(config.mixed, MixedSteps)
