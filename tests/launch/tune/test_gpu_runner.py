@@ -47,7 +47,10 @@ class Matmul:
         return not isinstance(choice, Wide)
 
     def runner(self, shape: LinearShape) -> Any:
-        return lambda x, weight, choice: x @ weight.T * (-1 if choice == WRONG else 1)
+        return lambda x, weight, choice: self.run(x, weight, None, choice, gate_up=False)
+
+    def run(self, x: Tensor, weight: Tensor, bias: None, choice: Choice, *, gate_up: bool) -> Tensor:
+        return x @ weight.T * (-1 if choice == WRONG else 1)
 
 
 class CpuKernels(ReferenceKernels):
