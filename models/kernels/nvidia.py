@@ -28,7 +28,7 @@ from models.kernels.attention import (
     rope_prefill,
 )
 from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
-from models.kernels.attention.decode_work import DecodeWork, SplitRule
+from models.kernels.attention.decode_work import DecodeWork, SplitRule, choose_splits
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -36,16 +36,20 @@ from models.kernels.experts.tiles import long_list_tiles, without_lists
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
-from models.kernels.matmul.dispatch import PARTIAL_BYTES, MatmulDispatch
+from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
-_MOST_PROGRAMS = 8192  # of decode.py; most of them only leave
+_TALL_BLOCKS = range(33, 65)  # pairs for which 64 keys a block were faster than 32
+_ATTENTION_BYTES = 128 << 20  # of partial results of splits
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
-_PROGRAMS_EACH = 8  # of a multiprocessor: programs of balanced attention where the rows need fewer
+_LONGEST_OF_FEW = 512  # the same below _MANY_PAIRS
+_LONGEST_OF_MIXED = 256  # the same where most rows may be absent
+_PROGRAMS_OF_MIXED = 8  # the same, where most rows may be absent
+_PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where the rows need fewer
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 _MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
 _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faster on an H200, fewer were not tried
@@ -80,7 +84,7 @@ class NvidiaKernels(Kernels):
         self.matmul = MatmulDispatch(device, traits, choices)
         self._reference = ReferenceKernels()
         self._prefill = Prefill(device, prefill, traits, flashinfer)
-        self._attention_partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
+        self._attention_partial = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
         self.balanced = balanced
 
@@ -179,8 +183,7 @@ class NvidiaKernels(Kernels):
         if not self.balanced:
             return inputs
         rule = self._split_rule(inputs, heads, kv_layer)
-        pairs = inputs.kv_lengths_B.shape[0] * kv_layer.shape[3]
-        if pairs < _LIST_PAIRS and pairs * rule.most <= _MOST_PROGRAMS and inputs.starts_B is None:
+        if self._without_list(inputs, kv_layer):
             return dataclasses.replace(inputs, work=rule)
         return dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, self.pdl))
 
@@ -318,14 +321,18 @@ class NvidiaKernels(Kernels):
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
         tuned = self._tuned_form(DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
-        by_tma = rows * kv_heads >= _MANY_PAIRS if tuned is None else tuned.tma
-        if self.pdl and by_tma:  # the same GPUs have TMA and dependent launches
+        pairs = rows * kv_heads
+        every_split = self.balanced and self._without_list(inputs, kv_layer)
+        by_tma = _by_tma(pairs, self.balanced) if tuned is None else tuned.tma
+        if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
             if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
         shared = self.traits.shared_bytes - _SHARED_RESERVE
-        blocks = _attention_blocks(rows * kv_heads, power_of_two_above(query_rows), row_bytes, shared)
+        if every_split and pairs not in _TALL_BLOCKS:
+            pairs = _LIST_PAIRS  # small programs, too
+        blocks = _attention_blocks(pairs, power_of_two_above(query_rows), row_bytes, shared)
         if tuned is not None and not tuned.tma:
             needed = _attention_shared(tuned.block_n, tuned.stages, power_of_two_above(query_rows), row_bytes)
             blocks = tuned.blocks if needed <= shared else blocks
@@ -336,9 +343,24 @@ class NvidiaKernels(Kernels):
     def _tuned_form(self, shape: DecodeShape) -> DecodeForm | None:
         return nearest_form(self.matmul.choices.attention, shape)
 
+    def _without_list(self, inputs: DecodeAttention, kv_layer: Tensor) -> bool:
+        """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
+        few = inputs.kv_lengths_B.shape[0] * kv_layer.shape[3] < _LIST_PAIRS
+        return few and inputs.starts_B is None and not inputs.skip_empty
+
     def _split_rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         by_tma, (block_n, _, _) = self._decode_form(inputs, heads, kv_layer)
+        most, pairs = inputs.max_kv_length, rows * kv_heads
+        fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
+        if self._without_list(inputs, kv_layer):
+            fewest = _fewest_splits(pairs, self.traits.multiprocessors)
+            # Programs of splits that no row has cost time, too: a long row gets twice as many as the others.
+            longest = max(block_n, -(-most // (2 * fewest)))
+        elif inputs.skip_empty:
+            longest = _LONGEST_OF_MIXED
+        else:
+            longest = _LONGEST_SPLIT if pairs >= _MANY_PAIRS else _LONGEST_OF_FEW
         return decode_work.choose_rule(
             rows,
             kv_heads,
@@ -346,8 +368,8 @@ class NvidiaKernels(Kernels):
             head_dim,
             inputs.max_kv_length,
             block=block_n,
-            longest=_LONGEST_SPLIT,
-            programs=0 if by_tma else self.traits.multiprocessors,
+            longest=longest,
+            fewest=fewest,
             room=self._attention_partial.numel(),
         )
 
@@ -359,14 +381,30 @@ class NvidiaKernels(Kernels):
 
 
 def programs_of(
-    inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int = _PROGRAMS_EACH
+    inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int | None = None
 ) -> int:
     """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
 
     Where rows may be absent, most of them usually are: programs that do nothing take time, too.
     """
+    if each is None:
+        each = _PROGRAMS_OF_MIXED if inputs.skip_empty else _PROGRAMS_EACH
     rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
     return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
+
+
+def _fewest_splits(pairs: int, multiprocessors: int) -> int:
+    """Splits of a row of decode.py, where there are as many blocks: two programs a multiprocessor, or some more.
+
+    More than 16 are merged in two levels, which is worth it for the very fewest pairs only.
+    """
+    wanted = 1 << (max(1, 2 * multiprocessors // pairs).bit_length() - 1)
+    return min(max(wanted, 4), 16 if pairs >= 8 else 64)
+
+
+def _by_tma(pairs: int, listed: bool) -> bool:
+    """From where on TMA was faster on an H200, or drew less power."""
+    return pairs >= _MANY_PAIRS or (listed and _LIST_PAIRS <= pairs < 2 * _LIST_PAIRS)
 
 
 def _many_blocks(query_rows: int) -> tuple[int, int, int]:

@@ -150,7 +150,6 @@ class Bench:
 
     def with_longest(self, one: Candidate, longest: int) -> Candidate:
         assert one.rule is not None
-        programs = 0 if one.tma else self.kernels.traits.multiprocessors
         rule = decode_work.choose_rule(
             len(self.case.lengths),
             self.kv_heads,
@@ -159,7 +158,7 @@ class Bench:
             self.inputs.max_kv_length,
             block=one.blocks[0],
             longest=longest,
-            programs=programs,
+            fewest=one.rule.fewest,
             room=self.kernels._attention_partial.numel(),
         )
         return one._replace(rule=rule)

@@ -167,7 +167,8 @@ def decode_attention(
     if out_THD is None:
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
-    merged = 8192 if real_rows < 16 else 4096  # values merged at once; above, a thread spills where splits are few
+    # Splits merged at once. More than most rows have would only take registers, and with them other programs' place.
+    merged = min((8192 if real_rows < 16 else 4096) // (real_rows * block_d), power_of_two_above(rule.fewest))
     _decode_attention_kernel[(kv_heads, rows, most)](
         q_TX,
         kv_layer[0],
@@ -196,7 +197,7 @@ def decode_attention(
         STAGES=stages,
         LINES=max(1, block_d * kv_layer.element_size() // 128),
         FAN=MERGED_AT_ONCE,
-        MERGE=max(1, min(MERGED_AT_ONCE, merged // (real_rows * block_d))),
+        MERGE=max(1, min(MERGED_AT_ONCE, merged)),
         ALONE=most == 1,
         SKIP_EMPTY=inputs.skip_empty,
         ROPE=rotation is not None,

@@ -97,15 +97,14 @@ def choose_rule(
     *,
     block: int,
     longest: int,
-    programs: int,
+    fewest: int,
     room: int,
 ) -> SplitRule:
-    """The rule of a bucket of ``rows``: ``choose_splits`` of ``programs`` for rows up to ``longest`` keys a split.
+    """The rule of a bucket of ``rows``: ``fewest`` splits a row, and more where they had more than ``longest`` keys.
 
     ``room``: floats of the workspace, which no step can overflow: every row may be ``max_kv_length`` long.
     """
-    fewest = choose_splits(rows, kv_heads, max_kv_length, block, programs)
-    longest = max(block, longest // block * block)
+    longest = -(-longest // block) * block
     most = min(MOST_SPLITS, max(fewest, -(-max_kv_length // longest)))
     while most > 1 and (
         workspace_floats(rows, kv_heads, query_rows, head_dim, most) > room

@@ -107,7 +107,7 @@ def rules(kernels: InterpretedKernels) -> None:
     ):
         for room in (0, 1 << 20, 1 << 24):
             rule = decode_work.choose_rule(
-                rows, kv_heads, query_rows, dim, longest, block=64, longest=512, programs=132, room=room
+                rows, kv_heads, query_rows, dim, longest, block=64, longest=512, fewest=8, room=room
             )
             assert decode_work.workspace_floats(rows, kv_heads, query_rows, dim, rule.most) <= room
             assert decode_work.counters_of(rows, kv_heads, rule.most) <= decode_work.COUNTERS
@@ -115,7 +115,7 @@ def rules(kernels: InterpretedKernels) -> None:
             assert rule.longest % rule.block == 0
             if room == 0:
                 assert rule.most == 1
-    one = decode_work.choose_rule(1, 1, 4, 128, 131072, block=64, longest=512, programs=132, room=1 << 24)
+    one = decode_work.choose_rule(1, 1, 4, 128, 131072, block=64, longest=512, fewest=64, room=1 << 24)
     assert one.most == 256, "a long row alone is spread over the whole GPU"
 
 
