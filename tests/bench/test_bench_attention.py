@@ -85,7 +85,7 @@ def test_the_current_choice_is_what_the_kernels_launch(
     own = hopper.__dict__["NvidiaKernels"]
     kernels = own.__new__(own)
     kernels.__dict__.update(_attention_partial=workspace, _attention_counters=None, pdl=True, traits=H200)
-    kernels.__dict__.update(matmul=SimpleNamespace(choices=ChoiceTable()))
+    kernels.__dict__.update(matmul=SimpleNamespace(choices=ChoiceTable()), balanced=False)
     kernels._triton_attention(qkv, dense.heads, cache, inputs, 1.0, None)
     [options] = launched
     expected = bench.current_choice(bench.launch_of(shape, rows, [SHORTEST]))

@@ -30,7 +30,9 @@ def kernels(bench: Any) -> Any:
     """NvidiaKernels that choose as on an H200, and launch nothing."""
     own: Any = bench.NvidiaKernels.__new__(bench.NvidiaKernels)
     matmul = SimpleNamespace(choices=ChoiceTable())
-    own.__dict__.update(traits=H200, pdl=True, matmul=matmul, _attention_partial=torch.empty(16 << 20, device="meta"))
+    own.__dict__.update(
+        traits=H200, pdl=True, balanced=True, matmul=matmul, _attention_partial=torch.empty(16 << 20, device="meta")
+    )
     return own
 
 

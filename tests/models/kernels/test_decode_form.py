@@ -45,32 +45,28 @@ def test_other_heads_are_another_matter() -> None:
     assert nearest_form(table, SHAPE) == FEW
 
 
-@pytest.mark.parametrize(
-    ("form", "launched"),
-    [
-        (None, (False, (64, 5, 4))),
-        (TMA, (True, (32, 3, 1))),
-        (MANY, (False, (32, 5, 2))),
-        (DecodeForm(False, 256, 5, 8), (False, (64, 5, 4))),  # does not fit
-    ],
-)
-def test_a_form_of_the_table_is_what_runs_where_it_fits(
-    form: DecodeForm | None, launched: tuple[bool, tuple[int, int, int]]
-) -> None:
+def test_a_form_of_the_table_is_what_runs_where_it_fits() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.nvidia import NvidiaKernels
 
-    rows, heads, kv_heads = 8, 32, 8
-    shape = DecodeShape(rows * kv_heads, heads // kv_heads, 128, torch.bfloat16)
-    table = ChoiceTable(attention={} if form is None else {shape.key: form})
-    kernels = NvidiaKernels.__new__(NvidiaKernels)
-    kernels.__dict__.update(traits=H200, pdl=True, matmul=SimpleNamespace(choices=table))
+    rows, heads, kv_heads = 64, 32, 8
     lengths = torch.ones(rows, dtype=torch.int32)
     inputs = DecodeAttention(lengths.new_zeros(rows, 16), lengths, 1, 1024)
-    cache = torch.empty(2, 1, 64, kv_heads, 128, dtype=torch.bfloat16)
-    assert kernels._decode_form(inputs, heads, cache) == launched
-    small = torch.empty(2, 1, 64, kv_heads, 80, dtype=torch.bfloat16)  # a head that TMA does not take
-    assert kernels._decode_form(inputs, heads, small)[0] is False
+
+    def launched(form: DecodeForm | None, head_dim: int = 128) -> tuple[bool, tuple[int, int, int]]:
+        shape = DecodeShape(rows * kv_heads, heads // kv_heads, head_dim, torch.bfloat16)
+        table = ChoiceTable(attention={} if form is None else {shape.key: form})
+        kernels = NvidiaKernels.__new__(NvidiaKernels)
+        kernels.__dict__.update(traits=H200, pdl=True, balanced=False, matmul=SimpleNamespace(choices=table))
+        cache = torch.empty(2, 1, 64, kv_heads, head_dim, dtype=torch.bfloat16)
+        return kernels._decode_form(inputs, heads, cache)
+
+    rule = launched(None)
+    assert launched(TMA) == (True, TMA.blocks) != rule
+    for form in (FEW, MANY, DecodeForm(False, 128, 3, 8)):
+        assert launched(form) == (False, form.blocks)
+    assert launched(DecodeForm(False, 256, 5, 8)) == rule, "it does not fit"
+    assert launched(TMA, head_dim=80)[0] is False, "TMA does not take such heads"
 
 
 def test_candidates_are_distinct_and_have_the_forms_in_use() -> None:
