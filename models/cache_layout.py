@@ -18,14 +18,12 @@ from torch import Tensor
 class PagedKV:
     """Keys and values of every token, in pages that one table assigns for all such layers.
 
-    ``kv_heads`` are those of this rank. ``window``: a query reads so many of the latest tokens, itself included; None
-    means all. Pages behind a window are kept all the same.
+    ``kv_heads`` are those of this rank. A query reads all tokens before it: there are no sliding windows.
     """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -36,8 +34,7 @@ class PagedKV:
         return (2, pages, page_size, self.kv_heads, self.head_dim)
 
     def __str__(self) -> str:
-        window = "" if self.window is None else f", window {self.window}"
-        return f"{self.kv_heads} heads x {self.head_dim} x {self.dtype.itemsize} B{window}"
+        return f"{self.kv_heads} heads x {self.head_dim} x {self.dtype.itemsize} B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +97,10 @@ class CacheLayout:
     def bytes_per_slot(self) -> int:
         """Of all layers with slot state."""
         return sum(layer.bytes_per_slot for layer in self.layers if isinstance(layer, SlotState))
+
+    def state_bytes(self, slots: int) -> int:
+        """Slot state of ``slots`` sequences in all layers, that of the null slot included."""
+        return (1 + slots) * self.bytes_per_slot
 
     @property
     def first_paged(self) -> int | None:

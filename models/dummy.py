@@ -32,10 +32,8 @@ class DummyTensor:
         self._key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         self._centre = centre
         self._reach = math.sqrt(3.0 / full_shape[-1])  # of U(-reach, reach), whose variance is reach^2 / 3
-        self._columns = full_shape[-1]
+        self._rows = full_shape[:-1]
         self._device = device
-        if len(full_shape) > 2:
-            raise NotImplementedError(f"dummy weights of {len(full_shape)} dims ({name})")
 
     def __getitem__(self, ranges: tuple[slice, ...]) -> Tensor:
         piece = torch.empty([r.stop - r.start for r in ranges], dtype=torch.float32, device=self._device)
@@ -44,16 +42,25 @@ class DummyTensor:
 
     def fill(self, target: Tensor, ranges: tuple[slice, ...]) -> None:
         """Write the piece at ``ranges`` into ``target``, which has its shape, in steps that need little memory."""
-        *rows, columns = ranges
-        target_2d = target if rows else target.unsqueeze(0)
-        first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
-        step = max(1, _CHUNK // max(1, columns.stop - columns.start))
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            target_2d[start - first : stop - first].copy_(self._rows(start, stop, columns))
+        if len(ranges) == 1:
+            target.copy_(self._values(ranges))
+            return
+        first, *rest = ranges
+        step = max(1, _CHUNK // max(1, math.prod(r.stop - r.start for r in rest)))
+        for start in range(first.start, first.stop, step):
+            stop = min(start + step, first.stop)
+            target[start - first.start : stop - first.start].copy_(self._values((slice(start, stop), *rest)))
 
-    def _rows(self, start: int, stop: int, columns: slice) -> Tensor:
-        row = torch.arange(start, stop, dtype=torch.int64, device=self._device).unsqueeze(1)
+    def _values(self, ranges: tuple[slice, ...]) -> Tensor:
+        """In the shape of ``ranges``. A row is what the last dim runs over; rows are numbered as if they lay in one
+        dim."""
+        *leading, columns = ranges
+        row = torch.zeros((), dtype=torch.int64, device=self._device)
+        for size, taken in zip(self._rows, leading, strict=True):
+            row = row.unsqueeze(-1) * size + torch.arange(
+                taken.start, taken.stop, dtype=torch.int64, device=self._device
+            )
+        row = row.unsqueeze(-1)
         column = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=self._device)
         h = _mix(_mix(row + (self._key & _MASK)) + column + (self._key >> 32))
         return (h >> 8).float().mul_(2 * self._reach * 2.0**-24).add_(self._centre - self._reach)

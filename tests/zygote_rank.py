@@ -1,4 +1,5 @@
-"""A rank that was forked with everything imported: ``zygote_rank.py MODULE ARGUMENTS`` runs ``-m MODULE ARGUMENTS``.
+"""A rank that was forked with everything imported: ``zygote_rank.py MODULE ARGUMENTS`` runs ``-m MODULE ARGUMENTS``, or
+the script that MODULE is the path of.
 
 Knows: what a fork of tests/faults/zygote.py has to put right. Does not know: what the module does.
 """
@@ -14,4 +15,7 @@ if __name__ == "__main__":
     logging.disable(logging.NOTSET)  # a zygote's launcher is silent
     warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)  # so it shall be
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

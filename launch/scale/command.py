@@ -114,17 +114,8 @@ def model_text(plan: ModelPlan, options: SweepOptions) -> str:
     sharing, coverage = plan.sharing, plan.coverage
     parts = list(plan.parts.values())
     weights = [part.weight_bytes for part in parts]
-    budget = options.memory_gib * options.memory_fraction * _GIB
-    tokens = [int((budget - part.weight_bytes - part.cache_bytes) // part.kv_bytes_per_token) for part in parts]
     experts = f", experts whole over {sharing.expert}" if sharing.expert > 1 else ""
     checked = "each element where it belongs" if not coverage.errors else f"{len(coverage.errors)} errors"
-    if min(tokens) <= 0:
-        room = f"TOO LARGE for {options.memory_fraction:g} of {options.memory_gib:g} GiB"
-    else:
-        room = (
-            f"KV {parts[0].kv_bytes_per_token:,} bytes a token, room for {min(tokens):,} tokens in "
-            f"{options.memory_fraction:g} of {options.memory_gib:g} GiB, before activations"
-        )
     return "\n".join(
         [
             f"model        {plan.name}, {str(plan.dtype).removeprefix('torch.')}: {sharing.data} replica(s) x tp "
@@ -132,9 +123,34 @@ def model_text(plan: ModelPlan, options: SweepOptions) -> str:
             f"jobs         {jobs_text(sharing)}",
             f"shards       {coverage.tensors} checkpoint tensors ({coverage.split} split, {coverage.copied} with "
             f"copies), {coverage.parts} different parts over {sharing.world} ranks: {checked} ({plan.seconds:.1f} s)",
-            f"memory       weights {_span(weights)} a rank; {room}",
+            f"memory       weights {_span(weights)} a rank; {room_text(parts, options)}",
         ]
     )
+
+
+def room_text(parts: Sequence[Part], options: SweepOptions) -> str:
+    """What state of slots takes, and the tokens whose KV fits beside it on the fullest rank."""
+    device = f"{options.memory_fraction:g} of {options.memory_gib:g} GiB"
+    budget = int(options.memory_gib * options.memory_fraction * _GIB)
+    slots = options.max_num_seqs
+    left, part = min(((budget - held_bytes(part, slots), part) for part in parts), key=lambda pair: pair[0])
+    layout = part.cache_layout
+    state = ""
+    if layout.has_slot_state:
+        state = f"state of {slots} slots {layout.state_bytes(slots) / _GIB:.3f} GiB; "
+    if left < max(1, layout.bytes_per_token):
+        return f"{state}TOO LARGE for {device}"
+    if not layout.bytes_per_token:
+        return f"{state}no KV; fits in {device}, before activations"
+    return (
+        f"{state}KV {layout.bytes_per_token:,} bytes a token, room for {left // layout.bytes_per_token:,} tokens in "
+        f"{device}, before activations"
+    )
+
+
+def held_bytes(part: Part, slots: int) -> int:
+    """Bytes of a rank that no KV can have: weights, the rotary table, state of ``slots`` sequences."""
+    return part.weight_bytes + part.table_bytes + part.cache_layout.state_bytes(slots)
 
 
 def jobs_text(sharing: ParallelDegrees) -> str:

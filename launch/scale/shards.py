@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from models.cache_layout import CacheLayout
 from models.config import ModelConfig
 from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
@@ -64,11 +65,11 @@ class PlannedExchange(TokenExchange):
 @dataclass(frozen=True, slots=True)
 class Part:
     """One rank's share: bytes, and the pieces of checkpoint tensors it holds. ``errors`` name parameters that are not
-    filled exactly once."""
+    filled exactly once. ``table_bytes``: the rotary table."""
 
     weight_bytes: int
-    cache_bytes: int
-    kv_bytes_per_token: int
+    table_bytes: int
+    cache_layout: CacheLayout
     pieces: dict[str, tuple[Ranges, ...]]
     full_shapes: dict[str, tuple[int, ...]]
     errors: tuple[str, ...]
@@ -99,8 +100,8 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, sharing: ParallelDegrees,
     shards = {name: shard.pieces for name, shard in declared.items()}
     return Part(
         weight_bytes=_bytes(model.parameters()) + _bytes(model.buffers()),
-        cache_bytes=_bytes([model.cos_sin_LR]),
-        kv_bytes_per_token=model.cache_layout.bytes_per_token,
+        table_bytes=_bytes([model.cos_sin_LR]),
+        cache_layout=model.cache_layout,
         pieces={name: tuple(_ranges(piece) for piece in pieces) for name, pieces in shards.items()},
         full_shapes={name: shard.full_shape for name, shard in declared.items()},
         errors=tuple(_unfilled(model, [piece for pieces in shards.values() for piece in pieces])),

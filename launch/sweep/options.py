@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.values import at_least_one, number, whole_number
+from runtime.config import DEVICE_DEFAULTS
 
 Subcommand = Literal["plan", "render", "run", "submit", "task", "status", "report"]
 
@@ -54,6 +55,7 @@ class SweepOptions:
     gpus_per_node: int = 8
     memory_gib: float = H200_GIB
     memory_fraction: float = 0.9
+    max_num_seqs: int = DEVICE_DEFAULTS["max_num_seqs"]["cuda"]
     steps: int = 32
 
 
@@ -157,6 +159,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     option("--gpus-per-node", "ranks per node", "ranks", at_least_one)
     option("--memory-gib", "memory of a device", "GiB", number)
     option("--memory-fraction", "share of it that the engine may use", "fraction", number)
+    option("--max-num-seqs", "requests that run at once, each with a slot's state", "requests", at_least_one)
     option("--steps", "steps that every rank's scheduler plans", "steps", at_least_one)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 GCD = "def gcd(a, b):"
@@ -55,10 +54,6 @@ def test_an_example_runs_alone(
 
 @pytest.mark.multiprocess
 def test_the_example_of_several_ranks_runs_on_two(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONPATH=path)
-    script = str(written("Several ranks", tmp_path))
-    ran = subprocess.run([*command, script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "return" in ran.stdout
+    ran = torchrun(2, str(written("Several ranks", tmp_path)))
+    assert ran.returncode == 0, ran.errors[-3000:]
+    assert "return" in ran.output

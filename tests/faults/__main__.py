@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.faults.cases import ALL, Case, Phase, fifth
+from tests.faults.cases import ALL, Case, Phase, dozen
 from tests.faults.job import LEFTOVERS, run
 from tests.faults.orphans import seconds_to_end
 from tests.faults.promises import Reference, broken
@@ -34,7 +34,7 @@ NAMED_SHARE = 0.95
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help="such as SIGKILL:decode:2, or a fault or phase alone (default: all)")
-    parser.add_argument("--fifth", type=int, metavar="SEED", help="a fifth of the cases, as CI runs it")
+    parser.add_argument("--dozen", type=int, metavar="SEED", help="one case of each fault, as CI runs it")
     parser.add_argument("--forked", action="store_true", help="torchrun and ranks are forks, as in CI: quicker")
     parser.add_argument("--slack", type=float, default=1.0, help="factor on the promised times (default: 1)")
     parser.add_argument("--record", type=Path, default=Path("out/faults.jsonl"), help="(default: out/faults.jsonl)")
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     if asked.orphans is not None:
         return _orphans(asked.orphans)
-    cases = ALL if asked.fifth is None else fifth(asked.fifth)
+    cases = ALL if asked.dozen is None else dozen(asked.dozen)
     cases = tuple(case for case in cases if not asked.cases or _is_asked(case, asked.cases))
     asked.record.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + asked.seconds

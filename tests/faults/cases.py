@@ -1,12 +1,11 @@
 """What is injected, where, and what must follow: twelve faults, three phases, every rank of four.
 
-Knows: the cases, their order, which fifth of them a seed picks, what each must lead to.
+Knows: the cases, their order, which dozen of them a seed picks, what each must lead to.
 Does not know: how a fault is made (rank.py), how a job is run and looked at (job.py).
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -82,8 +81,7 @@ ALL = tuple(
 )
 
 
-def fifth(seed: int) -> tuple[Case, ...]:
-    """A fifth of the cases at random; five seeds in a row, from a multiple of five on, are all of them."""
-    turn, part = divmod(seed, 5)
-    shuffled = random.Random(turn).sample(ALL, len(ALL))
-    return tuple(shuffled[part::5])
+def dozen(seed: int) -> tuple[Case, ...]:
+    """One case of each fault, each at another phase and rank; twelve seeds in a row are all cases."""
+    of_each = [[case for case in ALL if case.fault is fault] for fault in Fault]
+    return tuple(cases[(5 * seed + 7 * number) % len(cases)] for number, cases in enumerate(of_each))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.cases import Case, Fault, Phase
 from tests.faults.job import Job, write_files
-from tests.faults.zygote import Zygote
 from tests.runtime.engine.rig import TINY
 from tests.runtime.engine.test_experts import EXPERTS
+from tests.torchrun import zygote
 
 
 class GroupsJob(Job):
@@ -24,23 +22,16 @@ class GroupsJob(Job):
         return [*super().program(), "--data-parallel-size", "2"]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote({**os.environ, "OMP_NUM_THREADS": "1"})
-    yield made
-    made.close()
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "case",
     [Case(Fault.KILL, Phase.DECODE, 3), pytest.param(Case(Fault.STALL, Phase.DECODE, 2), marks=pytest.mark.long)],
     ids=str,
 )
-def test_a_rank_of_another_group_is_named(case: Case, tmp_path: Path, zygote: Zygote) -> None:
+def test_a_rank_of_another_group_is_named(case: Case, tmp_path: Path) -> None:
     write_files(tmp_path)
     with GroupsJob(tmp_path, str(case)) as job:
-        outcome = job.outcome(job.torchrun(zygote))
+        outcome = job.outcome(job.torchrun(zygote()))
     assert outcome.code not in (0, None), outcome.said[-3000:]
     assert outcome.culprit == case.rank, outcome.said[-3000:]
     assert set(case.survivors) <= outcome.verdicts.keys()

@@ -1,10 +1,12 @@
-"""A process that has imported everything, and forks a torchrun for each line that it reads: ``-m tests.faults.zygote``.
+"""A process that has imported everything, and forks a program for each line that it reads: ``-m tests.faults.zygote``.
 
-Knows: forking, and what a launcher needs to be like one that was started: a session, an environment, an output.
+Knows: forking, and what a program needs to be like one that was started: a session, an environment, an output.
 Does not know: jobs, faults. Why: six imports of torch cost a case more than everything that it is about.
 
-    stdin    {"arguments": [of torchrun], "environ": {...}, "output": path of a FIFO}
-    stdout   the launcher's process id; then, when it has ended, its exit code
+    stdin    {"module": to run, "arguments": [...], "environ": {...}, "output": path of a FIFO, "errors": of another}
+    stdout   the program's process id; then, when it has ended, its exit code
+
+Triton is not imported: whether it compiles or interprets is decided by the environment when it is.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,11 @@ import torch.distributed.run
 import tests.faults.rank  # noqa: F401  what ranks need is here before they are
 from runtime.watchdog.parent_death import die_with_parent
 
+TORCHRUN = "torch.distributed.run"
+
 
 class Launcher:
-    """A torchrun that a zygote forked, with the part of Popen that is needed here."""
+    """A program that a zygote forked, with the part of Popen that is needed here."""
 
     def __init__(self, zygote: Zygote, process: int) -> None:
         self.pid = process
@@ -60,9 +66,19 @@ class Zygote:
             text=True,
         )
 
-    def start(self, arguments: Sequence[str], environ: Mapping[str, str], output: Path) -> Launcher:
+    def start(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        output: Path,
+        *,
+        module: str = TORCHRUN,
+        errors: Path | None = None,
+    ) -> Launcher:
+        """``errors``: where stderr goes; to ``output`` unless given."""
         assert self._process.stdin is not None
-        order = {"arguments": list(arguments), "environ": dict(environ), "output": str(output)}
+        order = {"module": module, "arguments": list(arguments), "environ": dict(environ), "output": str(output)}
+        order["errors"] = str(errors or output)
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return Launcher(self, int(self.line()))
@@ -78,32 +94,41 @@ class Zygote:
 
 def main() -> None:
     die_with_parent()
+    torch.arange(1, device="meta")  # the first of a process imports sympy
     for line in sys.stdin:
         order = json.loads(line)
         process = os.fork()
         if process == 0:
-            _launch(order)
+            _run(order)
         print(process, flush=True)
         _, status = os.waitpid(process, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _launch(order: dict[str, Any]) -> None:
-    """Becomes torchrun; does not return."""
+def _run(order: dict[str, Any]) -> None:
+    """Becomes the program; does not return."""
     code = 1
     try:
         os.setsid()
         os.environ.clear()
         os.environ.update(order["environ"])
-        output = os.open(order["output"], os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(output, stream)
+        os.dup2(os.open(order["output"], os.O_WRONLY), 1)
+        os.dup2(1 if order["errors"] == order["output"] else os.open(order["errors"], os.O_WRONLY), 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        logging.disable(logging.CRITICAL)  # torch imports its compiler to format the error of a rank that failed
-        torch.distributed.run.main(order["arguments"])
+        if order["module"] == TORCHRUN:
+            logging.disable(logging.CRITICAL)  # torch imports its compiler to format the error of a rank that failed
+            torch.distributed.run.main(order["arguments"])
+        else:
+            sys.argv[1:] = order["arguments"]
+            runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
         code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        print(f"torchrun: {type(error).__name__}", file=sys.stderr)
+        if order["module"] == TORCHRUN:
+            print(f"torchrun: {type(error).__name__}", file=sys.stderr)
+        else:
+            traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

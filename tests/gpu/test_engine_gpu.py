@@ -114,7 +114,8 @@ def test_eviction_changes_no_token_of_the_serial_engine() -> None:
 def test_no_step_synchronises(prefill: PrefillWanted, buckets: tuple[int, ...]) -> None:
     """Prefill and decode of every variant, with graphs captured before: any hidden sync raises."""
     requests = mixture(3)
-    with gpu_rig(prefill, depth=2, prefill_buckets=buckets, variants=(SamplingVariant(), EVERYTHING)) as engine:
+    variants = SamplingVariant(), EVERYTHING
+    with gpu_rig(prefill, depth=2, prefill_buckets=buckets, variants=variants, prefix_caching=False) as engine:
         warm = run(engine, requests)  # lazily captured variants are captured here
         again = [Request(100 + r.request_id, r.prompt_token_ids, r.sampling, r.stop_token_ids) for r in requests]
         captured = engine.counters["graph_captures_after_warmup"]

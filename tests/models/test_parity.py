@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from parallel.comm.collectives import SingleRank
-from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models
+from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, Scenario, run_models
 from tests.torchrun import torchrun
 
 TOLERANCE = 1e-4
@@ -148,14 +148,14 @@ def _rewrite_as_transformers_4(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def _check_all(folder: Path, models: dict[str, Any], size: int) -> None:
+def _check_all(folder: Path, models: dict[str, Any], size: int, scenarios: Sequence[Scenario] = SCENARIOS) -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     for name, model in models.items():
         splits = sorted(folder.glob(f"{name}.*.{size}.safetensors"))
         assert len(splits) == (3 if hasattr(model.config, "num_local_experts") else 1)
-        for split, scenario in product(splits, SCENARIOS):
+        for split, scenario in product(splits, scenarios):
             results = load_file(split)
-            assert len(results) == 2 * len(SCENARIOS)
+            assert len(results) == 2 * len(scenarios)
             tokens, logits = results[f"{scenario.label}.tokens"], results[f"{scenario.label}.logits"]
             assert tokens.shape == (scenario.prompts, NEW_TOKENS)
             for prompt, ours, our_logits in zip(prompts, tokens, logits, strict=False):
@@ -180,9 +180,12 @@ def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("size", [2, 4])
-def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "count"), [(2, len(SCENARIOS)), (4, 2), pytest.param(4, len(SCENARIOS), marks=pytest.mark.long)]
+)
+def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int, count: int) -> None:
+    """``count``: how many scenarios, the last ones of the list."""
     folder, models = saved
-    ran = torchrun(size, "tests.models.parity_worker", str(folder))
+    ran = torchrun(size, "tests.models.parity_worker", str(folder), str(count))
     assert ran.returncode == 0, ran.said[-3000:]
-    _check_all(folder, models, size)
+    _check_all(folder, models, size, SCENARIOS[-count:])

@@ -104,6 +104,26 @@ def test_large_pieces_are_made_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(tensor[slice(3, 60), slice(5, 40)], whole[3:60, 5:40])
 
 
+@pytest.mark.parametrize("shape", [(48,), (6, 1, 4), (5, 7, 9), (3, 2, 4, 5)])
+def test_pieces_of_any_number_of_dims_are_parts_of_one_tensor(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """A short convolution's weight has three dims."""
+    tensor = DummyTensor(0, "conv", shape, 0.5, "cpu")
+    whole = tensor[tuple(slice(0, size) for size in shape)]
+    assert whole.shape == shape
+    assert len(set(whole.flatten().tolist())) == whole.numel()
+    reach = (3 / shape[-1]) ** 0.5
+    assert float((whole - 0.5).abs().max()) <= reach
+    assert float(whole.max() - whole.min()) > reach
+    piece = tuple(slice(size // 3, size) for size in shape)
+    assert torch.equal(tensor[piece], whole[piece])
+    target = torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]  # a view with gaps
+    monkeypatch.setattr("models.dummy._CHUNK", 10)
+    tensor.fill(target, tuple(slice(0, size) for size in shape))
+    assert torch.equal(target, whole)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "legal"), [(8, 2, [1, 2, 4, 8]), (12, 4, [1, 2, 4, 12]), (6, 6, [1, 2, 3, 6])]
 )

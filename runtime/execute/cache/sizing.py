@@ -35,7 +35,7 @@ class CacheShape:
     @property
     def state_bytes(self) -> int:
         """State of all slots in all layers, that of the null slot included."""
-        return (1 + self.slots) * self.layout.bytes_per_slot
+        return self.layout.state_bytes(self.slots)
 
     def state_lines(self) -> list[str]:
         """One line a kind of slot state."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from launch.ranks.start_engine import open_engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import TINY, tiny_folder
 from tests.runtime.engine.test_experts import EXPERTS
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[3]
 BUSY = "something else kept the machine busy"
@@ -174,20 +172,12 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path: Path, line: str, wor
 @pytest.mark.multiprocess
 def test_anatomy_on_two_ranks(tmp_path: Path) -> None:
     """Two engines in turn, and the replay on both ranks at once."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
     line = f"bench anatomy {SMALL} --batch-size 3 --model {tiny_folder(tmp_path / 'tiny')}"
-    ended = subprocess.run(
-        [*program, *line.split(), "--result-dir", str(tmp_path / "results")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended = torchrun(2, "launch", *line.split(), "--result-dir", str(tmp_path / "results"))
+    assert ended.returncode == 0, ended.errors
+    assert "Traceback" not in ended.errors
     assert [row["chain_depth"] for row in result(tmp_path, "anatomy.json")] == [0, 2]
-    assert ended.stdout.count("replay ms") == 1, "rank 0 alone speaks"
+    assert ended.output.count("replay ms") == 1, "rank 0 alone speaks"
     assert result(tmp_path, "environment.json")["ranks"] == 2
 
 
@@ -196,24 +186,16 @@ def test_latency_of_two_groups(tmp_path: Path) -> None:
     """A batch is spread over the groups, and each of its steps is full."""
     folder = tiny_folder(tmp_path / "tiny")
     (folder / "config.json").write_text(json.dumps(TINY | EXPERTS))
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
     line = f"bench latency {SMALL} --data-parallel-size 2 --batch-size 1,4 --roofline --profile --model {folder}"
-    ended = subprocess.run(
-        [*program, *line.split(), "--result-dir", str(tmp_path / "results")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    ended = torchrun(2, "launch", *line.split(), "--result-dir", str(tmp_path / "results"))
     points = result(tmp_path, "points.jsonl")
-    assert ended.returncode == 0 or any(BUSY in str(point["refused"]) for point in points), ended.stderr
+    assert ended.returncode == 0 or any(BUSY in str(point["refused"]) for point in points), ended.errors
     for point, batch in zip(points, (1, 4), strict=True):
         assert point | {"batch": batch, "tp": 1, "ep": 2, "dp": 2, "runs": 2} == point
         assert point["refused"] is None or BUSY in point["refused"]
         profile = result(tmp_path, f"b{batch}.profile.json")
         assert (profile["refused"], profile["decode"]["steps"]) == (None, 8)
-    assert "groups, warm-up included: requests " in ended.stdout
+    assert "groups, warm-up included: requests " in ended.output
     assert all("-tp1dp2-" in path.name for path in (tmp_path / "results").iterdir())
 
 

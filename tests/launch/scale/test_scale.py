@@ -11,18 +11,22 @@ import torch
 
 from launch.__main__ import run_sweep
 from launch.bench.options import BenchCommand
-from launch.scale.command import jobs_text, plan_topologies
+from launch.scale.command import jobs_text, plan_topologies, room_text
 from launch.scale.control import HopCosts, control_tree, rehearse
 from launch.scale.hops import far_costs, near_costs
 from launch.scale.shards import Part, check_coverage, coordinates, plan_part
-from launch.sweep.options import SweepCommand
+from launch.sweep.options import SweepCommand, SweepOptions
+from models.cache_layout import CacheLayout, SlotState
 from models.config import ModelConfig
+from models.registry import ARCHITECTURES
 from parallel.layers.shard import HeadShard, Shard, VocabShard
 from parallel.topology import ParallelDegrees
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.scheduler import Scheduler
 from tests.launch.api.parsed import parsed
+from tests.models import toy_hybrid
+from tests.models.tiny_checkpoint import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,10 +87,37 @@ def test_bytes_of_a_rank() -> None:
         )
     )
     assert whole.weight_bytes == expected
-    assert whole.kv_bytes_per_token == 2 * config.layers * config.kv_heads * config.head_dim * 2
+    assert whole.cache_layout.bytes_per_token == 2 * config.layers * config.kv_heads * config.head_dim * 2
     eighth = parts_of(config, ParallelDegrees(8, 8))[0, 0]
     assert expected / 8 < eighth.weight_bytes < expected / 8 * 1.01
-    assert eighth.kv_bytes_per_token == whole.kv_bytes_per_token / 8
+    assert eighth.cache_layout.bytes_per_token == whole.cache_layout.bytes_per_token / 8
+
+
+def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, toy_hybrid.ARCHITECTURE, toy_hybrid.ToyHybrid)
+    config = ModelConfig.from_dict({**TINY, **toy_hybrid.HYBRID})  # sums in float32 and two numbers of each, twice
+    parts = list(parts_of(config, ParallelDegrees(2, 2)).values())
+    slot = 2 * 2 * config.hidden_size // 2 * 4
+    (token,) = {part.cache_layout.bytes_per_token for part in parts}
+    held = max(part.weight_bytes + part.table_bytes for part in parts)
+
+    def room(kv_tokens: int, slots: int) -> str:
+        gib = (held + 5 * slot + kv_tokens * token) / 2**30
+        return room_text(parts, SweepOptions(memory_gib=gib, memory_fraction=1.0, max_num_seqs=slots))
+
+    assert "state of 4 slots" in room(1000, slots=4)
+    assert f"KV {token} bytes a token, room for 1,000 tokens" in room(1000, slots=4)
+    assert f"room for {(1000 * token - 3 * slot) // token:,} tokens" in room(1000, slots=7)
+    assert "TOO LARGE" in room(0, slots=4)
+    assert "TOO LARGE" in room(3, slots=4 + 3 * token // slot + 1)
+
+
+def test_a_model_without_kv_needs_room_for_its_state_only() -> None:
+    state = SlotState({"sum": ((1 << 20,), torch.float32)})
+    part = Part(1 << 20, 0, CacheLayout((state, None)), {}, {}, ())
+    fits = SweepOptions(memory_gib=1.0, memory_fraction=1.0, max_num_seqs=254)  # 255 x 4 MiB and 1 MiB
+    assert "no KV; fits in 1 of 1 GiB" in room_text([part], fits)
+    assert "TOO LARGE for 1 of 1 GiB" in room_text([part], replace(fits, max_num_seqs=255))
 
 
 def test_a_head_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

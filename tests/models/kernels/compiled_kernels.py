@@ -80,7 +80,10 @@ def likeliest_wide() -> ChoiceTable:
 
 
 def experts(driver: CompilingDriver) -> None:
-    """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's, with all tiles."""
+    """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's, with all tiles. What
+    it shares with dense models is compiled for its sizes by ``--shape 30b-a3b`` only.
+    """
+    driver.package = "models.kernels.experts."
     rank = Rank(driver, "30b-a3b", tp=2, ep=True)
     start_counting(rank.model)
     for bucket in (1, 4, 32):

@@ -84,11 +84,13 @@ class CompilingDriver:
 
     ``where`` is written into what is found. Nothing is refused for its shared memory: that is for the reader to judge.
     Machine code is read once a kernel and set of its switches, for disassembling takes as long as compiling.
-    Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it.
+    Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it. ``package``:
+    only its kernels are compiled, if it is set.
     """
 
     def __init__(self, *, compile: bool = True) -> None:
         self.where = ""
+        self.package = ""
         self.found: dict[str, Compiled] = {}
         self.asked: dict[tuple[str, str], str] = {}
         self._compile = compile
@@ -124,7 +126,7 @@ class CompilingDriver:
     def _ask(self, *, key: object, fn: Any, **rest: object) -> bool:
         """Before a compilation; True keeps Triton from it, and from the launch."""
         self.asked.setdefault((fn.name, str(key)), self.where)
-        return not self._compile
+        return not self._compile or not fn.module.startswith(self.package)
 
     def _listen(self, *, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: object) -> None:
         self._files[metadata["hash"]] = {Path(path).suffix: Path(path) for path in metadata_group.values()}
@@ -144,7 +146,7 @@ class CompilingDriver:
             sass = None
             if switches not in self._disassembled:
                 self._disassembled.add(switches)
-                sass = _tool(knobs.nvidia.nvdisasm, "-c", files[".cubin"])
+                sass = _tool(knobs.nvidia.nvdisasm, "-c", "-ndf", files[".cubin"])
             order = launch_order(ptx, sass, _arguments(source.signature))
         return Compiled(
             kernel=source.fn.__name__,

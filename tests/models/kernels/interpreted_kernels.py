@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
@@ -36,22 +35,11 @@ from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
+from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.runtime.engine.rig import request, rig, run
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
 REFERENCE = ReferenceKernels()
-
-
-_patch_tensor = interpreter._patch_lang_tensor
-
-
-def _patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
-    """Triton 3.6 makes loop bounds of arrays with one element, which numpy 2.4 no longer takes for numbers."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _patch_tensor_for_new_numpy
 
 
 TRAITS = dataclasses.replace(H200, capability=(8, 0))  # an H200 without TMA and dependent launches
@@ -267,7 +255,7 @@ def rotation(kernels: InterpretedKernels) -> None:
 SHAPE: dict[str, object] = {
     "hidden_size": 512,
     "head_dim": 16,
-    "intermediate_size": 512,
+    "intermediate_size": 128,
     "vocab_size": 64,
     "num_hidden_layers": 1,
 }

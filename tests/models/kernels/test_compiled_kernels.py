@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from models.kernels.matmul.candidates import skinny_candidates
 from models.kernels.matmul.choice_table import LinearShape, Skinny
 from tests.models.kernels.launch_order import launch_order
+from tests.torchrun import python
 
 ROOT = Path(__file__).parents[3]
 MOST_SHARED = 232448  # bytes: 227 KiB, what one program of an H200 may have
@@ -35,17 +34,12 @@ STEADY = {
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """What tests.models.kernels.compiled_kernels found: dictionaries of compiling_driver.Compiled."""
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.models.kernels.compiled_kernels", "--json", *arguments],
-        cwd=ROOT,
-        env={**environment, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3600,
+    without: dict[str, str | None] = {key: None for key in os.environ if key.startswith("TRITON_")}
+    ran = python(
+        "tests.models.kernels.compiled_kernels", "--json", *arguments, **without | {"TRITON_CACHE_DIR": str(cache)}
     )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return [json.loads(line) for line in child.stdout.splitlines()]
+    assert ran.returncode == 0, ran.errors[-3000:]
+    return [json.loads(line) for line in ran.output.splitlines()]
 
 
 def complaints(found: list[dict[str, Any]]) -> list[str]:

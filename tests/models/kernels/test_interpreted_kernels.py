@@ -1,13 +1,12 @@
-"""The Triton kernels without a GPU: through Triton's interpreter, in processes of their own."""
+"""The Triton kernels without a GPU: through Triton's interpreter, in processes of their own: whether Triton interprets
+is decided when it is imported.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.torchrun import python
 
 
 @pytest.mark.parametrize(
@@ -19,12 +18,5 @@ import pytest
 )
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    child = subprocess.run(
-        [sys.executable, "-m", f"tests.{module}"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
+    ran = python(f"tests.{module}", TRITON_INTERPRET="1")
+    assert ran.returncode == 0, ran.errors[-3000:]

@@ -1,4 +1,4 @@
-"""One rank of two groups of two that share experts: ``python -m tests.parallel.comm.exchange_worker FOLDER RANK gloo``.
+"""One rank of two groups of two that share experts: ``torchrun -m tests.parallel.comm.exchange_worker FOLDER gloo``.
 
 Group g answers ``prompts_of(g)``; its first rank writes FOLDER/group.G.safetensors. ``answers`` is what one computes.
 With ``memory`` instead of ``gloo``, and TRITON_INTERPRET=1, exchanges go the way that they go on GPUs, interpreted,
@@ -86,9 +86,10 @@ def exchange_over(way: str, folder: Path, group: dist.ProcessGroup) -> GroupExch
     return symmetric_exchange.SymmetricExchange(group, torch.device("cpu"))
 
 
-def main(folder: Path, rank: int, way: str) -> None:
+def main(folder: Path, way: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     sharing: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (0, 2), (1, 3))
     groups = {ranks: dist.new_group(list(ranks)) for ranks in sharing}
     mine, across = groups[SHARING.tensor_group(rank)], groups[SHARING.data_group(rank)]
@@ -104,4 +105,4 @@ def main(folder: Path, rank: int, way: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2])

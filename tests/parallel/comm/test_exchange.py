@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from parallel.comm.collectives import SingleRank
 from parallel.comm.ep_exchange import TokenExchange, all_gather_packed
 from parallel.layers.experts import ExpertSplit
 from tests.parallel.comm.exchange_worker import CONFIG, answers
+from tests.torchrun import torchrun
 
 
 class Twice(TokenExchange):
@@ -58,18 +56,8 @@ def test_groups_that_cannot_share_are_refused() -> None:
 def test_two_groups_of_two_ranks(way: str, tmp_path: Path) -> None:
     if way == "memory":
         pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.comm.exchange_worker", str(tmp_path), str(rank), way],
-            cwd=Path(__file__).parents[3],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * 4, errors
+    ran = torchrun(4, "tests.parallel.comm.exchange_worker", str(tmp_path), way, TRITON_INTERPRET="1")
+    assert ran.returncode == 0, ran.said[-3000:]
     for group in range(2):
         found, expected = (
             load_file(tmp_path / f"group.{group}.safetensors"),

@@ -24,7 +24,7 @@ class ExactKernels(ReferenceKernels):
     name = "exact"
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-        return x_TN * torch.rsqrt(x_TN.pow(2).mean(-1, keepdim=True) + eps) * weight_N
+        return F.rms_norm(x_TN, weight_N.shape, weight_N, eps)
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate, up = gate_up_T2I.chunk(2, dim=-1)
@@ -54,13 +54,11 @@ class ExactKernels(ReferenceKernels):
     ) -> Tensor:
         if out_THD is not None:
             return super().decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
-        lengths = inputs.kv_lengths_B.tolist()
         q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
-        rows = zip(q_BQHD, inputs.page_table_BP, lengths, strict=True)
-        return torch.cat([_attend(q_QHD, kv_layer, pages_P, length, scale) for q_QHD, pages_P, length in rows])
+        return _attend(q_BQHD, kv_layer, inputs.page_table_BP, inputs.kv_lengths_B, scale).flatten(0, 1)
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-        return _attend(q_QHD, kv_layer, pages_P, length, scale)
+        return _attend(q_QHD[None], kv_layer, pages_P[None], torch.tensor([length]), scale)[0]
 
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
@@ -69,13 +67,21 @@ def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _attend(q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-    """The last Q of one row's ``length`` tokens, each over itself and those before it."""
-    size, new = kv_layer.shape[2], len(q_QHD)
-    pages = pages_P[: -(-length // size)]
-    keys_LKD, values_LKD = kv_layer[:, pages].flatten(1, 2)[:, :length]
-    group = q_QHD.shape[1] // keys_LKD.shape[1]
-    keys_LHD, values_LHD = (x.repeat_interleave(group, dim=1) for x in (keys_LKD, values_LKD))
-    scores_HQL = torch.einsum("qhd,lhd->hql", q_QHD, keys_LHD) * scale
-    later_QL = torch.ones(new, length, dtype=torch.bool).triu(length - new + 1)
-    return torch.einsum("hql,lhd->qhd", scores_HQL.masked_fill(later_QL, float("-inf")).softmax(-1), values_LHD)
+def _attend(q_BQHD: Tensor, kv_layer: Tensor, pages_BP: Tensor, lengths_B: Tensor, scale: float) -> Tensor:
+    """The last Q of each row's tokens, each over itself and those before it. What lies behind a row's length is looked
+    at by nobody, NaN or not.
+    """
+    _, _, size, kv_heads, head_dim = kv_layer.shape
+    rows, new, heads, _ = q_BQHD.shape
+    pages = -(-int(lengths_B.max()) // size)
+    keys_BLKD, values_BLKD = kv_layer[:, pages_BP[:, :pages].long()].flatten(2, 3)
+    place_L = torch.arange(pages * size)
+    behind_BL = place_L >= lengths_B.unsqueeze(1)
+    values_BLKD = values_BLKD.masked_fill(behind_BL[:, :, None, None], 0.0)
+    later_BQL = place_L > (lengths_B.unsqueeze(1) - new + torch.arange(new)).unsqueeze(2)
+    q_BKXD = q_BQHD.view(rows, new, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)  # X: query, head of a group
+    scores_BKXL = (q_BKXD @ keys_BLKD.permute(0, 2, 3, 1)) * scale
+    later_BKXL = later_BQL.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)
+    shares_BKXL = scores_BKXL.masked_fill(later_BKXL, float("-inf")).softmax(-1)
+    out_BKXD: Tensor = shares_BKXL @ values_BLKD.transpose(1, 2)
+    return out_BKXD.view(rows, kv_heads, new, -1, head_dim).transpose(1, 2).reshape(rows, new, heads, head_dim)

@@ -391,7 +391,7 @@ def test_prefix_hits(depth: int, every_model: str) -> None:
 # ---- everything at once ----
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 60))])
 def test_random_lives(seed: int) -> None:
     drawn = random_life(seed)
     life = live(drawn.first, drawn.act, depth=(1, 2, 4)[seed % 3], later=drawn.later, **drawn.limits)

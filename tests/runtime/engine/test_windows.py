@@ -112,7 +112,7 @@ def test_a_window_that_reaches_past_the_context(widths: tuple[int, ...]) -> None
     assert [(len(tokens), reason) for tokens, reason in life.answers.values()] == [(44, FinishReason.LENGTH)] * 3
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 40))])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits and chunked prompts; rows that gain 0 to W tokens a step."""

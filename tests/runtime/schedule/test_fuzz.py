@@ -1,4 +1,4 @@
-"""20,000 random traces against depth 0, width 1 and every request alone; and proof that the fuzzer bites."""
+"""8,000 random traces against depth 0, width 1 and every request alone; and proof that the fuzzer bites."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.runtime.schedule.fuzz import (
     run,
 )
 
-SEEDS = 20_000
+SEEDS = 8_000  # the rarest mutant below shows in one seed of a hundred; `make fuzz` runs a million
 PARTS = 8
 
 
@@ -40,7 +40,7 @@ def test_traces_equal_the_serial_engine(part: int) -> None:
     size = SEEDS // PARTS
     steps, failure = check_range(part * size, size)
     assert not failure, failure
-    assert steps >= 60 * size
+    assert steps >= 100 * size
 
 
 def test_a_seed_replays_exactly() -> None:

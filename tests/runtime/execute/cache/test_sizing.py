@@ -95,7 +95,7 @@ def test_given_blocks_that_do_not_fit_are_refused_with_both_numbers() -> None:
 STATE = SlotState({"conv": ((24, 3), torch.bfloat16), "recurrent": ((4, 16, 16), torch.float32)})
 SLOT = 24 * 3 * 2 + 4 * 16 * 16 * 4
 HYBRID = CacheShape(
-    CacheLayout((STATE, STATE, STATE, ATTENTION, None, PagedKV(1, 32, torch.float32, window=128))),
+    CacheLayout((STATE, STATE, STATE, ATTENTION, None, PagedKV(1, 32, torch.float32))),
     block_size=16,
     slots=8,
 )
@@ -113,7 +113,7 @@ def test_each_kind_is_counted_and_has_its_line() -> None:
     )
     assert [line.split("MiB  ")[1] for line in blocks] == [
         "1 layers x 2 x 16 tokens x 2 heads x 64 x 2 B",
-        "1 layers x 2 x 16 tokens x 1 heads x 32 x 4 B, window 128",
+        "1 layers x 2 x 16 tokens x 1 heads x 32 x 4 B",
     ]
 
 
