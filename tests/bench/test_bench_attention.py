@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from models.inputs import DecodeAttention
+from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.traits import H200
 from tests.bench.measure import PARTS
 
@@ -64,12 +66,16 @@ def test_the_current_choice_is_what_the_kernels_launch(
 ) -> None:
     launched: list[dict[str, Any]] = []
     hopper = sys.modules["models.kernels.nvidia"]
-    for module, name, added in (
-        ("decode", "decode_attention", {"many": False}),
-        ("decode_tma", "attend_many", {"many": True, "splits": 1}),
-    ):
-        launch = partial(lambda added, *_, **options: launched.append(options | added), added)
-        monkeypatch.setattr(hopper.__dict__[module], name, launch)
+
+    def few(*arguments: Any, **options: Any) -> None:
+        rule = arguments[4]
+        launched.append(options | {"many": False, "block_n": rule.block, "splits": rule.fewest})
+
+    def many(*_: Any, **options: Any) -> None:
+        launched.append(options | {"many": True, "splits": 1})
+
+    monkeypatch.setattr(hopper.__dict__["decode"], "decode_attention", few)
+    monkeypatch.setattr(hopper.__dict__["decode_tma"], "attend_many", many)
     dense, pages = bench.SHAPES[shape], MOST // 64
     lengths = torch.ones(rows, dtype=torch.int32)
     inputs = DecodeAttention(lengths.new_zeros(rows, pages), lengths, 1, MOST)
@@ -79,6 +85,7 @@ def test_the_current_choice_is_what_the_kernels_launch(
     own = hopper.__dict__["NvidiaKernels"]
     kernels = own.__new__(own)
     kernels.__dict__.update(_attention_partial=workspace, _attention_counters=None, pdl=True, traits=H200)
+    kernels.__dict__.update(matmul=SimpleNamespace(choices=ChoiceTable()), balanced=False)
     kernels._triton_attention(qkv, dense.heads, cache, inputs, 1.0, None)
     [options] = launched
     expected = bench.current_choice(bench.launch_of(shape, rows, [SHORTEST]))

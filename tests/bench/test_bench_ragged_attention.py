@@ -6,11 +6,13 @@ Knows: the kernels' own choice, asked of NvidiaKernels itself. Does not know: an
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.traits import H200
 
 
@@ -27,7 +29,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 def kernels(bench: Any) -> Any:
     """NvidiaKernels that choose as on an H200, and launch nothing."""
     own: Any = bench.NvidiaKernels.__new__(bench.NvidiaKernels)
-    own.__dict__.update(traits=H200, pdl=True, _attention_partial=torch.empty(16 << 20, device="meta"))
+    matmul = SimpleNamespace(choices=ChoiceTable())
+    own.__dict__.update(
+        traits=H200, pdl=True, balanced=True, matmul=matmul, _attention_partial=torch.empty(16 << 20, device="meta")
+    )
     return own
 
 

@@ -205,6 +205,25 @@ def test_every_cublaslt_algorithm(kernels: NvidiaKernels, rows: int) -> None:
         check(kernels.matmul.run(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
 
 
+@pytest.mark.parametrize(("measured", "rows"), [(64, 40), (64, 33), (256, 192), (256, 160), (384, 320)])
+def test_cublaslt_algorithms_run_fewer_rows_where_the_library_says_so(
+    kernels: NvidiaKernels, measured: int, rows: int
+) -> None:
+    """A bucket that was not measured takes the algorithm of the next larger one."""
+    dtype, outputs, inner = torch.bfloat16, 6144, 4096
+    x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
+    lt = kernels.matmul._lt
+    assert lt is not None
+    found = kernels.matmul.candidates(choice_table.LinearShape(measured, outputs, inner, dtype))
+    names = [choice.algorithm for choice in found if isinstance(choice, choice_table.CublasLt)]
+    accepted = [name for name in names if lt.can_run(rows, outputs, inner, dtype, name)]
+    assert accepted, f"of {len(names)} algorithms for {measured} rows none runs {rows}"
+    assert all(lt.can_run(measured, outputs, inner, dtype, name) for name in names)
+    for name in accepted:
+        choice = choice_table.CublasLt(name, lt.version)
+        check(kernels.matmul.run(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
+
+
 def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: NvidiaKernels) -> None:
     """Programmatic dependent launch overlaps kernels: each must still wait for what it reads."""
     dtype, width = torch.bfloat16, 1024

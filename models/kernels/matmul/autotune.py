@@ -32,28 +32,28 @@ class ColdProduct:
 
     def __init__(self, shape: LinearShape, run: Run, device: torch.device) -> None:
         self._run, self._device = run, device
-        self._x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
+        self.x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
         copies = max(2, min(64, -(-_COLD_BYTES // (shape.outputs * shape.inner * shape.dtype.itemsize))))
         weights = torch.randn(copies, shape.outputs, shape.inner, dtype=shape.dtype, device=device)
-        self._weights = weights.mul_(shape.inner**-0.5)
+        self.weights = weights.mul_(shape.inner**-0.5)
 
     def one(self, choice: Choice) -> Tensor:
         """What ``choice`` makes of the first weight. Raises what a compiler or a launch does."""
-        result = self._run(self._x, self._weights[0], choice)
+        result = self._run(self.x, self.weights[0], choice)
         torch.cuda.synchronize(self._device)
         return result
 
     def each(self, choice: Choice) -> None:
-        for weight in self._weights:
-            self._run(self._x, weight, choice)
+        for weight in self.weights:
+            self._run(self.x, weight, choice)
 
     def brief_us(self, choice: Choice, replays: int = 12) -> float:
         """Median microseconds of one product, over milliseconds."""
-        return median_graph_us(functools.partial(self.each, choice), self._device, replays) / len(self._weights)
+        return median_graph_us(functools.partial(self.each, choice), self._device, replays) / len(self.weights)
 
     def lasting_us(self, choice: Choice, seconds: float) -> float:
         """Mean microseconds of one product at the power that lasts; see ``replay_for``."""
-        return replay_for(captured(functools.partial(self.each, choice)), seconds) / len(self._weights)
+        return replay_for(captured(functools.partial(self.each, choice)), seconds) / len(self.weights)
 
 
 def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: torch.device) -> tuple[Choice, float]:

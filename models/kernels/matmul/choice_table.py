@@ -214,7 +214,7 @@ class ChoiceTable:
             written = held["format"]
             if written in _READ:
                 return ChoiceTable(
-                    {key: choice_from_json(entry) for key, entry in held["choices"].items()},
+                    {LinearShape.from_key(key).key: choice_from_json(entry) for key, entry in held["choices"].items()},
                     {key: DecodeForm(**entry) for key, entry in held.get("attention", {}).items()},
                     {int(ranks): SizeLimits(**entry) for ranks, entry in held.get("all_reduce", {}).items()},
                     _gpu(held.get("gpu")),

@@ -132,7 +132,8 @@ class MatmulDispatch:
         kept = ChoiceTable() if path is None else choice_table.recall(path)
         if folder is not None:
             self.choices.update(choice_table.recall(choice_table.tuned_file(folder, self.traits.name)))
-        self.choices.fill(kept)  # the shipped table wins: it was measured in whole layers
+        # What was measured in whole layers wins, also where it stands in for another bucket.
+        self.choices.fill(ChoiceTable({key: kept.choices[key] for key in self._unanswered(kept)}))
         self._resolved.clear()
         measured = 0
         # The largest first: what was chosen for 64 rows serves 40, and is not measured again.
@@ -153,6 +154,10 @@ class MatmulDispatch:
         if path is not None and measured:
             choice_table.keep(path, kept)
         return measured
+
+    def _unanswered(self, kept: ChoiceTable) -> list[str]:
+        """Keys of ``kept`` for which the table at hand has no kernel."""
+        return [key for key in kept.choices if self._measured(LinearShape.from_key(key)) is None]
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         """See the Kernels protocol."""

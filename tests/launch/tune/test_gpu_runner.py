@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,10 @@ class Matmul:
         return not isinstance(choice, Wide)
 
     def runner(self, shape: LinearShape) -> Any:
-        return lambda x, weight, choice: x @ weight.T * (-1 if choice == WRONG else 1)
+        return lambda x, weight, choice: self.run(x, weight, None, choice, gate_up=False)
+
+    def run(self, x: Tensor, weight: Tensor, bias: None, choice: Choice, *, gate_up: bool) -> Tensor:
+        return x @ weight.T * (-1 if choice == WRONG else 1)
 
 
 class CpuKernels(ReferenceKernels):
@@ -164,3 +171,35 @@ def test_layers_share_kv_where_each_alone_is_more_than_caches_hold(made: Any) ->
     hidden = layers.step(2)()
     assert torch.equal(hidden, layers.step(2)()), "always the same input"
     assert layers.step(3)().shape[0] == 3
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("qwen3-0.6b", "2", "products", "4", "512"),
+            {"3072x1024": 2, "2048x1024": 2, "1024x1536": 2, "1024x1024": 2, "75968x1024": 1},
+        ),
+        (("qwen3-30b-a3b", "2", "attention", "8"), {"8x128": 1}),
+    ],
+)
+def test_the_nvidia_kernels_take_candidates_inside_a_models_layers(
+    arguments: tuple[str, ...], expected: dict[str, int]
+) -> None:
+    """On torch's meta device: launches go as far as a GPU would be needed."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.launch.tune.runner_without_gpu", *arguments],
+        cwd=DEMO.parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = [line.split("\t") for line in ran.stdout.splitlines()]
+    assert Counter(key.split()[2] for key, *_ in lines) == expected
+    candidates, kernels = (max(int(line[column]) for line in lines) for column in (1, 2))
+    assert candidates >= 4
+    assert kernels >= 4, "candidates are kernels of their own"

@@ -184,6 +184,9 @@ def test_a_start_up_tries_nothing_that_must_be_compiled_for_it() -> None:
         '{"format": 1, "choices": {"x": ["spell", {}]}}',
         '{"format": 1, "choices": {"x": ["gemv", {"block_o": 1}]}}',
         '{"format": 1, "choices": ["x"]}',
+        '{"format": 2, "choices": {"bfloat16 8x8 x7": ["blas", {}]}}',
+        '{"format": 2, "choices": {}, "attention": {"bfloat16 4x128 x8": {"tma": true}}}',
+        '{"format": 2, "choices": {}, "all_reduce": {"two": {"one_shot": 1, "two_shot": 0}}}',
     ],
 )
 def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:

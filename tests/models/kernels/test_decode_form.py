@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from models.inputs import DecodeAttention
 from models.kernels.attention.decode_form import DecodeForm, DecodeShape, candidate_forms, nearest_form
+from models.kernels.matmul.choice_table import ChoiceTable
+from models.kernels.traits import H200
 
 TMA, FEW, MANY = DecodeForm(True, 32, 3, 1), DecodeForm(False, 64, 5, 4), DecodeForm(False, 32, 5, 2)
 SHAPE = DecodeShape(256, 4, 128, torch.bfloat16)
@@ -39,6 +43,30 @@ def test_other_heads_are_another_matter() -> None:
     for other in ({"query_rows": 8}, {"head_dim": 64}, {"dtype": torch.float16}):
         assert nearest_form(table, dataclasses.replace(SHAPE, **other)) is None
     assert nearest_form(table, SHAPE) == FEW
+
+
+def test_a_form_of_the_table_is_what_runs_where_it_fits() -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.nvidia import NvidiaKernels
+
+    rows, heads, kv_heads = 64, 32, 8
+    lengths = torch.ones(rows, dtype=torch.int32)
+    inputs = DecodeAttention(lengths.new_zeros(rows, 16), lengths, 1, 1024)
+
+    def launched(form: DecodeForm | None, head_dim: int = 128) -> tuple[bool, tuple[int, int, int]]:
+        shape = DecodeShape(rows * kv_heads, heads // kv_heads, head_dim, torch.bfloat16)
+        table = ChoiceTable(attention={} if form is None else {shape.key: form})
+        kernels = NvidiaKernels.__new__(NvidiaKernels)
+        kernels.__dict__.update(traits=H200, pdl=True, balanced=False, matmul=SimpleNamespace(choices=table))
+        cache = torch.empty(2, 1, 64, kv_heads, head_dim, dtype=torch.bfloat16)
+        return kernels._decode_form(inputs, heads, cache)
+
+    rule = launched(None)
+    assert launched(TMA) == (True, TMA.blocks) != rule
+    for form in (FEW, MANY, DecodeForm(False, 128, 3, 8)):
+        assert launched(form) == (False, form.blocks)
+    assert launched(DecodeForm(False, 256, 5, 8)) == rule, "it does not fit"
+    assert launched(TMA, head_dim=80)[0] is False, "TMA does not take such heads"
 
 
 def test_candidates_are_distinct_and_have_the_forms_in_use() -> None:

@@ -17,7 +17,7 @@ from models.kernels.matmul import choice_table
 from models.kernels.matmul.candidates import MOST_GEMV_ROWS
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.cublaslt import Linear
-from models.kernels.traits import DeviceTraits
+from models.kernels.traits import H200, DeviceTraits
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 dispatch = importlib.import_module("models.kernels.matmul.dispatch")
@@ -103,9 +103,13 @@ def test_decode_buckets_between_powers_of_two_run_what_was_measured() -> None:
             measured = [choice for _, choice in table.near(shape)]
             assert measured, shape.key
             assert made.choice(shape) == measured[0]
-    qkv = LinearShape(40, 6144, 4096, torch.bfloat16, normed=True)
-    assert isinstance(made.choice(qkv), CublasLt)
-    assert products(table, table.gpu, Lt(LATEST, False)).choice(qkv) == Blas()
+
+
+def test_an_algorithm_of_the_next_power_of_two_serves_where_the_library_lets_it() -> None:
+    shape, algorithm = LinearShape(40, 6144, 4096, torch.bfloat16, normed=True), CublasLt("00" * 64, LATEST)
+    table = ChoiceTable({"bfloat16 6144x4096 normed x64": algorithm})
+    assert products(table, H200, Lt(LATEST, True)).choice(shape) == algorithm
+    assert products(table, H200, Lt(LATEST, False)).choice(shape) == Blas()
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,22 @@ def test_what_memory_is_too_small_to_measure_keeps_its_default(
     assert choice_table.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
 
 
+def test_a_quick_measurement_gives_way_to_a_table_that_came_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the table's next larger bucket stands in; not where that cannot run."""
+    monkeypatch.setattr(choice_table, "cache_file", lambda folder, device: folder / "choices.json")
+    quick = {rows: LinearShape(rows, 6144, 4096, BF16) for rows in (40, 64, 112, 256)}
+    choice_table.save(tmp_path / "choices.json", ChoiceTable({shape.key: Blas() for shape in quick.values()}))
+    made = products(Lt(most=0))
+    for rows, choice in ((64, SKINNY), (128, CublasLt("00" * 64, Lt.version))):
+        made.choices.put(LinearShape(rows, 6144, 4096, BF16), choice)
+    made.tune([], tmp_path)
+    assert made.choices.choices.keys() == {f"bfloat16 6144x4096 x{rows}" for rows in (64, 112, 128, 256)}
+    assert made.choice(quick[40]) == made.choice(quick[64]) == SKINNY
+    assert made.choice(quick[112]) == Blas()
+
+
 # ---- how a candidate is timed ----
 
 
