@@ -6,6 +6,8 @@ Does not know: blocks, slots, steps in flight (chain.py, blocks.py), text, tenso
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
@@ -69,17 +71,23 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def packed(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as ``array("i")``, four bytes each; such an array is returned as it is, not copied."""
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to complete, as every rank receives it.
 
+    ``prompt_token_ids`` is an ``array("i")`` wherever many requests wait (``packed``); nobody writes into it.
     ``request_id`` is a dense integer from the leader; the caller's own id stays in the front end. ``stop_token_ids``
     holds everything that ends it on the device: the model's eos ids (unless ignored) and the request's own.
     Smaller ``priority`` runs earlier; equal priorities run first come, first served.
     """
 
     request_id: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0

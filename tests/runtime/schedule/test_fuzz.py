@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from runtime.schedule.plan import StepOutput, StepPlan, StepResult
+from runtime.schedule.plan import Chunk, StepOutput, StepPlan, StepResult
 from runtime.schedule.planner import Planner
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
@@ -68,6 +69,7 @@ NAMES = (
     "evictions",
     "stalls",
     "prefix_hit_tokens",
+    "prefix_waits",
     "fenced_blocks",
     "chained_steps",
     "deferred_admissions",
@@ -88,9 +90,14 @@ def test_every_part_of_the_space_is_visited() -> None:
             seen["fell short"] += 1
             super().fall_short(sequence)
 
+        def look_again(self, sequence: SequenceState) -> None:
+            before = sequence.prefilled
+            super().look_again(sequence)
+            seen["found later"] += sequence.prefilled > before
+
     class Counting(Scheduler):
         def land(self, step: int, result: StepResult | None) -> StepOutput:
-            seen.update(name for name in NAMES if getattr(self.counters, name) > 0)
+            seen.update(name for name in (*NAMES, "distrusted") if getattr(self.counters, name) > 0)
             seen[f"depth {self.config.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
@@ -100,6 +107,8 @@ def test_every_part_of_the_space_is_visited() -> None:
         assert seen[name] > 100, (name, seen)
     assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
     assert seen["fell short"] > 10
+    assert seen["distrusted"] > 10
+    assert seen["found later"] > 10
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
@@ -141,11 +150,46 @@ class FreesOnPlannedCounts(Planner):
         return ready
 
 
-class PublishesUnlanded(Scheduler):
-    """A prompt's blocks are findable as soon as its first chunk has landed."""
+class PublishesTheUnplanned(Resources):
+    """All of a prompt's blocks are findable as soon as its first chunk is planned."""
 
-    def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
-        super()._publish(sequence, replace(plan, chunks=()), row)
+    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
+        for sequence in rows[len(rows) - len(plan.chunks) :]:
+            self.publish(sequence, sequence.prefill_target)
+        super().planned(plan, rows)
+
+
+class FoundAStepTooEarly(Planner):
+    """Other rows of a step find the blocks that are written in this very step."""
+
+    def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
+        tokens = super()._cut_chunk(sequence, budget, rows, chunks)
+        self.resources.publish(sequence, sequence.prefilled)
+        return tokens
+
+
+class ForgetsWithoutRequeue(Resources):
+    """Nobody finds the blocks of a request that broke any more; those who share them go on."""
+
+    def _compute_again(self, sequence: SequenceState) -> None:
+        pass
+
+
+class TrustsWhatItBorrows(Resources):
+    """A block that somebody writes is believed to be whole before a token was drawn over it."""
+
+    def _share(self, sequence: SequenceState, found: list[int]) -> None:
+        self.pool.trust(found)
+        super()._share(sequence, found)
+
+
+class BorrowsInSecret(Resources):
+    """A prompt takes blocks that it found on its way, and the device is not told."""
+
+    def look_again(self, sequence: SequenceState) -> None:
+        before = dict(self._block_writes)
+        super().look_again(sequence)
+        self._block_writes = before
 
 
 class ReservesOneStep(Resources):
@@ -238,7 +282,11 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (NoFenceForVictims, WrongTokens),
         (NoGhostCheck, WrongTokens),
         (FreesOnPlannedCounts, WrongTokens),
-        (PublishesUnlanded, WrongTokens),
+        (PublishesTheUnplanned, WrongTokens),
+        (FoundAStepTooEarly, WrongTokens),
+        (ForgetsWithoutRequeue, WrongTokens),
+        (TrustsWhatItBorrows, WrongTokens),
+        (BorrowsInSecret, WrongTokens),
         (ReservesOneStep, WrongTokens),
         (ReservesForThisWidth, WrongTokens),
         (CountsStepsByOneWidth, Hang),
