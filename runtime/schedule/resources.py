@@ -76,12 +76,12 @@ class Resources:
     # ---- arrival and end ----
 
     def arrive(self, request: Request) -> tuple[Finished, ...]:
-        """Queue a request. Returns its end where it is refused: it can never run, or the queue is full."""
+        """Queue a request. Returns the end of its answers where it is refused: it can never run, the queue is full."""
         prompt, sampling, config = request.prompt_token_ids, request.sampling, self.config
-        shape = (request.request_id, len(prompt), request.priority, sampling.max_tokens)
+        shape = (request.request_id, sampling.n, len(prompt), request.priority, sampling.max_tokens)
         self.digest.fold(self.chain.step, "arrive", shape)
-        if request.request_id in self.sequences:
-            return self._reject(request, f"request id {request.request_id} is in use")
+        if in_use := [id_ for id_ in request.answer_ids if id_ in self.sequences]:
+            return self._reject(request, f"request id {in_use[0]} is in use")
         if not prompt or sampling.max_tokens < 1:
             return self._reject(request, "needs at least one prompt token and max_tokens >= 1")
         if len(prompt) >= config.max_model_len:
@@ -90,19 +90,22 @@ class Resources:
         if waiting >= config.max_waiting:
             return self._reject(request, f"{waiting} requests are waiting, max_waiting is {config.max_waiting}")
         max_length = min(len(prompt) + sampling.max_tokens, config.max_model_len)
-        sequence = SequenceState(request, self._arrivals, max_length)
-        if (needed := self.blocks_for(self._most_kv(sequence))) > config.blocks:
+        if (needed := self.blocks_for(self._most_kv(max_length))) > config.blocks:
             return self._reject(
                 request,
                 f"{len(prompt)} prompt + {max_length - len(prompt)} new tokens need {needed} blocks of "
                 f"{config.block_size}, the pool has {config.blocks}",
             )
+        for answer in request.answers():
+            self._queue_up(SequenceState(answer, self._arrivals, max_length))
+        return ()
+
+    def _queue_up(self, sequence: SequenceState) -> None:
         self._arrivals += 1
-        self.sequences[request.request_id] = sequence
-        self.by_state[State.WAITING][request.request_id] = sequence
+        self.sequences[sequence.request.request_id] = sequence
+        self.by_state[State.WAITING][sequence.request.request_id] = sequence
         self.waiting_tokens += self._tokens_to_wait_for(sequence)
         self.queue.push(sequence)
-        return ()
 
     @property
     def waiting_arrivals(self) -> int:
@@ -110,8 +113,8 @@ class Resources:
         return len(self.by_state[State.WAITING]) - self._requeued
 
     def _reject(self, request: Request, detail: str) -> tuple[Finished, ...]:
-        self.counters.finished[FinishReason.REJECTED.label] += 1
-        return (Finished(request.request_id, FinishReason.REJECTED, (), detail),)
+        self.counters.finished[FinishReason.REJECTED.label] += request.sampling.n
+        return tuple(Finished(answer_id, FinishReason.REJECTED, (), detail) for answer_id in request.answer_ids)
 
     def end(self, sequence: SequenceState, reason: FinishReason, detail: str = "") -> Finished:
         """End it now; slot and blocks return to the pools behind its fence."""
@@ -301,7 +304,7 @@ class Resources:
         blocks, and may be wider. An upper bound of both is ``max_model_len - 2 + W`` entries.
         """
         ahead = (self.config.depth + 1) * self._max_width
-        return min(sequence.landed_tokens + ahead, self._most_kv(sequence))
+        return min(sequence.landed_tokens + ahead, self._most_kv(sequence.max_length))
 
     def reserve(self, sequence: SequenceState) -> bool:
         """Blocks for its ``reservation``, evicting others where that helps.
@@ -335,11 +338,11 @@ class Resources:
         capacity = len(sequence.blocks) * self.config.block_size
         sequence.wake_at = min(capacity + 2 - self._max_width, sequence.max_length)
 
-    def _most_kv(self, sequence: SequenceState) -> int:
+    def _most_kv(self, max_length: int) -> int:
         """KV entries that live rows can ever write. The newest token has none yet, so a live row of width W starts at
         most at position max_length - 2, and writes W entries from there.
         """
-        return sequence.max_length - 2 + self._max_width
+        return max_length - 2 + self._max_width
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""
