@@ -204,7 +204,7 @@ def _groups(
     """What several groups need to step together and to share out requests; nothing where there is one."""
     if exchange is None:
         return None, None
-    assignment = LoadBalancer(exchange.index, exchange.groups)
+    assignment = LoadBalancer(exchange.index, exchange.groups, prefix_caching=config.prefix_caching)
     return DpStepSync(control, assignment), RequestRouter(control, assignment)
 
 

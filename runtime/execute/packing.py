@@ -7,6 +7,7 @@ Does not know: how the arrays travel (staging.py), streams, events, tensors.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -78,7 +79,9 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
 
 
 def _integers(numbers: Sequence[int]) -> _Array:
-    """As int64 [n], read-only: in a third of the time that numpy needs to find out what a tuple holds."""
+    """As integers [n], read-only: in a third of the time that numpy needs to find out what a tuple holds."""
+    if isinstance(numbers, array):
+        return np.frombuffer(numbers, numbers.typecode)
     return np.frombuffer(struct.pack(f"{len(numbers)}q", *numbers), np.int64)
 
 

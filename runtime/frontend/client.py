@@ -39,7 +39,7 @@ from runtime.frontend.validation import (
     stop_ids_of,
 )
 from runtime.schedule.plan import Finished, StepOutput
-from runtime.schedule.request import FinishReason, SamplingParams
+from runtime.schedule.request import FinishReason, SamplingParams, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PreparedPrompt:
     """A PromptRequest that was tokenised and checked (``EngineClient.prepare``): handing it over costs little."""
 
     request: PromptRequest
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     priority: int
@@ -112,8 +112,9 @@ class EngineClient:
         self._clock = clock
         self._outputs = OutputProcessor(self.tokenizer, clock)
         self._queue: list[tuple[int, int, CheckedRequest]] = []  # a heap: not with the engine yet
+        self._queued = 0  # answers of those
         self._most_not_begun = engine.config.max_waiting
-        self._parts: dict[Hashable, tuple[int, ...]] = {}  # request ids of each unfinished request
+        self._answers: dict[Hashable, range] = {}  # request ids of each unfinished request's answers
         self._cancelled: list[Finished] = []  # before the engine heard of them
         self._closed = False
 
@@ -125,7 +126,9 @@ class EngineClient:
             raise RequestError(f"the request is a {type(request).__name__}, but must be a PromptRequest")
         model, sampling = self._model, checked_sampling(request.sampling, self._model.vocab_size)
         ids = self._encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
-        prompt = checked_prompt(ids, model.vocab_size, model.max_model_len)
+        prompt = packed(checked_prompt(ids, model.vocab_size, model.max_model_len))
+        if not isinstance(request.prompt, str):
+            request = replace(request, prompt=prompt)  # as long as it waits, these ids are all that is kept
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and there is none")
         stops = stop_ids_of(sampling, model.eos_token_ids)
@@ -151,11 +154,11 @@ class EngineClient:
         prepared = request if isinstance(request, PreparedPrompt) else self.prepare(request)
         asked, sampling = prepared.request, prepared.sampling
         key = self._outputs.next_id if asked.key is None else asked.key
-        if key in self._parts:
+        if key in self._answers:
             raise RequestError(f"key {key!r} is in use by a request that has not ended")
         if sampling.seed is None:
             sampling = replace(sampling, seed=drawn_seed(self.engine.config.seed, str(key)))
-        parts = self._outputs.open(
+        opened = self._outputs.open(
             key,
             prepared.prompt_token_ids,
             sampling,
@@ -166,14 +169,14 @@ class EngineClient:
             stream=asked.stream,
             model=self._model,
         )
-        self._parts[key] = tuple(part.request_id for part in parts)
-        for part in parts:
-            heapq.heappush(self._queue, (part.priority, part.request_id, part))
+        self._answers[key] = opened.answer_ids
+        self._queued += opened.sampling.n
+        heapq.heappush(self._queue, (opened.priority, opened.request_id, opened))
         return key
 
     def cancel(self, key: Hashable) -> None:
         """End a request soon, as CANCELLED. Its output comes in a later turn; unknown and ended keys are ignored."""
-        self._cancel(self._parts.get(key, ()))
+        self._cancel(self._answers.get(key, ()))
 
     def cancel_all(self, *, unbegun: bool = False) -> None:
         """``cancel`` every request; ``unbegun``: only answers without a single token yet."""
@@ -181,10 +184,14 @@ class EngineClient:
 
     def _cancel(self, request_ids: Iterable[int]) -> None:
         wanted = set(request_ids)
-        waiting = {request_id for _, request_id, _ in self._queue if request_id in wanted}
+        waiting: set[int] = set()  # of a request that waits here all answers are wanted, or none
+        for _, first, request in self._queue:
+            if first in wanted:
+                waiting.update(request.answer_ids)
         if waiting:
             self._queue = [entry for entry in self._queue if entry[1] not in waiting]
             heapq.heapify(self._queue)
+            self._queued -= len(waiting)
             self._cancelled += [Finished(each, FinishReason.CANCELLED, ()) for each in sorted(waiting)]
         for request_id in sorted(wanted - waiting):
             self.engine.cancel(request_id, FinishReason.CANCELLED)
@@ -194,19 +201,19 @@ class EngineClient:
     @property
     def live(self) -> int:
         """Requests that were submitted and whose output no turn has returned yet."""
-        return len(self._parts)
+        return len(self._answers)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait here, not in the engine."""
-        return len(self._queue)
+        """Answers that wait here, not in the engine."""
+        return self._queued
 
     def has_room(self, sequences: int = 1) -> bool:
         """Whether a request of so many answers would go to the engine at once; always true when nothing is live.
 
         A caller that reads its requests from somewhere leaves them there until then.
         """
-        if not self._parts:
+        if not self._answers:
             return True
         return not self._queue and self._outputs.live + sequences <= self.capacity
 
@@ -228,16 +235,20 @@ class EngineClient:
         for request_id in routed.stop:
             self.engine.cancel(request_id, FinishReason.STOP)
         for done in routed.finished:
-            del self._parts[done.key]
+            del self._answers[done.key]
         return Turn(at, output, routed.deltas, routed.finished)
 
     def _feed(self) -> None:
-        """As many as keep the engine busy: others wait here, where order and end cost less than on every rank."""
+        """As many as keep the engine busy: others wait here, where order and end cost less than on every rank.
+
+        All answers of a request go together, so that its prompt is told and computed once.
+        """
         queue, outputs = self._queue, self._outputs
-        while queue and outputs.live - len(queue) < self.capacity:
-            if outputs.waiting - len(queue) >= self._most_not_begun:
+        while queue and outputs.live - self._queued < self.capacity:
+            if outputs.waiting - self._queued >= self._most_not_begun:
                 return
             _, request_id, request = heapq.heappop(queue)
+            self._queued -= request.sampling.n
             outputs.handed_over(request_id)
             self.engine.add(request)
 
@@ -255,10 +266,10 @@ class EngineClient:
                     exhausted = True
                 else:
                     self.submit(request)
-            if not self._parts:
+            if not self._answers:
                 return
             yield self.turn()
-            if self._parts and not (self._queue or self._cancelled or self.engine.has_work):
+            if self._answers and not (self._queue or self._cancelled or self.engine.has_work):
                 raise EngineIdle(f"the engine is idle, but {self.live} requests have not ended")
 
     def settle(self) -> None:

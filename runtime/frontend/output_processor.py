@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ from runtime.frontend.outputs import Completion, Delta, RequestOutput, Timing, T
 from runtime.frontend.tokenizer import TextStream, Tokenizer
 from runtime.frontend.validation import CheckedRequest, RequestError, stop_ids_of
 from runtime.schedule.plan import Finished, StepOutput
-from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
 
 if TYPE_CHECKING:
     from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
@@ -40,7 +40,7 @@ class _Group:
 
     key: Hashable
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     arrived_at: float
     opened_at: float
     answers: list[Completion | None]
@@ -118,7 +118,7 @@ class OutputProcessor:
     def open(
         self,
         key: Hashable,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         prompt: str | None = None,
@@ -128,10 +128,10 @@ class OutputProcessor:
         arrived_at: float | None = None,
         stream: bool = False,
         model: ModelFacts | None = None,
-    ) -> tuple[CheckedRequest, ...]:
-        """The ``n`` sequences of a request, to be added to the engine in this order.
+    ) -> CheckedRequest:
+        """The request as it is to be added to the engine, with the next ``n`` ids for its answers.
 
-        ``sampling.seed`` must be set; answer i is drawn with seed + i, so that each can be had again alone.
+        ``sampling.seed`` must be set.
         ``arrived_at`` is a time of the same clock, by default now. ``stream``: deltas are wanted. ``model``: what
         prompt and sampling were checked for, if they were. ``stop_token_ids``: everything that ends it on the device,
         by default worked out from ``sampling`` and ``eos_token_ids``. Raises RequestError for too many of them.
@@ -144,26 +144,23 @@ class OutputProcessor:
         group = _Group(
             key,
             prompt,
-            prompt_token_ids,
+            packed(prompt_token_ids),
             arrived_at=now if arrived_at is None else arrived_at,
             opened_at=now,
             answers=[None] * sampling.n,
             prompt_parts=None if sampling.prompt_logprobs is None else [],
         )
         stop_ids = stop_ids_of(sampling, eos_token_ids) if stop_token_ids is None else stop_token_ids
-        each = [replace(sampling, n=1, seed=_wrapped(sampling.seed + i)) for i in range(sampling.n)]
-        each[1:] = [replace(other, prompt_logprobs=None) for other in each[1:]]  # the prompt is the same
-        opened = []
-        for index, one in enumerate(each):
-            request_id, self.next_id = self.next_id, self.next_id + 1
-            request = CheckedRequest(request_id, prompt_token_ids, one, stop_ids, priority, model)
-            text = None
+        whole = CheckedRequest(self.next_id, group.prompt_token_ids, sampling, stop_ids, priority, model)
+        self.next_id += sampling.n
+        for index, request in enumerate(whole.answers()):
+            one, text = request.sampling, None
             if (one.stop or stream) and self._tokenizer is not None:
-                text = TextStream(self._tokenizer, one.stop, one.min_tokens, prompt_token_ids)
+                text = TextStream(self._tokenizer, one.stop, one.min_tokens, group.prompt_token_ids)
             sequence = _Sequence(group, index, request, text, None if one.logprobs is None else [], stream)
-            self._live[request_id] = self._not_begun[request_id] = self._watched[request_id] = sequence
-            opened.append(request)
-        return tuple(opened)
+            for table in (self._live, self._not_begun, self._watched):
+                table[request.request_id] = sequence
+        return whole
 
     def route(self, output: StepOutput, now: float | None = None) -> Routed:
         """Give every row its tokens, then end what ended. ``now``: when the output came, by the same clock."""
@@ -311,11 +308,6 @@ def drawn_seed(base_seed: int, key: object) -> int:
     """
     digest = blake2b(f"{base_seed}\x00{type(key).__name__}\x00{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _wrapped(seed: int) -> int:
-    """``seed`` as a signed 64-bit number."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _ended_by_id(request: Request, finished: Finished) -> bool:

@@ -6,7 +6,7 @@ Knows: the shape of an answer. Does not know: how it is put together (output_pro
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from runtime.schedule.request import FinishReason
@@ -61,13 +61,14 @@ class Timing:
 class RequestOutput:
     """A request that ended. ``key`` is the caller's own id; ``prompt`` is None when ids were given instead of text.
 
+    ``prompt_token_ids`` is an ``array("i")`` as a rule: four bytes a token, for as long as the caller keeps it.
     ``prompt_logprobs`` is aligned with ``prompt_token_ids``; None when nobody asked. Its first entry is None, for
     nothing predicts the first token, and so are those that a request which ended early did not come to.
     """
 
     key: Hashable
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     completions: tuple[Completion, ...]
     timing: Timing
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

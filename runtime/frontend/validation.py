@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from runtime.frontend.engine_protocol import ModelFacts
-from runtime.schedule.request import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, Request, SamplingParams
+from runtime.schedule.request import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, Request, SamplingParams, packed
 
 MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
@@ -67,7 +67,7 @@ class CheckedRequest(Request):
 
 
 def checked_request(request: Request, model: ModelFacts) -> CheckedRequest:
-    """One sequence as every rank may see it: checked, without its stop strings, max_tokens cut to what fits.
+    """A request as every rank may see it: checked, without its stop strings, max_tokens cut to what fits.
 
     Stop strings are looked for by EngineClient on the leader; ranks have no use for them. Raises RequestError.
     """
@@ -75,18 +75,14 @@ def checked_request(request: Request, model: ModelFacts) -> CheckedRequest:
         raise RequestError(f"the request is {_shown(request)}, but must be a Request")
     if isinstance(request, CheckedRequest) and request.model is model:
         return request
-    request_id = _whole("request_id", request.request_id, 0, _REQUEST_IDS - 1)
+    request_id = _whole("request_id", request.request_id, 0, _REQUEST_IDS - MAX_CHOICES)
     prompt = checked_prompt(request.prompt_token_ids, model.vocab_size, model.max_model_len)
     sampling = checked_sampling(request.sampling, model.vocab_size)
-    if sampling.n != 1:
-        raise RequestError(
-            f"n is {sampling.n}, but a Request is one sequence: EngineClient makes {sampling.n} of them, or set n to 1"
-        )
     if sampling.seed is None:
         raise RequestError(f"request {request_id} has no seed: draw one, so that the answer can be repeated")
     stops = _stop_token_ids("stop_token_ids of the request", request.stop_token_ids, model.vocab_size)
     sampling = replace(fitted(sampling, len(prompt), model), stop=())
-    return CheckedRequest(request_id, prompt, sampling, stops, checked_priority(request.priority), model)
+    return CheckedRequest(request_id, packed(prompt), sampling, stops, checked_priority(request.priority), model)
 
 
 def checked_prompt(prompt_token_ids: object, vocab_size: int, max_model_len: int) -> tuple[int, ...]:

@@ -3,19 +3,23 @@
 Knows: what a load is, and which of several is the least. Pure. Does not know: how loads are agreed (step_sync.py),
 what a group does with its requests.
 
-A group's load is its unfinished requests, and of two groups with equally many the tokens of their prompts. Requests
-come first because every group replays the bucket of the fullest one; tokens stand for prefill and memory.
+A group's load is its unfinished answers, and of two groups with equally many the tokens of their prompts. Answers
+come first because every group replays the bucket of the fullest one; tokens stand for prefill and memory. All answers
+of a request are one group's, which computes its prompt once. A prompt goes to a group that has had one with the same
+beginning (prefix_homes.py) as long as that one has at most SLACK answers more than the least loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from runtime.groups.prefix_homes import PrefixHomes
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import Request
 
 _ONE_REQUEST = 1 << 40  # of a load; below it are the tokens
 _MOST = (1 << 63) - 1  # that can be agreed on
+SLACK = 4  # answers: more, and the steps of all groups would be larger for the sake of one group's prefills
 
 
 class LoadBalancer:
@@ -25,8 +29,9 @@ class LoadBalancer:
     and what was assigned since; so is the own one, on all ranks alike.
     """
 
-    def __init__(self, index: int, groups: int) -> None:
+    def __init__(self, index: int, groups: int, *, prefix_caching: bool = True) -> None:
         self.index = index
+        self._homes = PrefixHomes() if prefix_caching else None
         self.groups = groups
         self.requests = [0] * groups
         self._loads = [0] * groups
@@ -34,15 +39,29 @@ class LoadBalancer:
         self._load = 0
 
     def assign(self, request: Request) -> int:
-        """The group that gets it: the one with the least load, of several the first."""
-        group = min(range(self.groups), key=self._loads.__getitem__)
-        weight = _ONE_REQUEST + len(request.prompt_token_ids)
-        self._loads[group] += weight
-        self.requests[group] += 1
+        """The group that gets it: one that has had its beginning, else the least loaded, of several the first."""
+        group = self._home_of(request)
+        weights = dict.fromkeys(request.answer_ids, _ONE_REQUEST)
+        weights[request.request_id] += len(request.prompt_token_ids)
+        self._loads[group] += sum(weights.values())
+        self.requests[group] += len(weights)
         if group == self.index:
-            self._held[request.request_id] = weight
-            self._load += weight
+            self._held |= weights
+            self._load += sum(weights.values())
         return group
+
+    def _home_of(self, request: Request) -> int:
+        least = min(range(self.groups), key=self._loads.__getitem__)
+        if self._homes is None:
+            return least
+        prompt, most = request.prompt_token_ids, self._loads[least] // _ONE_REQUEST + SLACK
+        for homes in self._homes.find(prompt):
+            free = [group for group in homes if self._loads[group] // _ONE_REQUEST <= most]
+            if free:
+                least = min(sorted(free), key=self._loads.__getitem__)
+                break
+        self._homes.settle(prompt, least)
+        return least
 
     def ended(self, finished: Iterable[Finished]) -> None:
         """Requests of this group have ended."""

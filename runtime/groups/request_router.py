@@ -62,7 +62,7 @@ class RequestRouter:
         for event in events:
             if isinstance(event, Admit) and self.assignment.assign(event.request) != self.assignment.index:
                 if self._leads:
-                    self._elsewhere.add(event.request.request_id)
+                    self._elsewhere.update(event.request.answer_ids)
                 continue
             found.append(event)
         return found

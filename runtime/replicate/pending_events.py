@@ -29,7 +29,7 @@ class PendingEvents:
         self._requests = requests
         self._now: list[Event] = []  # about requests that were announced
         self._later: deque[Event] = deque()  # arrivals, and what is about one of them
-        self._arriving: set[int] = set()  # the ids of ``_later``'s arrivals
+        self._arriving: set[int] = set()  # the ids of the answers of ``_later``'s arrivals
 
     def __bool__(self) -> bool:
         return bool(self._now or self._later)
@@ -37,7 +37,7 @@ class PendingEvents:
     def put(self, event: Event) -> None:
         """To be announced soon."""
         if isinstance(event, Admit):
-            self._arriving.add(event.request.request_id)
+            self._arriving.update(event.request.answer_ids)
             self._later.append(event)
         elif event.request_id in self._arriving:
             self._later.append(event)
@@ -52,9 +52,9 @@ class PendingEvents:
             event = self._later.popleft()
             events.append(event)
             if isinstance(event, Admit):
-                self._arriving.discard(event.request.request_id)
+                self._arriving.difference_update(event.request.answer_ids)
                 tokens += len(event.request.prompt_token_ids)
-                requests += 1
+                requests += event.request.sampling.n
         return events
 
 

@@ -1,7 +1,8 @@
 """The block pool: physical KV blocks, reference counts, and the prefix index.
 
 Knows: references, fences, and which published blocks hold which tokens: the prefix index is keyed by exact contents.
-Does not know: requests, slots, or tensors. Block 0 is the trash block and never leaves this file's hands.
+Does not know: when a block may be published (sharing.py), requests, slots, or tensors.
+Block 0 is the trash block and never leaves this file's hands.
 
     taken ----------> owned (refs >= 1) --retire_after(step)--> fenced --step lands--> free
       ^                 |  publish(): findable by contents                              |
@@ -15,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from runtime.schedule.fence import Fence
+from runtime.schedule.request import packed
 from runtime.schedule.slots import AccountingError
 
 ROOT = 0  # the prefix id of "nothing before"
@@ -25,6 +27,7 @@ class BlockPool:
 
     A published block is found by (prefix id of the blocks before it, its exact token ids): contents are compared, not
     hashed down, so two prompts can never collide. Prefix ids are given in order of publishing and never reused.
+    A block is trusted once a token has landed that was drawn over its contents: before, they may hold NaN.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
@@ -36,8 +39,9 @@ class BlockPool:
         self._free = list(range(count, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fence: Fence[int] = Fence()
-        self._index: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * (count + 1)
+        self._index: dict[tuple[int, bytes], int] = {}
+        self._key: list[tuple[int, bytes] | None] = [None] * (count + 1)
+        self._trusted = bytearray(count + 1)
         self._prefix_id = [ROOT] * (count + 1)
         self._next_prefix_id = ROOT + 1
         self.drops = 0  # references dropped so far: while it stands still, no request that did not fit fits now
@@ -53,6 +57,7 @@ class BlockPool:
         for _ in range(wanted):
             block = self._free.pop() if self._free else self._forget_oldest()
             self.refs[block] = 1
+            self._trusted[block] = False
             taken.append(block)
         return taken
 
@@ -63,12 +68,22 @@ class BlockPool:
 
     # ---- prefix index ----
 
-    def lookup(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """The longest chain of published blocks, at most ``most``, whose contents are a prefix of ``token_ids``."""
-        size, parent, found = self.block_size, ROOT, []
-        for start in range(0, most * size, size):
-            block = self._index.get((parent, tuple(token_ids[start : start + size])))
-            if block is None:
+    def key_of(self, token_ids: Sequence[int], index: int, parent: int) -> tuple[int, bytes]:
+        """What block ``index`` of ``token_ids`` is found by, behind the blocks of prefix id ``parent``."""
+        size = self.block_size
+        return parent, packed(token_ids[index * size : (index + 1) * size]).tobytes()
+
+    def lookup(
+        self, token_ids: Sequence[int], most: int, first: int = 0, parent: int = ROOT, *, trusted: bool = False
+    ) -> list[int]:
+        """The longest chain of published blocks whose contents are blocks [first, most) of ``token_ids``.
+
+        ``parent``: the prefix id of the blocks before ``first``. ``trusted``: only blocks that are.
+        """
+        found: list[int] = []
+        for index in range(first, most):
+            block = self._index.get(self.key_of(token_ids, index, parent))
+            if block is None or (trusted and not self._trusted[block]):
                 break
             found.append(block)
             parent = self._prefix_id[block]
@@ -88,12 +103,12 @@ class BlockPool:
             self.refs[block] += 1
         return self._prefix_id[blocks[-1]] if blocks else ROOT
 
-    def publish(self, block: int, parent: int, token_ids: tuple[int, ...]) -> int:
-        """Make a full, landed block findable; returns the prefix id that its successor continues from.
+    def publish(self, block: int, parent: int, token_ids: Sequence[int]) -> int:
+        """Make a full block findable; returns the prefix id that its successor continues from.
 
         Where equal contents are findable already, that block stays the one to find and this one stays private.
         """
-        key = (parent, token_ids)
+        key = self.key_of(token_ids, 0, parent)
         known = self._index.get(key)
         if known is not None:
             return self._prefix_id[known]
@@ -114,6 +129,15 @@ class BlockPool:
             if key is not None:
                 del self._index[key]
                 self._key[block] = None
+
+    def trust(self, blocks: Sequence[int]) -> None:
+        """A token has landed that was drawn over the contents of all of these."""
+        for block in blocks:
+            self._trusted[block] = True
+
+    def untrusted(self, blocks: Sequence[int]) -> set[int]:
+        """Those of ``blocks`` that no token which has landed was drawn over."""
+        return {block for block in blocks if not self._trusted[block]}
 
     # ---- giving back ----
 

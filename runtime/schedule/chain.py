@@ -91,8 +91,8 @@ class Chain:
                         yield sequence, 1
 
     def landed_after(self, step: int) -> bool:
-        """Whether ``step`` has landed already."""
-        return not self._flights or self._flights[0].step > step
+        """Whether ``step`` has landed already; the one that is being planned has not."""
+        return step < (self._flights[0].step if self._flights else self.step)
 
 
 class ChainError(RuntimeError):

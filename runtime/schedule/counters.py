@@ -38,6 +38,11 @@ class ScheduleCounters:
     a paused request does not. ``admissions``: requests that were given a slot; after an eviction once more.
     ``deferred_admissions``: attempts to admit the head of the queue that failed for want of blocks or a slot. The next
     attempt is made when blocks came back, or somebody paused, so that a long wait counts several times.
+
+    Prompts, in tokens: ``prefill_tokens`` were computed. ``prefix_query_tokens`` were looked up in the prefix index, of
+    which ``prefix_hit_tokens`` were there or came in time, so that they were not computed. ``prefix_waits``: blocks
+    that a prompt waited for because another was writing them. ``distrusted``: requests that were computed again
+    because blocks that they shared came from one that broke.
     """
 
     prefill_steps: int = 0
@@ -58,7 +63,11 @@ class ScheduleCounters:
     deferred_admissions: int = 0
     evictions: int = 0
     stalls: int = 0
+    prefill_tokens: int = 0
+    prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_waits: int = 0
+    distrusted: int = 0
     fenced_blocks: int = 0
     latest_break: str | None = None
     _why_void: str = "start"
@@ -76,6 +85,7 @@ class ScheduleCounters:
             self.mixed_prompt_tokens += plan.prefill_tokens
         else:
             self.prefill_steps += 1
+        self.prefill_tokens += plan.prefill_tokens
         if chain.real:
             self.chained_steps += 1
             self.latest_break = None

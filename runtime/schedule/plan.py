@@ -66,7 +66,8 @@ class SlotWrite:
     ``length`` tokens of KV are already there (prefix-cache hit). ``max_length`` and ``min_length`` are absolute:
     the number of tokens (prompt + generated) at which the request ends by length, and under which no stop id counts.
     ``token_ids`` are the tokens known so far (prompt, plus generated ones when it was evicted and is recomputed) and
-    ``prompt_length`` says how many of them are prompt: penalties count the two differently.
+    ``prompt_length`` says how many of them are prompt: penalties count the two differently. Here and below, a scheduler
+    gives token ids as ``array("i")``.
     """
 
     slot: int
@@ -76,7 +77,7 @@ class SlotWrite:
     prompt_length: int
     min_length: int
     max_length: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     stop_token_ids: tuple[int, ...]
     sampling: SamplingParams
 
@@ -90,7 +91,7 @@ class Scored:
     """
 
     start: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     top: int
 
 
@@ -104,7 +105,7 @@ class Chunk:
 
     slot: int
     start: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     last: bool
     scored: Scored | None = None
 

@@ -113,11 +113,12 @@ class Planner:
         rows: list[SequenceState] = []
         chunks: list[Chunk] = []
         for sequence in list(self._prefilling.values()):
-            if budget:
+            if budget and self._goes_on(sequence):
                 budget -= self._cut_chunk(sequence, budget, rows, chunks)
         # A row of this step may have left PREFILL and DECODE above (its pause waited for its prompt's end): count it.
         while budget and len(rows) < self.config.rows and (admitted := self._admit_next()) is not None:
-            budget -= self._cut_chunk(admitted, budget, rows, chunks)
+            if self._goes_on(admitted):
+                budget -= self._cut_chunk(admitted, budget, rows, chunks)
         return self._prefill_step((rows, chunks))
 
     def _prefill_step(self, cut: Cut) -> Planned | None:
@@ -135,7 +136,8 @@ class Planner:
         than one. What fills the bucket then is for nothing.
         """
         costly_prefix = self._mixed.costly_prefix if self._mixed is not None and beside else 0
-        prefills = [s for s in self._prefilling.values() if scored is None or s.scoring is scored]
+        ours = [s for s in self._prefilling.values() if scored is None or s.scoring is scored]
+        prefills = [sequence for sequence in ours if self._goes_on(sequence)]
         self._seat_whoever_gets_a_share(prefills, tokens, scored, costly_prefix)
         if costly_prefix:
             bought = sum(share_out(prefills, tokens, costly_prefix).values())
@@ -168,8 +170,9 @@ class Planner:
                 return
             if not ours or not self._admit(candidate):
                 return
-            prefills.append(candidate)
-            wanted += remaining(candidate)
+            if self._goes_on(candidate):
+                prefills.append(candidate)
+                wanted += remaining(candidate)
 
     def _waiting_tokens(self, long_prompt: int) -> int:
         """Prompt tokens that are to be prefilled, of those who have a row and, on average, of those there is one for.
@@ -197,9 +200,7 @@ class Planner:
         if self._refused == (sequence.request.request_id, resources.room_version):
             return False
         config, pool, slots = self.config, resources.pool, resources.slots
-        hits: list[int] = []
-        if config.prefix_caching and sequence.request.sampling.prompt_logprobs is None:
-            hits = pool.lookup(sequence.tokens, (sequence.landed_tokens - 1) // config.block_size)
+        hits = resources.sharing.hits(sequence)
         fresh = resources.blocks_for(resources.reservation(sequence)) - len(hits)
         spare = 0 if pool.free_count == config.blocks else 1 + config.blocks // 100  # room for running rows to grow
         short = fresh + spare - (pool.free_count - pool.idle_among(hits))
@@ -208,7 +209,6 @@ class Planner:
             return False
         resources.queue.pop(sequence)
         resources.seat(sequence, hits, fresh)
-        self._slot_writes.append(_slot_write(sequence))
         return True
 
     def _defer(self, sequence: SequenceState, short: int) -> None:
@@ -224,21 +224,31 @@ class Planner:
         else:
             self._refused = (sequence.request.request_id, resources.room_version)
 
+    def _goes_on(self, sequence: SequenceState) -> bool:
+        """Whether a chunk of it may be cut. Not where another prompt is writing what it would compute (sharing.py)."""
+        resources = self.resources
+        resources.look_again(sequence)
+        return resources.sharing.goes_on(sequence, resources.chain.step)
+
     def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
         """Append the row of its next chunk; returns the chunk's tokens, at most ``budget``."""
+        resources = self.resources
+        if not sequence.prefill_begun:
+            self._slot_writes.append(_slot_write(sequence))
+        sequence.prefill_begun = True
         start = sequence.prefilled
         end = min(start + budget, sequence.prefill_target)
         last = end == sequence.prefill_target
         sequence.prefilled = end
-        sequence.last_step = self.resources.chain.step
+        sequence.last_step = resources.chain.step
         rows.append(sequence)
-        chunks.append(Chunk(sequence.slot, start, tuple(sequence.tokens[start:end]), last, sequence.take_scored(end)))
+        chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:end], last, sequence.take_scored(end)))
         if last:
             sequence.planned_tokens = sequence.landed_tokens + PREFILL_WIDTH
-            self.resources.set_wake(sequence)
-            self.resources.move(sequence, Trigger.PROMPT_PLANNED)
+            resources.set_wake(sequence)
+            resources.move(sequence, Trigger.PROMPT_PLANNED)
             if sequence.paused:
-                self.resources.move(sequence, Trigger.PAUSE)
+                resources.move(sequence, Trigger.PAUSE)
         return end - start
 
     # ---- decode ----
@@ -361,7 +371,7 @@ def _slot_write(sequence: SequenceState) -> SlotWrite:
         prompt_length=prompt_length,
         min_length=prompt_length + request.sampling.min_tokens,
         max_length=sequence.max_length,
-        token_ids=tuple(sequence.tokens),
+        token_ids=sequence.tokens[:],
         stop_token_ids=request.stop_token_ids,
         sampling=request.sampling,
     )

@@ -1,14 +1,16 @@
-"""What a request is: its prompt, its sampling parameters and how far it has come.
+"""What a request is: its prompt, its sampling parameters, and how many answers it stands for.
 
-Knows: token ids, counts, the two token counts every decision rests on.
+Knows: token ids, counts, ids and seeds of answers.
 Does not know: blocks, slots, steps in flight (chain.py, blocks.py), text, tensors, time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Final
+from typing import Final, Self
 
 MAX_STOP_TOKEN_IDS: Final = 16  # of one request, the model's eos ids included: a slot has room for so many
 MAX_TOP_LOGPROBS: Final = 20  # likely tokens reported beside one token: the result ring has room for so many
@@ -69,17 +71,49 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def packed(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as ``array("i")``, four bytes each; such an array is returned as it is, not copied."""
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to complete, as every rank receives it.
+    """A prompt to complete, ``sampling.n`` times, as every rank receives it.
 
+    ``prompt_token_ids`` is an ``array("i")`` wherever many requests wait (``packed``); nobody writes into it.
     ``request_id`` is a dense integer from the leader; the caller's own id stays in the front end. ``stop_token_ids``
     holds everything that ends it on the device: the model's eos ids (unless ignored) and the request's own.
     Smaller ``priority`` runs earlier; equal priorities run first come, first served.
+
+    A request with n > 1 has the n ids from ``request_id`` on, one for each answer: so outputs and cancels name them.
     """
 
     request_id: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0
+
+    @property
+    def answer_ids(self) -> range:
+        """The request ids of its answers."""
+        return range(self.request_id, self.request_id + self.sampling.n)
+
+    def answers(self) -> tuple[Self, ...]:
+        """The request as n requests for one answer each, over the same prompt.
+
+        Answer i is drawn with seed + i, so that each can be had again alone. The first alone has the prompt scored.
+        """
+        sampling = self.sampling
+        if sampling.n == 1:
+            return (self,)
+        seed = sampling.seed
+        each = [replace(sampling, n=1, seed=None if seed is None else _wrapped(seed + i)) for i in range(sampling.n)]
+        each[1:] = [replace(other, prompt_logprobs=None) for other in each[1:]]
+        of_each = zip(self.answer_ids, each, strict=True)
+        return tuple(replace(self, request_id=answer_id, sampling=one) for answer_id, one in of_each)
+
+
+def _wrapped(seed: int) -> int:
+    """``seed`` as a signed 64-bit number."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -6,16 +6,19 @@ Does not know: which rows make a step (planner.py), results of steps (scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.schedule.blocks import ROOT, BlockPool
 from runtime.schedule.chain import Chain, advance
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.fence import Fence
-from runtime.schedule.plan import Finished
+from runtime.schedule.plan import Finished, StepPlan
 from runtime.schedule.queue import WaitingQueue
 from runtime.schedule.request import FinishReason, Request
-from runtime.schedule.sequence import SequenceState
+from runtime.schedule.sequence import NOT_WAITING, SequenceState
+from runtime.schedule.sharing import PrefixSharing
 from runtime.schedule.slots import AccountingError, SlotPool
 from runtime.schedule.states import State, Trigger
 
@@ -41,6 +44,7 @@ class Resources:
         if config.mixed is not None:
             self.digest.fold(0, "mixed", config.mixed.numbers)
         self.counters = ScheduleCounters()
+        self.sharing = PrefixSharing(config, self.pool, self.counters)
         self.sequences: dict[int, SequenceState] = {}
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
         self.decode_version = 0
@@ -48,8 +52,9 @@ class Resources:
         self._max_width = config.max_width
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
+        self._requeued = 0  # of the requests that wait, those that held a slot before
         self._paused = 0  # times that a request became PAUSED
-        self._block_writes: list[tuple[int, int, int]] = []  # (slot, index, block) for the next step
+        self._block_writes: dict[tuple[int, int], int] = {}  # (slot, index) -> block, for the next step
 
     def _lane(self, sequence: SequenceState) -> int:
         """Those who may be passed by others wait apart: scored prompts, and long ones."""
@@ -71,41 +76,50 @@ class Resources:
     # ---- arrival and end ----
 
     def arrive(self, request: Request) -> tuple[Finished, ...]:
-        """Queue a request. Returns its end where it is refused: it can never run, or the queue is full."""
+        """Queue a request. Returns the end of its answers where it is refused: it can never run, the queue is full."""
         prompt, sampling, config = request.prompt_token_ids, request.sampling, self.config
-        shape = (request.request_id, len(prompt), request.priority, sampling.max_tokens)
+        shape = (request.request_id, sampling.n, len(prompt), request.priority, sampling.max_tokens)
         self.digest.fold(self.chain.step, "arrive", shape)
-        if request.request_id in self.sequences:
-            return self._reject(request, f"request id {request.request_id} is in use")
+        if in_use := [id_ for id_ in request.answer_ids if id_ in self.sequences]:
+            return self._reject(request, f"request id {in_use[0]} is in use")
         if not prompt or sampling.max_tokens < 1:
             return self._reject(request, "needs at least one prompt token and max_tokens >= 1")
         if len(prompt) >= config.max_model_len:
             return self._reject(request, f"prompt has {len(prompt)} tokens, max_model_len is {config.max_model_len}")
-        if self.waiting >= config.max_waiting:
-            return self._reject(request, f"{self.waiting} requests are waiting, max_waiting is {config.max_waiting}")
+        waiting = self.waiting_arrivals
+        if waiting >= config.max_waiting:
+            return self._reject(request, f"{waiting} requests are waiting, max_waiting is {config.max_waiting}")
         max_length = min(len(prompt) + sampling.max_tokens, config.max_model_len)
-        sequence = SequenceState(request, self._arrivals, max_length)
-        if (needed := self.blocks_for(self._most_kv(sequence))) > config.blocks:
+        if (needed := self.blocks_for(self._most_kv(max_length))) > config.blocks:
             return self._reject(
                 request,
                 f"{len(prompt)} prompt + {max_length - len(prompt)} new tokens need {needed} blocks of "
                 f"{config.block_size}, the pool has {config.blocks}",
             )
-        self._arrivals += 1
-        self.sequences[request.request_id] = sequence
-        self.by_state[State.WAITING][request.request_id] = sequence
-        self.waiting_tokens += self._tokens_to_wait_for(sequence)
-        self.queue.push(sequence)
+        for answer in request.answers():
+            self._queue_up(SequenceState(answer, self._arrivals, max_length))
         return ()
 
+    def _queue_up(self, sequence: SequenceState) -> None:
+        self._arrivals += 1
+        self.sequences[sequence.request.request_id] = sequence
+        self.by_state[State.WAITING][sequence.request.request_id] = sequence
+        self.waiting_tokens += self._tokens_to_wait_for(sequence)
+        self.queue.push(sequence)
+
+    @property
+    def waiting_arrivals(self) -> int:
+        """Requests that wait for their first slot. Those that were evicted wait as well, but never had to be let in."""
+        return len(self.by_state[State.WAITING]) - self._requeued
+
     def _reject(self, request: Request, detail: str) -> tuple[Finished, ...]:
-        self.counters.finished[FinishReason.REJECTED.label] += 1
-        return (Finished(request.request_id, FinishReason.REJECTED, (), detail),)
+        self.counters.finished[FinishReason.REJECTED.label] += request.sampling.n
+        return tuple(Finished(answer_id, FinishReason.REJECTED, (), detail) for answer_id in request.answer_ids)
 
     def end(self, sequence: SequenceState, reason: FinishReason, detail: str = "") -> Finished:
         """End it now; slot and blocks return to the pools behind its fence."""
         if sequence.state is State.EVICTING:
-            self.slots.end(sequence.slot)
+            self._end_slot(sequence)
         elif sequence.slot:
             self.slots.end(sequence.slot)
             self._release(sequence)
@@ -119,7 +133,9 @@ class Resources:
     def _release(self, sequence: SequenceState) -> None:
         """Give slot and blocks back, behind the fence of the last step that may touch them."""
         step = sequence.last_step
-        self._block_writes = [write for write in self._block_writes if write[0] != sequence.slot]
+        if step != self.chain.step:  # else it is a row of the plan that is being made, and needs them
+            for cell in [cell for cell in self._block_writes if cell[0] == sequence.slot]:
+                del self._block_writes[cell]
         if self.chain.landed_after(step):
             self.pool.give_back(sequence.blocks)
             self.slots.give_back(sequence.slot)
@@ -140,6 +156,10 @@ class Resources:
             self.waiting_tokens += self._tokens_to_wait_for(sequence)
         if before is State.DECODE or sequence.state is State.DECODE:
             self.decode_version += 1
+        if before is State.PREFILL:
+            self.sharing.left(sequence)
+        if sequence.seated_before:
+            self._requeued += (sequence.state is State.WAITING) - (before is State.WAITING)
         if sequence.state is State.PAUSED:
             self._paused += 1
 
@@ -171,6 +191,9 @@ class Resources:
     def evict(self, sequence: SequenceState) -> None:
         """Take slot and blocks away; it queues again, to be recomputed, once its steps in flight have landed."""
         self.counters.evictions += 1
+        self._give_up(sequence)
+
+    def _give_up(self, sequence: SequenceState) -> None:
         self.move(sequence, Trigger.EVICT)
         self._release(sequence)
         if self.chain.landed_after(sequence.last_step):
@@ -178,11 +201,17 @@ class Resources:
         else:
             self._evicting.hold(sequence.last_step, sequence)
 
+    def _end_slot(self, sequence: SequenceState) -> None:
+        """Its rows in flight are ghosts from now on."""
+        if not sequence.slot_ended:
+            sequence.slot_ended = True
+            self.slots.end(sequence.slot)
+
     def _requeue(self, sequence: SequenceState) -> None:
-        self.slots.end(sequence.slot)
-        sequence.slot = 0
-        sequence.prefilled = sequence.published_blocks = 0
+        self._end_slot(sequence)
+        sequence.slot = sequence.prefilled = sequence.published_blocks = 0
         sequence.prefix_id = ROOT
+        sequence.borrowed = False
         self.move(sequence, Trigger.FENCE_LANDED)
         if sequence.paused:
             self.move(sequence, Trigger.PAUSE)
@@ -218,19 +247,49 @@ class Resources:
 
         The caller has checked that a slot and the blocks are free (``hits`` count as free while nobody refers to them).
         """
-        size = self.config.block_size
-        sequence.prefix_id = self.pool.share(hits)
-        sequence.slot = slot = self.slots.take()
-        sequence.epoch = self.slots.epochs[slot]
-        sequence.blocks = hits + self.pool.take(fresh)
-        sequence.prefilled = len(hits) * size
-        sequence.prefill_target = sequence.landed_tokens
-        sequence.published_blocks = len(hits)
-        sequence.publish_at = (len(hits) + 1) * size
-        self._block_writes.extend((slot, index, block) for index, block in enumerate(sequence.blocks))
+        slot = self.slots.take()
         self.move(sequence, Trigger.ADMIT)
+        sequence.seated(slot, self.slots.epochs[slot])
+        self._share(sequence, hits)
+        sequence.blocks += self.pool.take(fresh)
+        self._write_blocks(sequence, 0)
         self.counters.admissions += 1
-        self.counters.prefix_hit_tokens += sequence.prefilled
+        if self.sharing.looks_up(sequence):
+            self.counters.prefix_query_tokens += sequence.landed_tokens
+
+    def _share(self, sequence: SequenceState, found: list[int]) -> None:
+        """``found`` become its blocks behind those it has published; what it held in their place is gone already."""
+        if not found:
+            return
+        sequence.borrowed = sequence.borrowed or bool(self.pool.untrusted(found))
+        first, last = sequence.published_blocks, sequence.published_blocks + len(found)
+        sequence.prefix_id = self.pool.share(found)
+        sequence.blocks[first:last] = found
+        sequence.published_blocks = last
+        self.counters.prefix_hit_tokens += last * self.config.block_size - sequence.prefilled
+        sequence.prefilled = last * self.config.block_size
+        sequence.waits_since = NOT_WAITING
+
+    def look_again(self, sequence: SequenceState) -> None:
+        """In the middle of its prompt: take blocks that have become findable for those that it was going to write."""
+        found = self.sharing.found_since(sequence)
+        if not found:
+            return
+        first = sequence.published_blocks
+        own = sequence.blocks[first : first + len(found)]
+        begun = int(sequence.prefilled > first * self.config.block_size)  # steps in flight may write into its first
+        self._share(sequence, found)
+        self.pool.give_back(own[begun:])
+        if self.chain.landed_after(sequence.last_step):
+            self.pool.give_back(own[:begun])
+        else:
+            self.pool.retire_after(sequence.last_step, own[:begun])
+        self._write_blocks(sequence, first, first + len(found))
+
+    def _write_blocks(self, sequence: SequenceState, first: int, end: int | None = None) -> None:
+        """Have the device told of its blocks [first, end), by default of all from ``first`` on."""
+        for index in range(first, len(sequence.blocks) if end is None else end):
+            self._block_writes[sequence.slot, index] = sequence.blocks[index]
 
     def paused_holders(self) -> list[SequenceState]:
         """Those who are paused and hold a slot and blocks."""
@@ -245,7 +304,7 @@ class Resources:
         blocks, and may be wider. An upper bound of both is ``max_model_len - 2 + W`` entries.
         """
         ahead = (self.config.depth + 1) * self._max_width
-        return min(sequence.landed_tokens + ahead, self._most_kv(sequence))
+        return min(sequence.landed_tokens + ahead, self._most_kv(sequence.max_length))
 
     def reserve(self, sequence: SequenceState) -> bool:
         """Blocks for its ``reservation``, evicting others where that helps.
@@ -263,7 +322,7 @@ class Resources:
         if wanted > 0:
             held = len(sequence.blocks)
             sequence.blocks += self.pool.take(wanted)
-            self._block_writes.extend((sequence.slot, i, sequence.blocks[i]) for i in range(held, held + wanted))
+            self._write_blocks(sequence, held)
         self.set_wake(sequence)
         return True
 
@@ -279,11 +338,11 @@ class Resources:
         capacity = len(sequence.blocks) * self.config.block_size
         sequence.wake_at = min(capacity + 2 - self._max_width, sequence.max_length)
 
-    def _most_kv(self, sequence: SequenceState) -> int:
+    def _most_kv(self, max_length: int) -> int:
         """KV entries that live rows can ever write. The newest token has none yet, so a live row of width W starts at
         most at position max_length - 2, and writes W entries from there.
         """
-        return sequence.max_length - 2 + self._max_width
+        return max_length - 2 + self._max_width
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""
@@ -291,24 +350,69 @@ class Resources:
 
     def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
         """(slot, index, block) of every block handed out since the last call, for the plan to carry."""
-        writes = tuple(self._block_writes)
+        writes = tuple((slot, index, block) for (slot, index), block in self._block_writes.items())
         self._block_writes.clear()
         return writes
 
     # ---- the prefix index ----
 
-    def publish(self, sequence: SequenceState, written: int) -> None:
-        """Make its blocks findable that are full with the first ``written`` tokens, whose KV has landed."""
-        size = self.config.block_size
+    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
+        """``plan`` is made: the blocks that its chunks fill are findable from the next plan on (sharing.py)."""
+        if not plan.chunks:
+            return
+        prompts = rows[len(rows) - len(plan.chunks) :]
+        for sequence in prompts:
+            self.publish(sequence, sequence.prefilled)
+        self.sharing.planned(prompts)
+
+    def gained(self, sequence: SequenceState) -> None:
+        """A token of it has landed: blocks that it filled behind its prompt are findable, and all can be trusted."""
         if not self.config.prefix_caching or not sequence.blocks:
             sequence.publish_at = sequence.max_length
             return
-        while written >= sequence.publish_at:
+        if not sequence.trusted:
+            sequence.trusted = True
+            self.pool.trust(sequence.blocks)
+        begun = sequence.published_blocks
+        self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
+        self.pool.trust(sequence.blocks[begun : sequence.published_blocks])
+        sequence.publish_at = (sequence.published_blocks + 1) * self.config.block_size
+
+    def publish(self, sequence: SequenceState, written: int) -> None:
+        """Make its blocks findable that are full with the first ``written`` tokens."""
+        size = self.config.block_size
+        if not self.config.prefix_caching or not sequence.blocks:
+            return
+        while written >= (sequence.published_blocks + 1) * size:
             index = sequence.published_blocks
-            contents = tuple(sequence.tokens[index * size : (index + 1) * size])
+            contents = sequence.tokens[index * size : (index + 1) * size]
             sequence.prefix_id = self.pool.publish(sequence.blocks[index], sequence.prefix_id, contents)
             sequence.published_blocks += 1
-            sequence.publish_at += size
+
+    def distrust(self, broken: SequenceState, *, ghost: bool) -> None:
+        """Its logits are not finite. Its blocks leave the index, and what was published behind them is out of reach.
+
+        Whoever has borrowed one of them and has no token yet is computed again. So is ``broken`` itself, if it lives
+        and the fault may be in a block that it has borrowed: it breaks once more if not.
+        """
+        blocks = broken.blocks or broken.given_up
+        suspects = self.pool.untrusted(blocks)
+        self.pool.forget(blocks)
+        for other in list(self.sequences.values()):
+            maybe = other is not broken and other.borrowed and not other.trusted
+            if maybe and not suspects.isdisjoint(other.blocks or other.given_up):
+                self._compute_again(other)
+        if not ghost and broken.borrowed and not broken.trusted:
+            self._compute_again(broken)
+
+    def _compute_again(self, sequence: SequenceState) -> None:
+        """Evict it, drop what is in flight of it, and borrow nothing the next time."""
+        self.counters.distrusted += 1
+        sequence.alone = True
+        self._end_slot(sequence)
+        sequence.planned_tokens, sequence.uncertain_tokens = sequence.landed_tokens, 0
+        if sequence.state is not State.EVICTING:
+            self._give_up(sequence)
 
     # ---- accounting ----
 
@@ -322,7 +426,7 @@ class Resources:
         self.pool.check([block for s in holders for block in s.blocks])
         planned = {id_: [s.landed_tokens, 0] for id_, s in self.sequences.items()}
         for sequence, width in self.chain.tokens_in_flight():
-            if self.sequences.get(sequence.request.request_id) is sequence:
+            if self.sequences.get(sequence.request.request_id) is sequence and not sequence.slot_ended:
                 counted = planned[sequence.request.request_id]
                 counted[0] += width
                 counted[1] += width - 1

@@ -18,6 +18,8 @@ from runtime.schedule.states import State
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
+_ERROR = int(FinishReason.ERROR)
+
 
 class Scheduler:
     """``submit(event)``, ``plan()``, ``land(step, result)``; see chain.py for the rules they keep.
@@ -86,6 +88,7 @@ class Scheduler:
             self.chain.launch(Flight(self.chain.step, None, (), self.slots.version))
             return None
         plan, rows = planned
+        self.resources.planned(plan, rows)
         self.counters.planned(plan, self.chain, "")
         self.chain.launch(Flight(plan.step, plan, rows, self.slots.version))
         return plan
@@ -107,6 +110,8 @@ class Scheduler:
         decode_rows = plan.decode_rows
         wide = width > 1
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
+        if _ERROR in result.finish:
+            self._distrust_broken(flight, plan, result)
         rows: list[SequenceState | None] = list(flight.rows)
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
@@ -129,7 +134,7 @@ class Scheduler:
             if code:
                 done.append(self._end_as_reported(sequence, FinishReason(code)))
             elif len(sequence.tokens) > sequence.publish_at:
-                self._publish(sequence, plan, i)
+                self._gained(sequence, plan, i)
         for sequence, hoped_for in barren:
             self._gained_nothing(sequence, hoped_for)
         return StepOutput(
@@ -144,21 +149,22 @@ class Scheduler:
         )
 
     def _end_as_reported(self, sequence: SequenceState, reason: FinishReason) -> Finished:
-        """The device ended it. Where its logits are not finite, its blocks leave the prefix index."""
         if reason is not FinishReason.ERROR:
             return self.resources.end(sequence, reason)
-        self.pool.forget(sequence.blocks or sequence.given_up)
         known, prompt = sequence.landed_tokens, len(sequence.request.prompt_token_ids)
         detail = f"the logits after {known} tokens ({prompt} of them prompt) are not finite: no token can be drawn"
         return self.resources.end(sequence, reason, detail)
 
+    def _distrust_broken(self, flight: Flight, plan: StepPlan, result: StepResult) -> None:
+        """Before anything else of a step is applied. A ghost whose logits are not finite tells something, too."""
+        for sequence, slot, epoch, code in zip(flight.rows, plan.slots, plan.epochs, result.finish, strict=True):
+            if code == _ERROR:
+                self.resources.distrust(sequence, ghost=self._is_ghost(slot, epoch))
+
     def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> None:
-        """A ghost whose logits are not finite still tells something: its blocks leave the prefix index."""
         for i, (slot, epoch) in enumerate(zip(plan.slots, plan.epochs, strict=True)):
             if self._is_ghost(slot, epoch):
-                ended, rows[i] = rows[i], None
-                if ended is not None and result.finish[i] == FinishReason.ERROR:
-                    self.pool.forget(ended.given_up)
+                rows[i] = None
                 self.counters.ghost_rows += 1
                 self.counters.wasted_tokens += result.counts[i]
 
@@ -173,9 +179,7 @@ class Scheduler:
         if sequence.state is State.DRAINING and certain < sequence.max_length:
             self.resources.fall_short(sequence)
 
-    def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
-        """Blocks that are full, and whose writing step has landed, become findable."""
-        written = sequence.landed_tokens - 1  # the KV of the newest token is not written yet
-        if row >= plan.decode_rows and not (chunk := plan.chunks[row - plan.decode_rows]).last:
-            written = chunk.start + len(chunk.token_ids)
-        self.resources.publish(sequence, written)
+    def _gained(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
+        """Its first token since it was seated, or enough of them for a full block; nothing for a chunk in between."""
+        if row < plan.decode_rows or plan.chunks[row - plan.decode_rows].last:
+            self.resources.gained(sequence)

@@ -12,17 +12,23 @@ request needs no more steps. While all widths are 1 the two bounds are equal, an
 
 from __future__ import annotations
 
+from array import array
+
 from runtime.schedule.blocks import ROOT
 from runtime.schedule.plan import Scored
-from runtime.schedule.request import Request
+from runtime.schedule.request import Request, packed
 from runtime.schedule.states import State
+
+NOT_WAITING = -1
 
 
 class SequenceState:
     """One request's state. ``order`` is its place in line: (priority, arrival)."""
 
     __slots__ = (
+        "alone",
         "blocks",
+        "borrowed",
         "epoch",
         "given_up",
         "last_step",
@@ -30,6 +36,7 @@ class SequenceState:
         "order",
         "paused",
         "planned_tokens",
+        "prefill_begun",
         "prefill_target",
         "prefilled",
         "prefix_id",
@@ -38,10 +45,14 @@ class SequenceState:
         "queued",
         "request",
         "score_at",
+        "seated_before",
         "slot",
+        "slot_ended",
         "state",
         "tokens",
+        "trusted",
         "uncertain_tokens",
+        "waits_since",
         "wake_at",
     )
 
@@ -50,21 +61,28 @@ class SequenceState:
         self.order = (request.priority, arrival)
         self.state = State.WAITING
         self.max_length = max_length  # prompt + generated tokens at which it ends by length
-        self.tokens = list(request.prompt_token_ids)  # prompt + landed generated tokens
+        self.tokens = packed(request.prompt_token_ids)  # prompt + landed generated tokens; its own from ``seated`` on
         self.planned_tokens = len(self.tokens)
         self.uncertain_tokens = 0
+        self.prefill_begun = False  # whether a chunk has been cut since it was seated
         self.prefilled = 0  # tokens whose KV is written by landed or planned steps, while prefilling
         self.prefill_target = 0  # tokens known at admission; the chunk that reaches it samples a token
+        self.seated_before = False  # whether it has held a slot at any time
         self.queued = False  # whether the waiting queue still has an entry for it, stale or not
         self.last_step = -1  # the last step that may touch its slot and blocks
         self.slot = 0
+        self.slot_ended = False  # its rows in flight are ghosts, although it has not ended itself
         self.epoch = 0
         self.blocks: list[int] = []
         self.given_up: list[int] = []  # the blocks it held last; steps in flight may still report on their contents
         self.wake_at = 0  # planned_tokens at which a decode row is looked at again: out of blocks, or near its end
         self.published_blocks = 0
-        self.publish_at = 0  # landed_tokens at which the next block is full and its KV has landed
+        self.publish_at = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
         self.prefix_id = ROOT  # of the last published block
+        self.borrowed = False  # since it was seated it shares blocks that were not trusted then
+        self.trusted = False  # since it was seated a token of it has landed, so that all its blocks are trusted
+        self.alone = False  # it broke, or may have, over borrowed blocks: it borrows none any more
+        self.waits_since = NOT_WAITING  # the step since which somebody else is to write its next block
         self.paused = False
         scoring = request.sampling.prompt_logprobs is not None
         self.score_at = 1 if scoring else len(self.tokens)  # the next prompt position to score; nothing predicts 0
@@ -77,6 +95,23 @@ class SequenceState:
             return None
         self.score_at = stop
         return Scored(start, prompt[start:stop], self.request.sampling.prompt_logprobs or 0)
+
+    def seated(self, slot: int, epoch: int) -> None:
+        """It holds a slot from now on, and no block yet. Until it first did, it shared its prompt's memory."""
+        if self.tokens is self.request.prompt_token_ids:
+            self.tokens = array("i", self.tokens)
+        self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
+        self.seated_before, self.prefill_begun = True, False
+        self.prefill_target = self.landed_tokens
+        self.prefilled = self.published_blocks = self.publish_at = 0
+        self.waits_since = NOT_WAITING
+        self.prefix_id = ROOT
+        self.borrowed = self.trusted = False
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether chunks of it are still to be cut."""
+        return self.state is State.PREFILL
 
     @property
     def scoring(self) -> bool:

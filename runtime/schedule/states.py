@@ -63,6 +63,7 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
     },
     State.DRAINING: {  # a step that gave a live row no token leaves it short of its end
         Trigger.FELL_SHORT: State.STALLED,
+        Trigger.EVICT: State.EVICTING,  # not for its memory: it was computed over blocks that broke
         Trigger.END: State.ENDED,
     },
     State.PAUSED: {

@@ -31,7 +31,7 @@ def test_texts_ids_and_several_answers() -> None:
     assert text.completions[0].finish_reason is FinishReason.STOP
     assert text.prompt == prompt
     assert ids.prompt is None
-    assert ids.prompt_token_ids == (311, 437, 4046)
+    assert tuple(ids.prompt_token_ids) == (311, 437, 4046)
     assert [c.seed for c in several.completions] == [5, 6]
     assert several.completions[0].token_ids != several.completions[1].token_ids
     assert "return" in text.completions[0].text

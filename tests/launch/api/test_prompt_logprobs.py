@@ -80,7 +80,7 @@ def scored(request_ids: list[int], *parts: PromptLogprobs | None, finished: tupl
 def test_parts_of_a_prompt_come_together_once_for_all_answers() -> None:
     assembler = OutputProcessor(None)
     sampling = SamplingParams(seed=1, n=3, prompt_logprobs=2)
-    requests = assembler.open("k", (10, 11, 12, 13), sampling)
+    requests = assembler.open("k", (10, 11, 12, 13), sampling).answers()
     assert [r.sampling.prompt_logprobs for r in requests] == [2, None, None], "the prompt is scored once"
     ids = [r.request_id for r in requests]
     assert assembler.route(scored([ids[0], ids[1]], part(1, -1.0, -2.0), None)) == ([], [], [])
@@ -96,8 +96,8 @@ def test_parts_of_a_prompt_come_together_once_for_all_answers() -> None:
 
 def test_ghosts_and_strangers_are_passed_over_and_what_was_not_computed_is_none() -> None:
     assembler = OutputProcessor(None)
-    (curious,) = assembler.open("a", (10, 11, 12), SamplingParams(seed=1, prompt_logprobs=0))
-    (silent,) = assembler.open("b", (10, 11, 12), SamplingParams(seed=1))
+    curious = assembler.open("a", (10, 11, 12), SamplingParams(seed=1, prompt_logprobs=0))
+    silent = assembler.open("b", (10, 11, 12), SamplingParams(seed=1))
     assembler.route(scored([-1, 99, curious.request_id], part(1, -9.0), part(1, -9.0), part(1, -1.0)))
     ended = tuple(Finished(r.request_id, FinishReason.CANCELLED, ()) for r in (curious, silent))
     first, second = assembler.route(StepOutput(1, finished=ended)).finished

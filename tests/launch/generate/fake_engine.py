@@ -32,7 +32,7 @@ class FakeModel:
 def scripted_token(request: Request, position: int, vocab_size: int) -> int:
     """The token at a place of an answer; about one in forty is the eos id 0."""
     seed = request.sampling.seed
-    text = f"{request.prompt_token_ids}/{seed}/{position}"
+    text = f"{tuple(request.prompt_token_ids)}/{seed}/{position}"
     number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     return 0 if number % 40 == 0 else number // 40 % vocab_size
 
@@ -107,14 +107,15 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         assert not self.stopped
-        assert request.request_id not in self._ids, "request ids are new"
-        self._ids.add(request.request_id)
-        self.added.append(request)
-        reason = self._reject(request)
-        if reason:
-            self._ended.append(Finished(request.request_id, FinishReason.REJECTED, (), reason))
-        else:
-            self._waiting.append(request)
+        for one in request.answers():
+            assert one.request_id not in self._ids, "request ids are new"
+            self._ids.add(one.request_id)
+            self.added.append(one)
+            reason = self._reject(one)
+            if reason:
+                self._ended.append(Finished(one.request_id, FinishReason.REJECTED, (), reason))
+            else:
+                self._waiting.append(one)
         self.most_live = max(self.most_live, len(self._waiting) + len(self._running))
 
     def cancel(self, request_id: int, reason: FinishReason) -> None:

@@ -93,7 +93,7 @@ def test_a_request_that_the_engine_fails_or_refuses_is_an_error_row(tmp_path: Pa
     first = {"nan": (batches.prepared(b'{"prompt": "a"}').prompt_token_ids), "huge": None}
 
     def fail(request: Request) -> bool:
-        return request.prompt_token_ids == first["nan"]
+        return tuple(request.prompt_token_ids) == first["nan"]
 
     def reject(request: Request) -> str:
         return "needs 9 blocks, the pool has 4" if len(request.prompt_token_ids) == 1 and not fail(request) else ""
@@ -182,7 +182,7 @@ def test_a_signal_stops_admission_and_lets_what_has_begun_finish(tmp_path: Path,
     found = answers_of(output)
     assert 0 < len(found) < 80
     assert found.items() <= expected.items(), "every row is a whole and right answer"
-    begun = {request.prompt_token_ids for request in engines[0].added}
+    begun = {tuple(request.prompt_token_ids) for request in engines[0].added}
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert summary["finished"] == len(found)
     assert summary["finished"] + summary["unfinished"] == len(begun)

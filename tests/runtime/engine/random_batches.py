@@ -208,7 +208,7 @@ def play(batch: Batch) -> tuple[dict[object, RequestOutput], dict[str, int | flo
 
 
 def _add(engine: Engine, assembler: OutputProcessor, prepared: PreparedRequest) -> list[int]:
-    requests = assembler.open(
+    request = assembler.open(
         prepared.id,
         prepared.prompt_token_ids,
         prepared.sampling,
@@ -216,9 +216,8 @@ def _add(engine: Engine, assembler: OutputProcessor, prepared: PreparedRequest) 
         eos_token_ids=(EOS,),
         priority=prepared.priority,
     )
-    for one in requests:
-        engine.add(one)
-    return [one.request_id for one in requests]
+    engine.add(request)
+    return list(request.answer_ids)
 
 
 def plainly(requests: list[PreparedRequest]) -> dict[object, RequestOutput]:

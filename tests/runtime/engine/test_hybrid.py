@@ -72,7 +72,7 @@ def test_token_by_token_equals_all_at_once() -> None:
     one = request(0, prompt(50), max_tokens=30, stops=())
     with rig(shape=HYBRID, max_prefill_tokens=8, kernels=ExactKernels(), dtype=torch.float64) as engine:
         answer = run(engine, [one])[0].token_ids
-        likely = whole(engine.executor._model, one.prompt_token_ids + answer).argmax(1)
+        likely = whole(engine.executor._model, tuple(one.prompt_token_ids) + answer).argmax(1)
     assert likely[49:-1].tolist() == list(answer)
 
 

@@ -72,7 +72,8 @@ def test_finish_by_eos(depth: int, at: int) -> None:
     requests = ending(at, people(6))
     assert len(requests) >= 5
     bystander = request(99, prompt(9), temperature=1.0, max_tokens=30, stops=())
-    life = live([*requests, bystander], depth=depth, max_prefill_tokens=200)
+    # Without the cache: else some prompts wait a step for what they have in common, and prefills have no ghosts.
+    life = live([*requests, bystander], depth=depth, max_prefill_tokens=200, prefix_caching=False)
     same(life, oracle([*requests, bystander]))
     for one in requests:
         assert (len(life.answers[one.request_id][0]), life.answers[one.request_id][1]) == (at + 1, STOP)

@@ -109,3 +109,24 @@ def test_a_request_that_breaks_after_it_has_lost_its_blocks_leaves_nothing_to_fi
         clean = run(engine, [request(1, prompt, max_tokens=12, stops=())])[1]
     assert broken.reason is (FinishReason.ERROR if lose == "evict" else FinishReason.CANCELLED)
     assert (healthy.token_ids, healthy.reason) == (clean.token_ids, clean.reason)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_whoever_shared_a_prompt_with_a_request_that_breaks_is_computed_again(depth: int, every_model: str) -> None:
+    """Blocks are shared as soon as the step that writes them is planned: what breaks them tells D steps later."""
+    prompt = tuple(range(40, 72))
+    requests = [request(i, (*prompt, 90 + i), max_tokens=12, stops=()) for i in range(4)]
+
+    def act(engine: Engine, turn: int) -> None:
+        if turn == 1:  # the first one's prompt is launched, nobody else's
+            fill_with_nan(engine, engine.scheduler.resources.sequences[0].blocks[:2])
+
+    with rig(depth=depth, rows=4) as engine:
+        finished = run(engine, requests, act)
+        counters = engine.counters
+    with rig(depth=0, prefix_caching=False) as engine:
+        clean = run(engine, requests)
+    assert finished.pop(0).reason is FinishReason.ERROR
+    del clean[0]
+    assert outcome(finished) == outcome(clean)
+    assert counters["distrusted"] == (3 if every_model == "attention" else 0)

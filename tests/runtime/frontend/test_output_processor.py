@@ -59,8 +59,8 @@ def params(**fields: Unpack[SamplingFields]) -> SamplingParams:
 
 def test_text_without_the_stop_id_and_tokens_with_it() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    (request,) = assembler.open("k", (9, 8), params(), prompt="p", eos_token_ids=(EOS, 2))
-    assert (request.stop_token_ids, request.prompt_token_ids) == ((EOS, 2), (9, 8))
+    request = assembler.open("k", (9, 8), params(), prompt="p", eos_token_ids=(EOS, 2))
+    assert (request.stop_token_ids, *request.prompt_token_ids) == ((EOS, 2), 9, 8)
     output = feed(assembler, request.request_id, [*tokens_of("the dog"), EOS], FinishReason.STOP)
     (completion,) = output.completions
     assert (output.key, output.prompt, completion.text) == ("k", "p", "the dog")
@@ -72,7 +72,7 @@ def test_text_without_the_stop_id_and_tokens_with_it() -> None:
 def test_a_length_finish_shows_the_last_token_even_if_it_is_a_stop_id() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
     dot = tokens_of(".")[0]
-    (request,) = assembler.open("k", (9,), params(stop_token_ids=(dot,), ignore_eos=True), eos_token_ids=(EOS,))
+    request = assembler.open("k", (9,), params(stop_token_ids=(dot,), ignore_eos=True), eos_token_ids=(EOS,))
     assert request.stop_token_ids == (dot,)
     output = feed(assembler, request.request_id, letters("ab."), FinishReason.LENGTH)
     assert output.completions[0].text == "ab."
@@ -80,7 +80,7 @@ def test_a_length_finish_shows_the_last_token_even_if_it_is_a_stop_id() -> None:
 
 def test_a_stop_string_is_reported_once_and_trims_what_came_after() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    (request,) = assembler.open("k", (9,), params(stop=("ND",)))
+    request = assembler.open("k", (9,), params(stop=("ND",)))
     ids, stops = letters("aEND of it"), []
     for token in ids:
         stops += assembler.route(one_row(request.request_id, token)).stop
@@ -96,7 +96,7 @@ def test_a_stop_string_is_reported_once_and_trims_what_came_after() -> None:
 def test_a_stop_string_wins_over_an_end_that_came_later(reason: FinishReason) -> None:
     """At depth 0 the request would have ended at the stop string, so at any depth it has."""
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    (request,) = assembler.open("k", (9,), params(stop=("b",)), eos_token_ids=(EOS,))
+    request = assembler.open("k", (9,), params(stop=("b",)), eos_token_ids=(EOS,))
     ids = [*letters("abc"), EOS]
     finished = Finished(request.request_id, reason, tuple(ids))
     routed = assembler.route(one_row(request.request_id, *ids, finished=finished))
@@ -112,7 +112,7 @@ def test_half_a_character_of_an_answer_that_was_cut_short_is_no_stop_string(reas
     half = tokens_of("\U00013000")[0]
     for ending in (reason, FinishReason.LENGTH):
         assembler = OutputProcessor(small_tokenizers.byte_level())
-        (request,) = assembler.open("k", (9,), params(stop=("\ufffd",)))
+        request = assembler.open("k", (9,), params(stop=("\ufffd",)))
         output = feed(assembler, request.request_id, [*letters("ab"), half], ending)
         (completion,) = output.completions
         expected = FinishReason.STOP if ending is FinishReason.LENGTH else reason
@@ -121,7 +121,7 @@ def test_half_a_character_of_an_answer_that_was_cut_short_is_no_stop_string(reas
 
 def test_what_came_after_a_stop_string_is_not_told() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    (request,) = assembler.open("k", (9,), params(stop=("b",)))
+    request = assembler.open("k", (9,), params(stop=("b",)))
     assert assembler.route(one_row(request.request_id, *letters("ab"))).stop == [request.request_id]
     broken = Finished(request.request_id, FinishReason.ERROR, tuple(letters("ab")), "the logits are not finite")
     (output,) = assembler.route(StepOutput(0, finished=(broken,))).finished
@@ -131,14 +131,14 @@ def test_what_came_after_a_stop_string_is_not_told() -> None:
 def test_an_eos_before_the_stop_string_is_no_text() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
     dot = tokens_of(".")[0]
-    (request,) = assembler.open("k", (9,), params(stop=(".x",), stop_token_ids=(dot,)))
+    request = assembler.open("k", (9,), params(stop=(".x",), stop_token_ids=(dot,)))
     output = feed(assembler, request.request_id, letters("ab."), FinishReason.STOP)
     assert (output.completions[0].text, len(output.completions[0].token_ids)) == ("ab", 3)
 
 
 def test_several_answers_have_their_own_seeds_and_come_out_together() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    requests = assembler.open("k", (9,), params(n=3, seed=2**63 - 2))
+    requests = assembler.open("k", (9,), params(n=3, seed=2**63 - 2)).answers()
     assert [r.sampling.seed for r in requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert [r.sampling.n for r in requests] == [1, 1, 1]
     finished = [
@@ -157,7 +157,7 @@ def _length(request_id: int, text: str) -> Finished:
 def test_times() -> None:
     clock = Clock(10.0)
     assembler = OutputProcessor(small_tokenizers.byte_level(), clock)
-    (request,) = assembler.open("k", (9,), params(stop=("!",)), arrived_at=8.0)
+    request = assembler.open("k", (9,), params(stop=("!",)), arrived_at=8.0)
     ids = letters("ab!c")
     for now, token in zip((13.0, 14.0, 17.0, 19.0), ids, strict=True):
         clock.now = now
@@ -173,7 +173,7 @@ def test_times() -> None:
 
 def test_a_request_without_a_token_has_no_token_times() -> None:
     assembler = OutputProcessor(None, Clock(0.0))
-    (request,) = assembler.open("k", (9,), params())
+    request = assembler.open("k", (9,), params())
     assert assembler.not_begun() == [request.request_id]
     end = Finished(request.request_id, FinishReason.REJECTED, (), "queue full")
     (output,) = assembler.route(StepOutput(0, finished=(end,))).finished
@@ -184,8 +184,8 @@ def test_a_request_without_a_token_has_no_token_times() -> None:
 
 def test_log_probabilities_are_cut_to_what_was_asked_and_to_the_tokens_kept() -> None:
     assembler = OutputProcessor(small_tokenizers.byte_level())
-    (curious,) = assembler.open("a", (9,), params(logprobs=1, stop=("b",)))
-    (silent,) = assembler.open("b", (9,), params())
+    curious = assembler.open("a", (9,), params(logprobs=1, stop=("b",)))
+    silent = assembler.open("b", (9,), params())
     ids = letters("abc")
     columns = StepLogprobs(
         chosen_BW=np.array([[0, 0, 0], [-1.0, -2.0, -3.0]], np.float32),

@@ -22,7 +22,7 @@ from runtime.frontend.validation import (
     fitted,
     stop_ids_of,
 )
-from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.request import Request, SamplingParams, packed
 
 MODEL = ServedModel(vocab_size=100, max_model_len=32, eos_token_ids=(0,))
 GOOD = Request(5, (1, 2, 3), SamplingParams(seed=1), (0,))
@@ -133,7 +133,7 @@ def test_lengths_are_cut_to_what_fits_behind_the_prompt() -> None:
 
 def test_a_request_is_checked_once_for_each_model() -> None:
     checked = checked_request(replace(GOOD, sampling=SamplingParams(seed=1, stop=("x",), max_tokens=2**31)), MODEL)
-    assert checked == CheckedRequest(5, (1, 2, 3), SamplingParams(seed=1, max_tokens=29), (0,))
+    assert checked == CheckedRequest(5, packed((1, 2, 3)), SamplingParams(seed=1, max_tokens=29), (0,))
     assert checked_request(checked, MODEL) is checked
     smaller = ServedModel(vocab_size=3, max_model_len=32, eos_token_ids=())
     with pytest.raises(RequestError, match="prompt token 2 is 3"):
@@ -144,12 +144,13 @@ def test_a_request_is_checked_once_for_each_model() -> None:
     ("fields", "words"),
     [
         ({"request_id": -1}, "request_id is -1"),
+        ({"request_id": 2**62 - 127}, "request_id is 4611686018427387777"),
         ({"request_id": 2**62}, "request_id is 4611686018427387904, but must be at least 0"),
         ({"request_id": "5"}, "request_id is the text '5'"),
         ({"prompt_token_ids": None}, "the prompt is None"),
         ({"sampling": None}, "the sampling parameters are None, but must be SamplingParams"),
         ({"sampling": SamplingParams()}, "request 5 has no seed"),
-        ({"sampling": SamplingParams(seed=1, n=2)}, "n is 2, but a Request is one sequence"),
+        ({"sampling": SamplingParams(seed=1, n=129)}, "n is 129, but must be 1 to 128"),
         ({"stop_token_ids": range(17)}, "stop_token_ids of the request has 17 ids, but at most 16"),
         ({"stop_token_ids": (100,)}, "stop_token_ids of the request has 100"),
         ({"priority": MAX_PRIORITY + 1}, "priority is 2147483648, but must lie within 2147483647 of 0"),

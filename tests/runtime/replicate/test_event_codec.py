@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runtime.replicate import event_codec
 from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events
 from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
-from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 COUNTS = st.integers(0, 2**31 - 1)
@@ -39,7 +39,7 @@ SAMPLING = st.builds(
     prompt_logprobs=st.none() | COUNTS,
 )
 IDS = st.integers(0, 2**62 - 1)
-REQUESTS = st.builds(Request, IDS, TOKENS, SAMPLING, TOKENS, st.integers(-(2**63), 2**63 - 1))
+REQUESTS = st.builds(Request, IDS, TOKENS.map(packed), SAMPLING, TOKENS, st.integers(-(2**63), 2**63 - 1))
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Admit, REQUESTS),
     st.builds(Cancel, IDS, st.sampled_from(FinishReason)),

@@ -49,6 +49,14 @@ def test_what_is_about_an_arrival_stays_behind_it_and_all_else_goes_first() -> N
     assert outbox.portion() == [Cancel(1)], "announced before: nobody is ahead of it"
 
 
+def test_a_request_for_several_answers_is_told_once_and_counts_as_many() -> None:
+    outbox = PendingEvents(prompt_tokens=100, requests=3)
+    several = Admit(request(0, range(4), n=3))
+    for one in (several, arrival(3), Cancel(2), Cancel(9)):
+        outbox.put(one)
+    assert drained(outbox) == [[Cancel(9), several], [arrival(3), Cancel(2)]], "an answer's end follows its arrival"
+
+
 def test_a_portion_fills_the_next_prefill_step_of_every_group() -> None:
     config = EngineConfig(model="m", device="cuda", max_num_seqs=512, max_prefill_tokens=20_000)
     groups = EngineConfig(
@@ -75,7 +83,13 @@ def test_prefill_steps_are_as_full_as_if_all_had_been_announced_at_once() -> Non
     budget, length, prompts = 2048, 32, 2 * LEAST_REQUESTS
     prefilled = []
     with rig(
-        rows=prompts, blocks=prompts * 3, block_size=16, max_prefill_tokens=budget, prefill_burst=1 << 20, horizon=2
+        rows=prompts,
+        blocks=prompts * 3,
+        block_size=16,
+        max_prefill_tokens=budget,
+        prefill_burst=1 << 20,
+        horizon=2,
+        prefix_caching=False,
     ) as engine:
         for i in range(prompts):
             engine.add(request(i, [i % 200] * length, max_tokens=1))

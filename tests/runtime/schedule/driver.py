@@ -179,7 +179,7 @@ class Driver:
     def alone(self, request_id: int) -> tuple[int, ...]:
         """What this request generates with nobody beside it."""
         request = self._requests[request_id]
-        prompt = request.prompt_token_ids
+        prompt = tuple(request.prompt_token_ids)
         longest = min(len(prompt) + request.sampling.max_tokens, self.config.max_model_len)
         return complete_alone(request_id, prompt, request.stop_token_ids, longest)[0]
 

@@ -2,7 +2,8 @@
 
 It keeps real KV cells behind real block tables, so a block that is reused too early, a stale table entry or a wrong
 row shows up as a wrong token. The model: the next token is a hash of the request and of every token before it, read
-back from the cells. A ghost row's writes happen as late as they may: when its step lands.
+back from the cells. The rows of a step see nothing of what the others write in it. A ghost row's writes happen as late
+as they may, when its step lands: a chunk's tokens once more, rubbish for what was drawn.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from runtime.schedule.request import FinishReason
 
 VOCABULARY = 29
 GARBAGE = -7
+NAN = -9  # a cell whose contents are not finite: neither are the logits of whoever reads it
 MANY = 1 << 30
 HAS = {StepKind.PREFILL: (False, True), StepKind.DECODE: (True, False), StepKind.MIXED: (True, True)}
 
-Writes = list[tuple[int, int, int]]  # slot, epoch, block * block_size + offset
+Writes = list[tuple[int, int, int, int, int]]  # slot, epoch, block, offset, and what a ghost leaves there
 
 
 def mix(*numbers: int) -> int:
@@ -92,6 +94,7 @@ class FakeDevice:
 
     ``max_blocks``: entries of a row of the block table. ``barren``: a decode row may gain nothing in a step, though
     never twice in a row. ``breaks_at``: by request, the number of tokens after which its logits are not finite.
+    ``poisons``: by request, a position whose cell is NAN when a chunk of it writes there for the first time.
     ``broken_blocks``: by step, the blocks whose contents nobody may trust any more, because a row broke over them in
     that step.
     """
@@ -108,6 +111,7 @@ class FakeDevice:
         self.results: deque[tuple[StepResult | None, Writes]] = deque()
         self.accepted: dict[int, list[int]] = {}
         self.breaks_at: dict[int, int] = {}
+        self.poisons: dict[int, int] = {}
         self.broken_blocks: dict[int, list[int]] = {}
 
     def launch(self, plan: StepPlan | None) -> None:
@@ -136,19 +140,25 @@ class FakeDevice:
         result = Columns()
         writes: Writes = []
         rows = zip(plan.slots, plan.epochs, strict=True)
+        for chunk in plan.chunks:
+            for i in range(len(chunk.token_ids)):
+                block, offset = self._cell(chunk.slot, chunk.start + i)
+                self.cells[block][offset] = GARBAGE  # until the step is over
         for slot, epoch in islice(rows, decode_rows):
             self._decode(plan, slot, epoch, result, writes)
+        by_chunks: Writes = []
         for chunk, (_, epoch) in zip(plan.chunks, rows, strict=True):
-            self._prefill(plan, chunk, epoch, result, writes)
+            by_chunks += self._prefill(plan, chunk, epoch, result)
+        self._put(by_chunks)
+        writes += by_chunks
         return StepResult(plan.step, result.tokens, result.counts, result.finish), writes
 
     def land(self, epochs: list[int]) -> StepResult | None:
         """The oldest result. ``epochs`` are the scheduler's: rows it has ended write late, over whoever is there."""
         result, writes = self.results.popleft()
-        for slot, epoch, block_and_offset in writes:
+        for slot, epoch, block, offset, value in writes:
             if epochs[slot] != epoch:
-                block, offset = divmod(block_and_offset, self.block_size)
-                self.cells[block][offset] = GARBAGE
+                self.cells[block][offset] = value
         return result
 
     def _cell(self, slot: int, position: int) -> tuple[int, int]:
@@ -163,19 +173,34 @@ class FakeDevice:
     def _write(self, slot: int, position: int, token: int, writes: Writes, epoch: int) -> None:
         block, offset = self._cell(slot, position)
         self.cells[block][offset] = token
-        writes.append((slot, epoch, block * self.block_size + offset))
+        writes.append((slot, epoch, block, offset, GARBAGE))
 
-    def _prefill(self, plan: StepPlan, chunk: Chunk, epoch: int, result: Columns, writes: Writes) -> None:
+    def _chunk_writes(self, chunk: Chunk, row: SlotRow, epoch: int) -> Writes:
+        values = list(chunk.token_ids)
+        poisoned = self.poisons.get(row.request_id, -1) - chunk.start
+        if 0 <= poisoned < len(values):
+            values[poisoned] = NAN
+            del self.poisons[row.request_id]
+        return [(chunk.slot, epoch, *self._cell(chunk.slot, chunk.start + i), value) for i, value in enumerate(values)]
+
+    def _put(self, writes: Writes, *, not_yet: bool = False) -> None:
+        for _, _, block, offset, value in writes:
+            self.cells[block][offset] = GARBAGE if not_yet else value
+
+    def _prefill(self, plan: StepPlan, chunk: Chunk, epoch: int, result: Columns) -> Writes:
+        """Returns what it writes, for the end of the step."""
         row = self.rows[chunk.slot]
         assert row is not None
         assert row.epoch == epoch
-        assert row.length == chunk.start, "chunks of a prompt follow each other"
-        for i, token in enumerate(chunk.token_ids):
-            self._write(chunk.slot, chunk.start + i, token, writes, epoch)
-        row.length += len(chunk.token_ids)
+        assert row.length <= chunk.start, "chunks of a prompt follow each other, or begin behind shared blocks"
+        writes = self._chunk_writes(chunk, row, epoch)
+        self._put(writes)
+        row.length = chunk.start + len(chunk.token_ids)
         new = self._advance(row, self._history(chunk.slot, row.length), 1) if chunk.last else []
         result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
         self._distrust(plan.step, chunk.slot, row, result.finish[-1])
+        self._put(writes, not_yet=True)
+        return writes
 
     def _decode(self, plan: StepPlan, slot: int, epoch: int, result: Columns, writes: Writes) -> None:
         row = self.rows[slot]
@@ -204,7 +229,7 @@ class FakeDevice:
     def _advance(self, row: SlotRow, history: tuple[int, ...], most: int) -> list[int]:
         new: list[int] = []
         for _ in range(most):
-            if len(history) >= self.breaks_at.get(row.request_id, MANY):
+            if NAN in history or len(history) >= self.breaks_at.get(row.request_id, MANY):
                 row.broken = row.finished = not new  # what was drawn before counts; the next step tells
                 break
             token = next_token(row.request_id, history)

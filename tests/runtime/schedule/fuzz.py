@@ -49,12 +49,14 @@ class Hang(AssertionError):
 class Trace:
     """A seed's whole story: the limits, and the events by the step they take effect in. ``breaks_at``: requests whose
     logits break, with the number of tokens after which they do. ``barren``: steps may give a live row no token.
+    ``poisons``: requests that leave NaN in the cache, once, with the position: they, and nobody else, may break of it.
     """
 
     config: SchedulerConfig
     events: dict[int, tuple[Event, ...]]
     breaks_at: dict[int, int] = field(default_factory=dict)
     barren: bool = False
+    poisons: dict[int, int] = field(default_factory=dict)
 
     @property
     def cancelled(self) -> set[int]:
@@ -112,7 +114,29 @@ def make_trace(seed: int) -> Trace:
         config = replace(config, mixed=_draw_mixed(draw, config), max_prefill_tokens=most)
         _add_prompts(draw, events)
         _score_some(draw, events)
-    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren)
+    poisons = {}
+    for admit in [e for listed in events.values() for e in listed if isinstance(e, Admit)]:
+        if draw.random() < 0.3 and admit.request.request_id not in breaks_at:
+            poisons[admit.request.request_id] = draw.randrange(len(admit.request.prompt_token_ids))
+    if draw.random() < 0.4:
+        events = _together(events, draw)
+    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
+
+
+def _together(events: dict[int, list[Event]], draw: random.Random) -> dict[int, list[Event]]:
+    """The same requests, with prompts of the same lengths, but all of them arrive at once and most begin alike."""
+    stem = [draw.randrange(VOCABULARY) for _ in range(20)]
+    moved: dict[int, list[Event]] = {0: []}
+    for at, listed in sorted(events.items()):
+        for event in listed:
+            if isinstance(event, Admit):
+                own = event.request.prompt_token_ids
+                alike = draw.choice((0, len(own) - 1, len(own) - 1, draw.randrange(len(own))))
+                prompt = (*stem[:alike], *own[alike:])
+                moved[0].append(Admit(replace(event.request, prompt_token_ids=prompt)))
+            else:
+                moved.setdefault(at, []).append(event)
+    return moved
 
 
 def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
@@ -151,13 +175,16 @@ def _score_some(draw: random.Random, events: dict[int, list[Event]]) -> None:
 
 @dataclass
 class Run:
-    """What a trace came to: how each request ended, how many tokens each of its steps gave, how long it took."""
+    """What a trace came to: how each request ended, how many tokens each of its steps gave, how long it took.
+
+    ``recomputed``: how often a request gave up its blocks, for want of memory or because they were not to be trusted.
+    """
 
     finished: dict[int, Finished]
     accepted: dict[int, list[int]]
     steps: int
     digest: int
-    evictions: int
+    recomputed: int
 
 
 def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
@@ -168,7 +195,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
     scheduler = build(config)
     max_blocks = -(-(config.max_model_len + config.max_width) // config.block_size)  # as the executor sizes its table
     device = FakeDevice(config.blocks, config.block_size, config.slots, max_blocks, barren=trace.barren)
-    device.breaks_at = trace.breaks_at
+    device.breaks_at, device.poisons = trace.breaks_at, dict(trace.poisons)
     in_flight: deque[int] = deque()
     finished: dict[int, Finished] = {}
     shown: dict[int, list[int]] = {}
@@ -234,7 +261,8 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
             raise AccountingError(f"finishes are counted as {counted}")
         if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.slots:
             raise AccountingError("everything has ended, but not every block and slot is free")
-    return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, scheduler.counters.evictions)
+    recomputed = scheduler.counters.evictions + scheduler.counters.distrusted
+    return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, recomputed)
 
 
 def check_seed(seed: int, build: Build = Scheduler, *, check: bool = True) -> int:
@@ -257,7 +285,8 @@ def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -
     for request_id, request in requests.items():
         ends = {name: run.finished.get(request_id) for name, run in {"this": deep, **oracles}.items()}
         _compare(trace, request, ends)
-        undisturbed = not deep.evictions and not oracles["depth 0"].evictions and request_id not in trace.cancelled
+        recomputed = deep.recomputed or oracles["depth 0"].recomputed
+        undisturbed = not recomputed and request_id not in trace.cancelled and request_id not in trace.poisons
         if undisturbed and len(set(config.widths)) == 1 and _ran(ends["this"]) and _ran(ends["depth 0"]):
             gains, expected = (r.accepted.get(request_id, []) for r in (deep, oracles["depth 0"]))
             if gains != expected:
@@ -274,7 +303,7 @@ def _compare(trace: Trace, request: Request, ends: dict[str, Finished | None]) -
     max_length = min(len(request.prompt_token_ids) + request.sampling.max_tokens, trace.config.max_model_len)
     alone, reason = complete_alone(
         request.request_id,
-        request.prompt_token_ids,
+        tuple(request.prompt_token_ids),
         request.stop_token_ids,
         max_length,
         trace.breaks_at.get(request.request_id),
@@ -285,7 +314,9 @@ def _compare(trace: Trace, request: Request, ends: dict[str, Finished | None]) -
         if ended.reason == FinishReason.REJECTED:
             if ended.token_ids:
                 raise WrongTokens(f"request {request.request_id} was rejected and has tokens: {ended}")
-        elif ended.reason == FinishReason.CANCELLED:
+        elif ended.reason == FinishReason.CANCELLED or (
+            ended.reason == FinishReason.ERROR and request.request_id in trace.poisons
+        ):
             if ended.token_ids != alone[: len(ended.token_ids)]:
                 raise WrongTokens(f"request {request.request_id} in {name}: {ended.token_ids}, alone {alone}")
         elif (ended.token_ids, ended.reason) != (alone, reason):
@@ -318,7 +349,7 @@ def main() -> None:
         print(
             trace.config,
             *sorted(trace.events.items()),
-            f"breaks at: {trace.breaks_at}, barren: {trace.barren}",
+            f"breaks at: {trace.breaks_at}, barren: {trace.barren}, poisons: {trace.poisons}",
             sep="\n",
         )
         print(check_seed(options.seed), "steps, no difference")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.scheduler import Scheduler
-from runtime.schedule.sequence import SequenceState
+from runtime.schedule.sequence import NOT_WAITING, SequenceState
 from runtime.schedule.states import State
 
 
@@ -28,18 +28,21 @@ class MixedRules:
         self._waited = False  # rows that decode waited for the step before
         self._planned: dict[int, int] = {}  # by id, before the plan
         self._scoring: set[int] = set()
+        self._left: dict[tuple[int, int], int] = {}  # by slot and epoch: prompt tokens to be prefilled
 
     def before(self) -> None:
         sequences = self._scheduler.resources.sequences
         self._planned = {request_id: sequence.planned_tokens for request_id, sequence in sequences.items()}
         self._scoring = {request_id for request_id, sequence in sequences.items() if sequence.scoring}
+        prefilling = self._scheduler.resources.by_state[State.PREFILL].values()
+        self._left = {(s.slot, s.epoch): s.prefill_target - s.prefilled for s in prefilling}
 
     def after(self, plan: StepPlan | None) -> None:
         resources = self._scheduler.resources
         decoding = {s.slot for s in resources.by_state[State.DECODE].values()}
         if plan is None:
             self._waited = False
-            if decoding or resources.by_state[State.PREFILL]:
+            if decoding or not all(_waits_for_a_writer(s) for s in resources.by_state[State.PREFILL].values()):
                 raise BrokenRule(f"slots {decoding} decode, others prefill, and nothing runs")
             return
         by_slot = {s.slot: s for s in resources.sequences.values() if s.slot and s.state is not State.EVICTING}
@@ -64,7 +67,8 @@ class MixedRules:
         given, most = sum(cut.values()), self._most(plan, rows, prefills)
         if given > most:
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts, where {most} are allowed: {plan}")
-        kind = [s for s in prefills if not rows or self._scores(s) is (plan.kind is StepKind.PREFILL)]
+        going = [s for s in prefills if not _waits_for_a_writer(s)]
+        kind = [s for s in going if not rows or self._scores(s) is (plan.kind is StepKind.PREFILL)]
         wanting = [s for s in kind if s.state is State.PREFILL]
         if wanting and plan.kind is StepKind.MIXED and self._mixed.costly_prefix:
             total = plan.decode_rows * plan.width + given
@@ -97,7 +101,7 @@ class MixedRules:
         if mixed.calm:
             calm = dict(mixed.calm)
             wanted = decoding + max(
-                calm[covering(calm, len(rows))], -(-self._waiting_tokens(plan, rows, prefills) // mixed.drain_steps)
+                calm[covering(calm, len(rows))], -(-self._waiting_tokens(rows, prefills) // mixed.drain_steps)
             )
             enough = [total for total in totals_there_are if total >= wanted]
             budget = min([budget, *enough[:1]])
@@ -105,18 +109,21 @@ class MixedRules:
         total = max([least, *(total for total in totals_there_are if total <= budget)])
         return min(total - decoding, config.max_prefill_tokens)
 
-    def _waiting_tokens(self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int]) -> int:
+    def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
         """As it was when the plan was begun: nobody was seated for it, nothing cut."""
-        seated_now = {write.request_id for write in plan.slot_writes}
-        before = {s: given for s, given in prefills.items() if s.request.request_id not in seated_now}
-        tokens = sum(
-            min(s.prefill_target - s.prefilled + given, self._mixed.long_prompt) for s, given in before.items()
-        )
+        before = [s for s in prefills if (s.slot, s.epoch) in self._left]
+        seated_now = {s.request.request_id for s in prefills if s not in before}
+        tokens = sum(min(self._left[s.slot, s.epoch], self._mixed.long_prompt) for s in before)
         sequences = self._scheduler.resources.sequences
         waiting = [s for id_, s in sequences.items() if s.state is State.WAITING or id_ in seated_now]
         free = self._scheduler.config.rows - len(before) - len(rows)
         known = [min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
+
+
+def _waits_for_a_writer(sequence: SequenceState) -> bool:
+    """It gets nothing of the step: another prompt is writing its next block."""
+    return sequence.state is State.PREFILL and sequence.waits_since != NOT_WAITING
 
 
 def covering(limits: Iterable[int], number: int) -> int:

@@ -50,6 +50,24 @@ def test_every_refusal_is_counted() -> None:
     assert finished(engine) == ZERO | {"rejected": 5, "length": 1}
 
 
+def test_who_was_evicted_takes_no_arrival_s_place_in_the_queue() -> None:
+    """A front end keeps max_waiting requests that have no token yet; it cannot know of those that wait once more."""
+    engine = Driver(blocks=12, block_size=2, prefix_caching=False, max_waiting=1)
+    engine.admit(0, prompt=4, max_tokens=16)
+    engine.turn()
+    engine.admit(1, prompt=4, max_tokens=16)
+    engine.turns_until(State.EVICTING, 1)
+    engine.turns_until(State.WAITING, 1)
+    engine.admit(2, max_tokens=2)
+    assert engine.state(2) is State.WAITING
+    engine.pause(1)
+    engine.resume(1)
+    engine.admit(3, max_tokens=2)
+    assert engine.reason(3) is FinishReason.REJECTED, "one that never had a slot is waiting already"
+    engine.finish()
+    assert engine.scheduler.resources.waiting_arrivals == 0
+
+
 def test_cancels_are_those_that_ended_a_request() -> None:
     """A stop string that the host found is a cancel, too; unknown and ended requests are not."""
     engine = Driver()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ NAMES = (
     "evictions",
     "stalls",
     "prefix_hit_tokens",
+    "prefix_waits",
     "fenced_blocks",
     "chained_steps",
     "deferred_admissions",
@@ -94,9 +96,14 @@ def test_every_part_of_the_space_is_visited() -> None:
             seen["fell short"] += 1
             super().fall_short(sequence)
 
+        def look_again(self, sequence: SequenceState) -> None:
+            before = sequence.prefilled
+            super().look_again(sequence)
+            seen["found later"] += sequence.prefilled > before
+
     class Counting(Scheduler):
         def land(self, step: int, result: StepResult | None) -> StepOutput:
-            seen.update(name for name in NAMES if getattr(self.counters, name) > 0)
+            seen.update(name for name in (*NAMES, "distrusted") if getattr(self.counters, name) > 0)
             seen[f"depth {self.config.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
@@ -106,6 +113,8 @@ def test_every_part_of_the_space_is_visited() -> None:
         assert seen[name] > 100, (name, seen)
     assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
     assert seen["fell short"] > 10
+    assert seen["distrusted"] > 10
+    assert seen["found later"] > 10
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
@@ -147,11 +156,46 @@ class FreesOnPlannedCounts(Planner):
         return ready
 
 
-class PublishesUnlanded(Scheduler):
-    """A prompt's blocks are findable as soon as its first chunk has landed."""
+class PublishesTheUnplanned(Resources):
+    """All of a prompt's blocks are findable as soon as its first chunk is planned."""
 
-    def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
-        super()._publish(sequence, replace(plan, chunks=()), row)
+    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
+        for sequence in rows[len(rows) - len(plan.chunks) :]:
+            self.publish(sequence, sequence.prefill_target)
+        super().planned(plan, rows)
+
+
+class FoundAStepTooEarly(Planner):
+    """Other rows of a step find the blocks that are written in this very step."""
+
+    def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
+        tokens = super()._cut_chunk(sequence, budget, rows, chunks)
+        self.resources.publish(sequence, sequence.prefilled)
+        return tokens
+
+
+class ForgetsWithoutRequeue(Resources):
+    """Nobody finds the blocks of a request that broke any more; those who share them go on."""
+
+    def _compute_again(self, sequence: SequenceState) -> None:
+        pass
+
+
+class TrustsWhatItBorrows(Resources):
+    """A block that somebody writes is believed to be whole before a token was drawn over it."""
+
+    def _share(self, sequence: SequenceState, found: list[int]) -> None:
+        self.pool.trust(found)
+        super()._share(sequence, found)
+
+
+class BorrowsInSecret(Resources):
+    """A prompt takes blocks that it found on its way, and the device is not told."""
+
+    def look_again(self, sequence: SequenceState) -> None:
+        before = dict(self._block_writes)
+        super().look_again(sequence)
+        self._block_writes = before
 
 
 class ReservesOneStep(Resources):
@@ -270,13 +314,6 @@ class CountsChunksAsWide(Scheduler):
         return output
 
 
-class PublishesByTheWrongRow(Scheduler):
-    """What a chunk has written is read off the row with its number among all rows."""
-
-    def _publish(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
-        super()._publish(sequence, plan, 0 if plan.kind is StepKind.MIXED else row)
-
-
 class ForgetsTheFirst(Planner):
     """The shortest first, and nobody else."""
 
@@ -303,7 +340,11 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (NoFenceForVictims, WrongTokens),
         (NoGhostCheck, WrongTokens),
         (FreesOnPlannedCounts, WrongTokens),
-        (PublishesUnlanded, WrongTokens),
+        (PublishesTheUnplanned, WrongTokens),
+        (FoundAStepTooEarly, WrongTokens),
+        (ForgetsWithoutRequeue, WrongTokens),
+        (TrustsWhatItBorrows, WrongTokens),
+        (BorrowsInSecret, WrongTokens),
         (ReservesOneStep, WrongTokens),
         (ReservesForThisWidth, WrongTokens),
         (CountsStepsByOneWidth, Hang),
@@ -319,7 +360,6 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (LeavesOneOut, BrokenRule),
         (ForgetsTheFirst, BrokenRule),
         (CountsChunksAsWide, AccountingError),
-        (PublishesByTheWrongRow, WrongTokens),
     ],
     ids=lambda member: member.__name__,
 )
