@@ -273,7 +273,10 @@ class Session:
         found = [self._journal.done[task.key] for task in tasks if task.key in self._journal.done]
         failed = sum(len(one.failed) for one in found)
         whole = f"# {self._files.gpu_name}, {self._command.model}, one rank of {self._share.ranks}\n\n{table(found)}\n"
-        self._files.report.write_text(whole + f"\n{summary(found, failed)}\n")
+        try:
+            self._files.report.write_text(whole + f"\n{summary(found, failed)}\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s): the journal has every time", self._files.report, error)
         changed = [one for one in found if one.changed]
         if changed:
             say(table(changed))
