@@ -28,7 +28,7 @@ from models.kernels.attention import (
     rope_prefill,
 )
 from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
-from models.kernels.attention.decode_work import DecodeWork, SplitRule, choose_splits
+from models.kernels.attention.decode_work import ANY_LENGTH, DecodeWork, SplitRule, choose_splits
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -353,7 +353,9 @@ class NvidiaKernels(Kernels):
         by_tma, (block_n, _, _) = self._decode_form(inputs, heads, kv_layer)
         most, pairs = inputs.max_kv_length, rows * kv_heads
         fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
-        if self._without_list(inputs, kv_layer):
+        if not self.balanced:
+            longest = ANY_LENGTH
+        elif self._without_list(inputs, kv_layer):
             fewest = _fewest_splits(pairs, self.traits.multiprocessors)
             # Programs of splits that no row has cost time, too: a long row gets twice as many as the others.
             longest = max(block_n, -(-most // (2 * fewest)))

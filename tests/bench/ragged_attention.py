@@ -30,7 +30,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention
 from models.kernels import nvidia
 from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_work
-from models.kernels.attention.decode_work import DecodeWork, SplitRule
+from models.kernels.attention.decode_work import SplitRule
 from models.kernels.interface import Rotation
 from models.kernels.nvidia import NvidiaKernels
 from tests.bench.dense_shapes import BF16
@@ -145,8 +145,10 @@ class Bench:
         """What the kernels choose."""
         rule = self.kernels._split_rule(self.inputs, self.heads, self.layers[0])
         tma, blocks = self.kernels._decode_form(self.inputs, self.heads, self.layers[0])
-        listed = isinstance(self.kernels.plan_decode(self.inputs, self.heads, self.layers[0]).work, DecodeWork)
-        return Candidate(rule, nvidia._PROGRAMS_EACH if listed else 0, tma, blocks)
+        if self.kernels._without_list(self.inputs, self.layers[0]):
+            return Candidate(rule, 0, tma, blocks)
+        each = nvidia._PROGRAMS_OF_MIXED if self.inputs.skip_empty else nvidia._PROGRAMS_EACH
+        return Candidate(rule, each, tma, blocks)
 
     def with_longest(self, one: Candidate, longest: int) -> Candidate:
         assert one.rule is not None
