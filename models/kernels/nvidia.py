@@ -43,10 +43,10 @@ from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
-_TALL_BLOCKS = range(33, 65)  # pairs for which 64 keys a block were faster than 32
+_TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
-_LONGEST_OF_FEW = 512  # the same below _MANY_PAIRS
+_LONGEST_BY_POINTERS = 512  # the same where keys do not come by TMA
 _LONGEST_OF_MIXED = 256  # the same where most rows may be absent
 _PROGRAMS_OF_MIXED = 8  # the same, where most rows may be absent
 _PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where the rows need fewer
@@ -356,13 +356,14 @@ class NvidiaKernels(Kernels):
         if not self.balanced:
             longest = ANY_LENGTH
         elif self._without_list(inputs, kv_layer):
-            fewest = _fewest_splits(pairs, self.traits.multiprocessors)
+            if pairs not in _TALL_BLOCKS:
+                fewest = _fewest_splits(pairs, self.traits.multiprocessors)
             # Programs of splits that no row has cost time, too: a long row gets twice as many as the others.
             longest = max(block_n, -(-most // (2 * fewest)))
         elif inputs.skip_empty:
             longest = _LONGEST_OF_MIXED
         else:
-            longest = _LONGEST_SPLIT if pairs >= _MANY_PAIRS else _LONGEST_OF_FEW
+            longest = _LONGEST_SPLIT if by_tma else _LONGEST_BY_POINTERS
         return decode_work.choose_rule(
             rows,
             kv_heads,
