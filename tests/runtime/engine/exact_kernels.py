@@ -60,6 +60,21 @@ class ExactKernels(ReferenceKernels):
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
         return _attend(q_QHD[None], kv_layer, pages_P[None], torch.tensor([length]), scale)[0]
 
+    def expert_mlp(
+        self,
+        x_TN: Tensor,
+        gate_up_G2IN: Tensor,
+        down_GNI: Tensor,
+        weights_TC: Tensor,
+        local_TC: Tensor,
+        *,
+        all_experts: int,
+    ) -> Tensor:
+        chosen_GTC = local_TC == torch.arange(len(down_GNI))[:, None, None]
+        weight_GT1 = weights_TC.where(chosen_GTC, 0).sum(-1, keepdim=True)
+        term_GTN = self.silu_mul(x_TN @ gate_up_G2IN.mT) @ down_GNI.mT * weight_GT1
+        return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
+
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
     cos, sin = cos_sin_TR.unsqueeze(1).chunk(2, dim=-1)
