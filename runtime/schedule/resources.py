@@ -122,6 +122,8 @@ class Resources:
         if sequence.state is State.EVICTING:
             self._end_slot(sequence)
         elif sequence.slot:
+            if reason is not FinishReason.ERROR:
+                self._publish_landed(sequence)
             self.slots.end(sequence.slot)
             self._release(sequence)
         self.move(sequence, Trigger.END)
@@ -192,6 +194,7 @@ class Resources:
     def evict(self, sequence: SequenceState) -> None:
         """Take slot and blocks away; it queues again, to be recomputed, once its steps in flight have landed."""
         self.counters.evictions += 1
+        self._publish_landed(sequence)
         self._give_up(sequence)
 
     def _give_up(self, sequence: SequenceState) -> None:
@@ -394,10 +397,15 @@ class Resources:
         if not sequence.trusted:
             sequence.trusted = True
             self.pool.trust(sequence.blocks)
-        begun = sequence.published_blocks
-        self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
-        self.pool.trust(sequence.blocks[begun : sequence.published_blocks])
+        self._publish_landed(sequence)
         sequence.publish_at = (sequence.published_blocks + 1) * self.config.block_size + self._early(sequence)
+
+    def _publish_landed(self, sequence: SequenceState) -> None:
+        """What it filled behind its prompt, as far as tokens of it have landed."""
+        if sequence.trusted:
+            begun = sequence.published_blocks
+            self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
+            self.pool.trust(sequence.blocks[begun : sequence.published_blocks])
 
     def publish(self, sequence: SequenceState, written: int) -> None:
         """Make its blocks findable that are full with the first ``written`` tokens."""
