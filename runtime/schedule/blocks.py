@@ -103,12 +103,13 @@ class BlockPool:
             self.refs[block] += 1
         return self._prefix_id[blocks[-1]] if blocks else ROOT
 
-    def publish(self, block: int, parent: int, token_ids: Sequence[int]) -> int:
-        """Make a full block findable; returns the prefix id that its successor continues from.
+    def publish(self, block: int, parent: int, token_ids: Sequence[int], index: int = 0) -> int:
+        """Make ``block``, full with block ``index`` of ``token_ids``, findable. Returns what its successor continues.
 
+        ``parent`` is that of the block before it, ROOT for the first: the prefix id that this returned for that one.
         Where equal contents are findable already, that block stays the one to find and this one stays private.
         """
-        key = self.key_of(token_ids, 0, parent)
+        key = self.key_of(token_ids, index, parent)
         known = self._index.get(key)
         if known is not None:
             return self._prefix_id[known]

@@ -50,6 +50,7 @@ class Resources:
         self.decode_version = 0
         self.waiting_tokens = 0
         self._max_width = config.max_width
+        self._spread = max(1, (config.block_size - 4) // 2)
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
         self._requeued = 0  # of the requests that wait, those that held a slot before
@@ -121,6 +122,8 @@ class Resources:
         if sequence.state is State.EVICTING:
             self._end_slot(sequence)
         elif sequence.slot:
+            if reason is not FinishReason.ERROR:
+                self._publish_landed(sequence)
             self.slots.end(sequence.slot)
             self._release(sequence)
         self.move(sequence, Trigger.END)
@@ -191,6 +194,7 @@ class Resources:
     def evict(self, sequence: SequenceState) -> None:
         """Take slot and blocks away; it queues again, to be recomputed, once its steps in flight have landed."""
         self.counters.evictions += 1
+        self._publish_landed(sequence)
         self._give_up(sequence)
 
     def _give_up(self, sequence: SequenceState) -> None:
@@ -312,6 +316,13 @@ class Resources:
         False: not now. The sequence itself may then have been evicted.
         """
         wanted = self.blocks_for(self.reservation(sequence)) - len(sequence.blocks)
+        latest = self._wake_at_latest(sequence)
+        early = latest < sequence.max_length and latest - self._early(sequence) <= sequence.planned_tokens < latest
+        if early:  # it may go on with what it has
+            wanted = max(1, wanted)
+            if wanted > self.pool.free_count:
+                sequence.wake_at = latest
+                return True
         while wanted > self.pool.free_count:
             if self.by_state[State.DRAINING] or wanted <= self.pool.free_count + self.pool.soon_free:
                 return False
@@ -334,9 +345,22 @@ class Resources:
         return max(holders, key=lambda sequence: sequence.order)
 
     def set_wake(self, sequence: SequenceState) -> None:
-        """Below ``wake_at`` planned tokens, a step of any width writes into blocks it holds, and cannot be its last."""
+        """Below ``wake_at`` planned tokens, a step of any width writes into blocks it holds, and cannot be its last.
+
+        Rows that are as long as each other would all need a block in the same step. So some are looked at earlier, by
+        slot, and take a block then if one is free.
+        """
+        sequence.wake_at = self._wake_at_latest(sequence)
+        if sequence.wake_at < sequence.max_length:
+            sequence.wake_at -= self._early(sequence)
+
+    def _wake_at_latest(self, sequence: SequenceState) -> int:
         capacity = len(sequence.blocks) * self.config.block_size
-        sequence.wake_at = min(capacity + 2 - self._max_width, sequence.max_length)
+        return min(capacity + 2 - self._max_width, sequence.max_length)
+
+    def _early(self, sequence: SequenceState) -> int:
+        """In tokens: 0 to not quite half a block."""
+        return sequence.slot % self._spread
 
     def _most_kv(self, max_length: int) -> int:
         """KV entries that live rows can ever write. The newest token has none yet, so a live row of width W starts at
@@ -373,10 +397,15 @@ class Resources:
         if not sequence.trusted:
             sequence.trusted = True
             self.pool.trust(sequence.blocks)
-        begun = sequence.published_blocks
-        self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
-        self.pool.trust(sequence.blocks[begun : sequence.published_blocks])
-        sequence.publish_at = (sequence.published_blocks + 1) * self.config.block_size
+        self._publish_landed(sequence)
+        sequence.publish_at = (sequence.published_blocks + 1) * self.config.block_size + self._early(sequence)
+
+    def _publish_landed(self, sequence: SequenceState) -> None:
+        """What it filled behind its prompt, as far as tokens of it have landed."""
+        if sequence.trusted:
+            begun = sequence.published_blocks
+            self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
+            self.pool.trust(sequence.blocks[begun : sequence.published_blocks])
 
     def publish(self, sequence: SequenceState, written: int) -> None:
         """Make its blocks findable that are full with the first ``written`` tokens."""
@@ -385,8 +414,8 @@ class Resources:
             return
         while written >= (sequence.published_blocks + 1) * size:
             index = sequence.published_blocks
-            contents = sequence.tokens[index * size : (index + 1) * size]
-            sequence.prefix_id = self.pool.publish(sequence.blocks[index], sequence.prefix_id, contents)
+            block = sequence.blocks[index]
+            sequence.prefix_id = self.pool.publish(block, sequence.prefix_id, sequence.tokens, index)
             sequence.published_blocks += 1
 
     def distrust(self, broken: SequenceState, *, ghost: bool) -> None:

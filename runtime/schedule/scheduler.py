@@ -38,6 +38,8 @@ class Scheduler:
         self.chain = self.resources.chain
         self.digest = self.resources.digest
         self.counters = self.resources.counters
+        self._rows_told: tuple[SequenceState, ...] = ()  # of the latest plain output, and their request ids
+        self._ids_told: list[int] = []
 
     @property
     def step(self) -> int:
@@ -112,6 +114,8 @@ class Scheduler:
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
         if _ERROR in result.finish:
             self._distrust_broken(flight, plan, result)
+        if not wide and flight.slot_version == self.slots.version and not any(result.finish) and all(counts):
+            return self._apply_plain(flight, result)
         rows: list[SequenceState | None] = list(flight.rows)
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
@@ -144,6 +148,25 @@ class Scheduler:
             counts=counts,
             width=width,
             finished=tuple(done),
+            logprobs=result.logprobs,
+            prompt_logprobs=result.prompt_logprobs,
+        )
+
+    def _apply_plain(self, flight: Flight, result: StepResult) -> StepOutput:
+        """The same for a step in which every row is live, gained one token and goes on, as most steps are."""
+        for sequence, token in zip(flight.rows, result.tokens, strict=True):
+            tokens = sequence.tokens
+            tokens.append(token)
+            if len(tokens) > sequence.publish_at:
+                self.resources.gained(sequence)
+        if flight.rows is not self._rows_told:
+            self._rows_told = flight.rows
+            self._ids_told = [sequence.request.request_id for sequence in flight.rows]
+        return StepOutput(
+            step=flight.step,
+            request_ids=self._ids_told,
+            tokens=result.tokens,
+            counts=result.counts,
             logprobs=result.logprobs,
             prompt_logprobs=result.prompt_logprobs,
         )

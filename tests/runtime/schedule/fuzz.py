@@ -120,6 +120,8 @@ def make_trace(seed: int) -> Trace:
             poisons[admit.request.request_id] = draw.randrange(len(admit.request.prompt_token_ids))
     if draw.random() < 0.4:
         events = _together(events, draw)
+    if draw.random() < 0.15:
+        config = replace(config, block_size=draw.choice((8, 16)))  # large enough that rows look early for a block
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
 
 

@@ -101,13 +101,17 @@ def test_every_part_of_the_space_is_visited() -> None:
             super().look_again(sequence)
             seen["found later"] += sequence.prefilled > before
 
+        def reserve(self, sequence: SequenceState) -> bool:
+            seen["early"] += sequence.planned_tokens == sequence.wake_at < self._wake_at_latest(sequence)
+            return super().reserve(sequence)
+
     class Counting(Scheduler):
         def land(self, step: int, result: StepResult | None) -> StepOutput:
             seen.update(name for name in (*NAMES, "distrusted") if getattr(self.counters, name) > 0)
             seen[f"depth {self.config.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
-    for seed in range(300):
+    for seed in range(400):
         run(make_trace(seed), partial(Counting, resources=CountingResources))
     for name in NAMES:
         assert seen[name] > 100, (name, seen)
@@ -115,6 +119,7 @@ def test_every_part_of_the_space_is_visited() -> None:
     assert seen["fell short"] > 10
     assert seen["distrusted"] > 10
     assert seen["found later"] > 5
+    assert seen["early"] > 5
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----

@@ -354,6 +354,28 @@ def test_generated_tokens_are_found_again_too() -> None:
     assert seated_at(engine, 1)[0].slot_writes[0].length == 12, "14 tokens, the last one's KV was never written"
 
 
+@pytest.mark.parametrize("ends", ["by length", "by cancel", "by eviction"])
+def test_what_is_full_at_the_end_is_found_although_its_turn_to_be_published_had_not_come(ends: str) -> None:
+    """Rows publish blocks of generated tokens up to half a block late, each by its slot."""
+    engine = Driver(block_size=16, depth=1, blocks=16)
+    engine.admit(0, prompt_of(3, 3), max_tokens=40)
+    engine.admit(1, prompt_of(10), max_tokens=9 if ends == "by length" else 40)
+    sequence = engine.sequence(1)
+    while sequence.landed_tokens < 18:
+        engine.turn()
+    assert engine.scheduler.resources._early(sequence) == 2
+    assert sequence.published_blocks == 0, "due with the 19th token"
+    if ends == "by cancel":
+        engine.cancel(1)
+    elif ends == "by eviction":
+        engine.scheduler.resources.evict(sequence)
+    else:
+        engine.turns_until(State.ENDED, 1)
+    known = (*prompt_of(10), *engine.alone(1))
+    assert len(engine.scheduler.pool.lookup(known[:17], 1)) == 1
+    engine.finish()
+
+
 def test_an_evicted_request_finds_its_own_blocks() -> None:
     engine = Driver(blocks=13, block_size=2, depth=2)
     engine.admit(0, prompt=4, max_tokens=16)

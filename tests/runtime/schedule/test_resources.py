@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.states import State, Trigger
-from tests.runtime.schedule.driver import ROOMY, prompt_of
+from tests.runtime.schedule.driver import ROOMY, Driver, prompt_of
 
 SMALL = replace(ROOMY, blocks=8, block_size=2, depth=1)
 
@@ -223,3 +224,42 @@ def test_tokens_that_no_step_in_flight_accounts_for_are_an_error(planned: int, u
     sequence.uncertain_tokens += uncertain
     with pytest.raises(AccountingError, match=r"request 0: .* counted by steps in flight"):
         resources.check()
+
+
+def test_rows_of_one_length_do_not_all_need_their_blocks_in_one_step() -> None:
+    """32 rows that were prefilled together, in blocks of 64: each gets its next one in time, but not all at once."""
+    engine = Driver(rows=32, slots=64, blocks=300, block_size=64, max_model_len=256, max_prefill_tokens=2048, depth=2)
+    for request_id in range(32):
+        engine.admit(request_id, prompt_of(20, request_id), max_tokens=200)
+    plans = engine.real_turns(120)
+    grown = [len(plan.block_writes) for plan in plans[1:]]
+    assert sum(grown) >= 32
+    assert max(grown) <= 2, "30 places of 64"
+    sequences, published = engine.scheduler.resources.sequences, []
+    for _ in range(60):
+        engine.turn()
+        published.append(sum(sequence.published_blocks for sequence in sequences.values()))
+    assert published[-1] >= published[0] + 25
+    assert max(after - before for before, after in pairwise(published)) <= 2
+    engine.finish()
+
+
+def test_a_row_that_is_early_goes_on_with_what_it_has() -> None:
+    """No block is free for it: nobody is evicted for its sake before it really needs one."""
+    resources = Resources(replace(ROOMY, blocks=6, block_size=16, depth=1))
+    rows = [seat(resources, request_id, blocks=1) for request_id in range(3)]
+    held = resources.pool.take(3)
+    last = rows[-1]
+    last.max_length = 60
+    assert resources._early(last) == 3
+    resources.set_wake(last)
+    latest = 16 + 2 - 1
+    assert last.wake_at == latest - 3
+    last.planned_tokens = last.wake_at
+    assert resources.reserve(last)
+    assert (len(last.blocks), last.wake_at, resources.counters.evictions) == (1, latest, 0)
+    resources.pool.give_back(held)
+    last.tokens.extend([7] * (latest - 1 - last.landed_tokens))
+    last.planned_tokens = latest
+    assert resources.reserve(last)
+    assert (len(last.blocks), last.wake_at) == (2, latest + 16 - 3)
