@@ -8,7 +8,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | wc -l)
 HAS_GPU := $(filter-out 0,$(GPUS))
 DEMO_RANKS := $(if $(filter 1,$(GPUS)),1,2)
 comma := ,
-EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev,dev)
+EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev$(comma)serve,dev$(comma)serve)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 
 .PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean

@@ -38,7 +38,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/cli.py", "launch/complete.py", "launch/report", "launch/scale"),
         ("launch/sweep",),
         ("launch/bench",),
-        ("launch/generate", "launch/doctor", "launch/embed.py"),
+        ("launch/generate", "launch/serve", "launch/doctor", "launch/embed.py"),
         ("launch/api", "launch/ranks", "launch/engine_options.py"),
         ("launch/values.py", "launch/errors.py"),
     ),

@@ -5,7 +5,7 @@ Does not know: routes (app.py), how it was started (processes.py), torch: it nev
 
 LINK and LISTENER are file descriptors: one end of a socketpair with rank 0, and a listening socket that rank 0 keeps
 open, so that connections wait in the kernel while an API process is started again. The settings come over LINK, for a
-command line is no place for keys. Signals are rank 0's business: SIGTERM and SIGINT are ignored, for a launcher may send
+command line is no place for keys. SIGTERM and SIGINT are ignored: they are rank 0's business, and a launcher may send
 them to every process of a job.
 """
 
@@ -60,14 +60,19 @@ def main(arguments: list[str]) -> int:
         import uvloop
     except ImportError:
         return asyncio.run(_serve(link, listener))
-    return uvloop.run(_serve(link, listener))
+    return int(uvloop.run(_serve(link, listener)))
 
 
 async def _serve(link: socket.socket, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     came: asyncio.Future[bytes] = loop.create_future()
     over = asyncio.Event()
-    engine = RemoteEngine(came.set_result, lambda why: (over.set(), came.cancel()))
+
+    def end(why: str | None) -> None:
+        over.set()
+        came.cancel()
+
+    engine = RemoteEngine(came.set_result, end)
     link.setblocking(False)
     await loop.create_connection(lambda: engine, sock=link)
     try:

@@ -113,6 +113,7 @@ class ServeApp:
         if root and scope["path"].startswith(root):
             scope = {**scope, "path": scope["path"][len(root) :] or "/", "root_path": ""}
         began, status = time.monotonic(), 500
+        scope["app"] = self  # so that Starlette raises, where it would else answer in plain text
         scope["request_id"] = request_id = _request_id(scope)
         headed = False
 
@@ -178,9 +179,7 @@ class ServeApp:
         if stats is not None and stats.full and waiting:
             raise unavailable("queue full: too many requests wait already", "queue_full", self.settings.retry_after)
         answer_id = f"{prefix}-{request.scope['request_id']}"
-        generation = Generation(
-            asked, self.engine, self.settings, self.metrics, self._tokenizer, answer_id, arrived_at
-        )
+        generation = Generation(asked, self.engine, self.settings, self.metrics, self._tokenizer, answer_id, arrived_at)
         return await generation.respond(request)
 
     def _requests(self) -> RequestBuilder:
@@ -316,7 +315,7 @@ def _handler(scope: Scope) -> str:
     path = getattr(route, "path", None)
     if isinstance(path, str):
         return path
-    return scope["path"] if scope["path"] in OPEN_PATHS else _UNKNOWN
+    return str(scope["path"]) if scope["path"] in OPEN_PATHS else _UNKNOWN
 
 
 def _request_id(scope: Scope) -> str:
@@ -336,7 +335,9 @@ def _json_bytes(body: bytes) -> Response:
 
 
 def _unwell(trouble: str) -> Response:
-    return Response(msgspec.json.encode({"status": "unavailable", "reason": trouble}), 503, media_type="application/json")
+    return Response(
+        msgspec.json.encode({"status": "unavailable", "reason": trouble}), 503, media_type="application/json"
+    )
 
 
 def _too_long(most: int) -> ApiError:

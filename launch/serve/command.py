@@ -195,5 +195,3 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)
-
-

@@ -101,13 +101,11 @@ class Generation:
             if not self._open and not (awaited and mailbox.live):
                 break
             updates = await mailbox.take()
-        return whole(
-            self._asked, self._id, self._created, self._answers, self._pieces, self._deltas, self._tokenizer
-        )
+        return whole(self._asked, self._id, self._created, self._answers, self._pieces, self._deltas, self._tokenizer)
 
     def _take(self, mailbox: Mailbox, update: Update) -> tuple[list[Piece], str]:
         """The pieces of an update, and text that came without a token. Raises ApiError for an end that is a failure."""
-        index = update.index
+        index = update.choice
         answer = self._answers[index]
         ended_before = answer.reason is not None
         gain = answer.take(update)
@@ -164,7 +162,7 @@ class Generation:
             yield writer.usage(usage_of(asked, self._answers))
 
     def _chunks(self, writer: ChunkWriter, mailbox: Mailbox, update: Update) -> list[bytes]:
-        index = update.index
+        index = update.choice
         answer = self._answers[index]
         if answer.reason is not None:
             return []

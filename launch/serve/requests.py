@@ -167,9 +167,7 @@ class RequestBuilder:
         """A text, texts, ids, or lists of ids."""
         given = body.prompt
         each: list[Any]
-        if isinstance(given, str):
-            each = [given]
-        elif given and all(isinstance(part, int) for part in given):
+        if isinstance(given, str) or (given and all(isinstance(part, int) for part in given)):
             each = [given]
         else:
             each = list(given)

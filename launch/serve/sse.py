@@ -2,9 +2,9 @@
 
 Knows: the form of events, which end of a stream clients notice. Does not know: what the events say.
 
-Rules that clients of the field need (docs/serving.md): an event is ``data: `` and one line of JSON; nothing else is sent
-between events, above all no comments, unless asked for; a failure is ``event: error`` with an OpenAI error object, then
-[DONE]: some clients count anything else, even a closed connection, as success.
+Rules that clients of the field need (docs/serving.md): an event is ``data: `` and one line of JSON. Nothing else is
+sent between events, above all no comments, unless asked for. A failure is ``event: error`` with an OpenAI error object,
+then [DONE]: some clients count anything else, even a closed connection, as success.
 """
 
 from __future__ import annotations

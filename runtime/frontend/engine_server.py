@@ -3,8 +3,8 @@
 Knows: who submitted what, when an API process is lost, how an engine that drains comes to its end.
 Does not know: HTTP, text, tokenizers (all in the API processes), how processes are started (launch/serve/processes.py).
 
-    the engine's thread     orders from all sockets -> a turn -> one message to each API process   (never blocks on them)
-    the beat thread         twice a second: how the engine gets on, also while its thread waits for another rank
+    the engine's thread   orders from all sockets -> a turn -> one message to each API process; never blocks on them
+    the beat thread       twice a second: how the engine gets on, also while its thread waits for another rank
 
 An API process that dies, breaks the protocol or takes nothing any more loses its connection: its requests are cancelled
 on all ranks, and whoever starts API processes is asked for another one.
@@ -426,7 +426,7 @@ class EngineServer:
             self._finish(output)
         columns = _columns(turn.step)
         if columns is not None:
-            gained = sum(columns.counts)
+            gained = sum(n for id_, n in zip(columns.request_ids, columns.counts, strict=True) if id_ >= 0)
             self._iterations[bisect_left(ITERATION_BUCKETS, gained)] += 1
             self._iteration_tokens += gained
         self._send(columns)

@@ -67,9 +67,9 @@ class End(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What answer ``index`` of a mailbox gained: tokens, their log-probabilities if asked for, and its end."""
+    """What answer ``choice`` of a mailbox gained: tokens, their log-probabilities if asked for, and its end."""
 
-    index: int
+    choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     end: End | None

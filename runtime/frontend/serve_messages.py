@@ -225,17 +225,19 @@ class FrameReader:
 def from_engine(body: bytes) -> ToApi:
     """Raises FrameRefused."""
     try:
-        return _FROM_ENGINE.decode(body)
+        message: ToApi = _FROM_ENGINE.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameRefused(f"{len(body)} bytes are no message: {error}") from error
+    return message
 
 
 def from_api(body: bytes) -> ToEngine:
     """Raises FrameRefused."""
     try:
-        return _FROM_API.decode(body)
+        message: ToEngine = _FROM_API.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameRefused(f"{len(body)} bytes are no message: {error}") from error
+    return message
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
