@@ -318,7 +318,9 @@ class EngineServer:
         ready = Ready(
             model.vocab_size, model.max_model_len, model.eos_token_ids, engine.config.control_timeout_s, cache
         )
+        stats = self._stats()
         for link in links:
+            link.send(stats)  # first: whoever is ready has some
             link.send(ready)
             if self._draining is not None:
                 link.send(Drain(max(0.0, self._draining - time.monotonic())))
@@ -475,21 +477,21 @@ class EngineServer:
         if now - self._stats_at < _STATS_SECONDS:
             return
         self._stats_at = now
-        occupancy = self._engine.occupancy
-        queued = self._queued()
-        self._broadcast(
-            Stats(
-                {name: float(value) for name, value in self._engine.counters.items()},
-                max(0, self._client.sequences - queued),
-                queued,
-                occupancy.used_blocks,
-                occupancy.blocks,
-                queued >= self._max_queued,
-                self.restarts,
-                self.disconnected,
-                tuple(self._iterations),
-                self._iteration_tokens,
-            )
+        self._broadcast(self._stats())
+
+    def _stats(self) -> Stats:
+        occupancy, queued = self._engine.occupancy, self._queued()
+        return Stats(
+            {name: float(value) for name, value in self._engine.counters.items()},
+            max(0, self._client.sequences - queued),
+            queued,
+            occupancy.used_blocks,
+            occupancy.blocks,
+            queued >= self._max_queued,
+            self.restarts,
+            self.disconnected,
+            tuple(self._iterations),
+            self._iteration_tokens,
         )
 
     def _broadcast(self, message: ToApi) -> None:

@@ -1,7 +1,7 @@
-"""A server without processes and sockets of its own: the application, and an engine behind a socketpair, in one process.
+"""A server without processes and ports of its own: the application, and an engine behind a socketpair, in one process.
 
-Knows: how the parts of launch/serve are put together; ASGI, as far as a client needs it. Does not know: HTTP: no byte of
-it is parsed here. tests/launch/serve/test_served.py has the whole thing.
+Knows: how the parts of launch/serve are put together; ASGI, as far as a client needs it. Does not know: HTTP, no byte
+of which is parsed here. tests/launch/serve/test_served.py has the whole thing.
 """
 
 from __future__ import annotations

@@ -436,7 +436,7 @@ def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
         http = {name: number for name, number in samples.items() if name[0] == "http_requests_total"}
         assert ("http_requests_total", ("handler", "unknown"), ("method", "GET"), ("status", "4xx")) in http
         for name in (
-            *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config"),
+            *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
             *("num_preemptions", "prefix_cache_hits", "prefix_cache_queries", "e2e_request_latency_seconds"),
             *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
         ):
