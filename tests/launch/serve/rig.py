@@ -48,6 +48,7 @@ class ServedFake(FakeEngine):
         self.ended: list[FinishReason] = []
         self.hold = threading.Event()  # set: a step does not return
         self.silent: tuple[int, ...] = ()
+        self.forgetful = False  # keeps no list of what was asked of it and how it ended: for long runs
 
     def step(self) -> StepOutput:
         while self.hold.is_set():
@@ -55,6 +56,10 @@ class ServedFake(FakeEngine):
         time.sleep(self.pause)
         output = super().step()
         self.ended += [finished.reason for finished in output.finished]
+        if self.forgetful:
+            self.added.clear()
+            self.ended.clear()
+            self._ids.clear()
         return output
 
     @property

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,6 +18,9 @@ from runtime.frontend.serve_messages import unpack_tokens
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.generate.fake_engine import FakeModel, serial_answer
 from tests.launch.serve.rig import Client, Reply, ServedFake, served
+from tests.runtime.engine.rig import request as request_of
+from tests.runtime.engine.rig import rig
+from tests.runtime.engine.rig import run as run_engine
 from tests.runtime.frontend import small_tokenizers
 
 TOKENIZER = small_tokenizers.byte_level()
@@ -443,6 +449,30 @@ def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
             assert f"vllm:{name}" in families
 
     run(body)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((Path(__file__).parents[3] / "docs/grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"(?:vllm:|lockstride:|http_)\w+", query)}
+    labels = {name for query in queries for by in re.findall(r"by \((\w+)\)", query) for name in [by]}
+
+    with rig(depth=1) as real:
+        run_engine(real, [request_of(0, [1, 2, 3], max_tokens=3)])
+        counted = {name: float(value) for name, value in real.counters.items()}
+
+    async def body(client: Client) -> None:
+        await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})
+        engine = client.engine
+        assert engine.stats is not None
+        engine.stats = msgspec.structs.replace(engine.stats, counters=counted)
+        page = (await client.get("/metrics")).body.decode()
+        samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        assert asked <= {sample.name for sample in samples}, asked - {sample.name for sample in samples}
+        assert labels - {"le"} <= {label for sample in samples for label in sample.labels}
+
+    run(body)
+    assert len(asked) > 15
 
 
 def test_tools_reach_the_template_and_a_choice_that_needs_more_is_refused() -> None:

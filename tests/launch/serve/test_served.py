@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import io
 import json
 import os
+import re
+import runpy
 import signal
 import socket
 import threading
@@ -116,6 +120,7 @@ def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
         completions_come_whole_and_streamed(client)
         chats_come_whole_and_streamed(client)
         log_probabilities_are_the_model_s(client)
+        the_document_s_example_runs(server, tmp_path)
         errors_are_the_client_s_own_classes(server)
         the_client_s_own_disconnect_cancels(server)
         an_api_process_that_dies_is_started_again(server)
@@ -186,6 +191,19 @@ def log_probabilities_are_the_model_s(client: openai.OpenAI) -> None:
         assert len(logprobs.token_logprobs) == len(prompt) + 1
         assert logprobs.token_logprobs[0] is None
         assert logprobs.token_logprobs[-1] == max(logprobs.top_logprobs[-1].values()), "greedy, by the same float"
+
+
+def the_document_s_example_runs(server: Server, folder: Path) -> None:
+    document = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    assert "127.0.0.1:8000" in example
+    assert 'api_key="none"' in example
+    script = folder / "example.py"
+    script.write_text(example.replace(":8000", f":{server.port}").replace('"none"', f'"{KEY}"'))
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        runpy.run_path(str(script))
+    assert "GCD" in shown.getvalue()
 
 
 def errors_are_the_client_s_own_classes(server: Server) -> None:
