@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from launch.serve.app import ServeApp
+from launch.serve.http_protocol import BoundedHeaders
 from launch.serve.metrics import Metrics
 from launch.serve.settings import ServerSettings
 from runtime.config import EngineConfig
@@ -205,3 +208,23 @@ async def served(
     assert not thread.is_alive()
     if failures:
         raise failures[0]
+
+
+@asynccontextmanager
+async def listening(client: Client) -> AsyncIterator[int]:
+    """The application behind HTTP on a port of this machine, in this event loop."""
+    config = uvicorn.Config(
+        client.app, http=BoundedHeaders.within(30.0), ws="none", lifespan="off", log_config=None, access_log=False
+    )
+    server = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        serving = asyncio.ensure_future(server._serve([listener]))
+        await client.until(lambda: server.started)
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            await serving

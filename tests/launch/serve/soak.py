@@ -227,8 +227,9 @@ def broken(rng: random.Random) -> bytes:
         names = [*PROBE, "stop", "n", "logprobs", "stream", "model", "tools", "top_p", "priority", "stop_token_ids"]
         body = json.dumps({**PROBE, **{rng.choice(names): rng.choice(values) for _ in range(3)}}).encode()
     elif kind == 12:
-        values = [None, 1, "x", [], {}, [{}], [{"role": "user"}], [{"role": "user", "content": [{"type": 5}]}],
-                  [{"role": "assistant", "tool_calls": rng.choice(([1], {}, [{"function": {"arguments": "{"}}]))}]]  # fmt: skip
+        call = rng.choice(([1], {}, [{"function": {"arguments": "{"}}]))
+        asking = [[{"role": "user"}], [{"role": "user", "content": [{"type": 5}]}]]
+        values = [None, 1, "x", [], {}, [{}], *asking, [{"role": "assistant", "tool_calls": call}]]
         chat = json.dumps({"messages": rng.choice(values), "tools": rng.choice(values), "max_tokens": 2}).encode()
         return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(chat), chat)
     else:
@@ -299,7 +300,8 @@ async def target(engine: str, *options: str) -> AsyncIterator[Target]:
         try:
             until = time.monotonic() + 120.0
             while not address.exists():
-                assert process.poll() is None and time.monotonic() < until, "it does not begin to serve"
+                assert process.poll() is None, "it ended"
+                assert time.monotonic() < until, "it does not begin to serve"
                 await asyncio.sleep(0.05)
             made = Target(process, int(address.read_text().rpartition(":")[2]))
             while (await made.ask("/ready"))[0] != 200:
@@ -311,6 +313,9 @@ async def target(engine: str, *options: str) -> AsyncIterator[Target]:
             if process.poll() is None:
                 process.kill()
             text = (await said).decode(errors="replace")
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
         assert "Traceback" not in text, text
 
 
