@@ -288,8 +288,8 @@ async def overload(target: Target, count: int, seed: int) -> Counter[str]:
 
 @contextlib.asynccontextmanager
 async def target(engine: str, *options: str) -> AsyncIterator[Target]:
-    """A server for the time of a block, ended by SIGTERM."""
-    module = "launch" if engine == "real" else "tests.launch.serve.fake_main"
+    """A server for the time of a block, ended by SIGTERM. ``engine``: real, fake, or fast (fast_main.py)."""
+    module = "launch" if engine == "real" else f"tests.launch.serve.{engine}_main"
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder, "address")
         words = [sys.executable, "-m", module, "serve", "--model", "models/demo", "--device", "cpu", "--port", "0"]
