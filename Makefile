@@ -66,6 +66,7 @@ test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every dep
 
 test-serve: $(STAMP)  ## the server under 50,000 requests, 50,000 clients that leave, 20,000 broken requests, 10,000 at once
 	$(BIN)/python -m tests.launch.serve.soak --requests 50000 --aborts 50000 --malformed 20000 --overload 10000
+	$(BIN)/python -m tests.launch.serve.soak --engine real --traces 300 --aborts 5000 --overload 2000 --num-blocks 160
 
 test-clients: $(STAMP)  ## real clients and load tools against the server, each in a venv of its own; needs a package index
 	$(BIN)/python -m tests.launch.serve.clients

@@ -321,8 +321,8 @@ def _handler(scope: Scope) -> str:
 def _request_id(scope: Scope) -> str:
     """The client's own, where it is printable and short; else a new one."""
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(text := value.decode("latin-1")):
-            return text
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
+            return str(value, "latin-1")
     return uuid4().hex
 
 

@@ -1,6 +1,6 @@
 """What an event of a stream costs in processor time: `python -m tests.launch.serve.event_cost --streams 256`.
 
-Knows: the processor time of rank 0 and of each API process, and how many events clients received. Does not know: engines:
+Knows: the processor time of rank 0 and of the API process, and how many events clients received. Does not know: engines;
 fast_main.py has one that costs next to nothing.
 """
 
@@ -46,9 +46,12 @@ async def measure(streams: int, tokens: int, chat: bool) -> dict[str, Any]:
         seconds = time.monotonic() - began
         spent = {who: processor_seconds(pid) - before[who] for who, pid in server.pids.items()}
     return {
-        "streams": streams, "events": events, "seconds": round(seconds, 2), "events_per_second": round(events / seconds),
+        "streams": streams,
+        "events": events,
+        "seconds": round(seconds, 2),
+        "events_per_second": round(events / seconds),
         "us_per_event": {who: round(1e6 * spent[who] / events, 2) for who in spent},
-    }  # fmt: skip
+    }
 
 
 def main(words: list[str]) -> None:

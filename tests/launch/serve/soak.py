@@ -7,6 +7,8 @@ to one request. Does not know: how the server works.
     --aborts N       whose client leaves at a random moment
     --malformed N    broken HTTP and broken bodies: none may be a 500, and none may cost a neighbour a token
     --overload N     at once, more than the queue holds: each ends with 200 or 503
+    --traces N       of requests that arrive together, each of which gets the same tokens alone
+    --num-blocks N   KV blocks of the real engine: fewer than the requests need
     --engine real    models/demo on the CPU instead of an engine without a model
 """
 
@@ -227,7 +229,7 @@ def broken(rng: random.Random) -> bytes:
         names = [*PROBE, "stop", "n", "logprobs", "stream", "model", "tools", "top_p", "priority", "stop_token_ids"]
         body = json.dumps({**PROBE, **{rng.choice(names): rng.choice(values) for _ in range(3)}}).encode()
     elif kind == 12:
-        call = rng.choice(([1], {}, [{"function": {"arguments": "{"}}]))
+        call: Any = rng.choice(([1], {}, [{"function": {"arguments": "{"}}]))
         asking = [[{"role": "user"}], [{"role": "user", "content": [{"type": 5}]}]]
         values = [None, 1, "x", [], {}, [{}], *asking, [{"role": "assistant", "tool_calls": call}]]
         chat = json.dumps({"messages": rng.choice(values), "tools": rng.choice(values), "max_tokens": 2}).encode()
@@ -286,6 +288,45 @@ async def overload(target: Target, count: int, seed: int) -> Counter[str]:
     return outcomes
 
 
+async def traces(target: Target, count: int, seed: int) -> Counter[str]:
+    """Timed traces of requests that share beginnings, some of whose clients leave; then each request alone: the same
+    tokens."""
+    outcomes: Counter[str] = Counter()
+    for number in range(count):
+        rng = random.Random(f"{seed}/{number}/trace")
+        begin = [rng.randrange(4, 300) for _ in range(rng.randint(1, 60))]
+        bodies = [{**asked(rng), "stream": False} for _ in range(rng.randint(8, 24))]
+        for body in bodies:
+            if rng.random() < 0.6:
+                body["prompt"] = begin[: rng.randint(1, len(begin))] + body["prompt"]
+            body["temperature"] = rng.choice((0, 0.7, 1.3))
+
+        async def one(body: dict[str, Any], delay: float, leaves: bool) -> bytes | None:
+            await asyncio.sleep(delay)
+            if not leaves:
+                return choices(await target.ask("/v1/completions", body))
+            _, writer = await target.connect()
+            writer.write(request("/v1/completions", body))
+            await asyncio.sleep(delay)
+            writer.transport.abort()
+            return None
+
+        calls = [one(body, rng.random() * 0.1, rng.random() < 0.2) for body in bodies]
+        together = await asyncio.gather(*calls)
+        for body, answer in zip(bodies, together, strict=True):
+            if answer is not None:
+                alone = choices(await target.ask("/v1/completions", body))
+                assert alone == answer, (number, body, answer, alone)
+                outcomes["same"] += 1
+    return outcomes
+
+
+def choices(answer: tuple[int, bytes]) -> bytes:
+    status, body = answer
+    assert status == 200, body
+    return json.dumps(json.loads(body)["choices"]).encode()
+
+
 @contextlib.asynccontextmanager
 async def target(engine: str, *options: str) -> AsyncIterator[Target]:
     """A server for the time of a block, ended by SIGTERM. ``engine``: real, fake, or fast (fast_main.py)."""
@@ -326,10 +367,13 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
         "aborts": (aborts, arguments.aborts),
         "malformed": (malformed, arguments.malformed),
         "overload": (overload, arguments.overload),
+        "traces": (traces, arguments.traces),
     }
     told: dict[str, Any] = {}
     shared = set(os.listdir("/dev/shm"))
-    options = ("--max-queued-requests", str(arguments.max_queued))
+    options = ["--max-queued-requests", str(arguments.max_queued)]
+    if arguments.num_blocks is not None:
+        options += ["--num-blocks", str(arguments.num_blocks)]
     async with target(arguments.engine, *options) as server:
         expected = await server.tokens()
         await requests(server, min(200, arguments.requests or 50), arguments.seed + 1)  # warm
@@ -360,10 +404,11 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak")
-    for name in ("requests", "aborts", "malformed", "overload"):
+    for name in ("requests", "aborts", "malformed", "overload", "traces"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-queued", type=int, default=4096)
+    parser.add_argument("--num-blocks", type=int)
     parser.add_argument("--engine", choices=("fake", "real"), default="fake")
     return parser.parse_args(words)
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,17 @@ def test_a_stop_string_ends_the_answer_where_it_stands_and_the_engine_s_row() ->
     run(body, ServedFake(pause=0.001))
 
 
+def leave_at_once(gone: asyncio.Event, data: bytes) -> None:
+    gone.set()
+
+
 def test_a_client_that_leaves_cancels_its_request() -> None:
     async def body(client: Client) -> None:
         for stream in (True, False):
             gone = asyncio.Event()
             asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "n": 3, "stream": stream, "ignore_eos": True}
-            call = client.call(
-                "POST", "/v1/completions", json.dumps(asked).encode(), {}, gone, lambda data, gone=gone: gone.set()
-            )
+            leave = partial(leave_at_once, gone)
+            call = client.call("POST", "/v1/completions", json.dumps(asked).encode(), {}, gone, leave)
             task = asyncio.ensure_future(call)
             await client.until(lambda: client.engine.live == 3)
             if not stream:
@@ -397,6 +401,23 @@ def test_an_engine_that_fails_in_a_stream_is_an_error_event_that_clients_notice(
         run(body, Failing(pause=0.001))
 
 
+def test_a_rank_0_that_is_gone_is_told_to_those_who_wait() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}
+        calls = [client.post("/v1/completions", {**asked, "stream": stream}) for stream in (True, False)]
+        waiting = [asyncio.ensure_future(call) for call in calls]
+        await client.until(lambda: client.engine.live == 2)
+        await client.until(lambda: client.app.metrics.own.counters["vllm:generation_tokens"] >= 4)
+        client.engine.connection_lost(None)
+        streamed, whole = await asyncio.gather(*waiting)
+        name, data = streamed.events[-2]
+        assert (name, data["error"]["code"]) == ("error", "engine_lost")
+        assert (whole.status, whole.error["code"]) == (500, "engine_lost")
+        assert (await client.get("/health")).json["reason"] == "the engine ended: rank 0 is gone"
+
+    run(body, ServedFake(pause=0.01))
+
+
 def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
     def fails(request: Request) -> bool:
         return request.prompt_token_ids == (9, 9)
@@ -517,7 +538,7 @@ def test_tokens_that_are_no_int32_are_refused() -> None:
 
 def test_sampling_params_travel_unchanged() -> None:
     async def body(client: Client) -> None:
-        given = {
+        given: dict[str, Any] = {
             "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
             "presence_penalty": 0.25, "frequency_penalty": -0.5, "min_tokens": 2, "max_tokens": 6, "seed": -4,
             "stop_token_ids": [11, 12], "ignore_eos": True, "priority": -3,

@@ -101,7 +101,17 @@ def until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Server]:
     address = folder / "address"
-    words = ("serve", "--model", "models/demo", "--device", "cpu", "--port", "0", "--address-file", str(address))
+    words: tuple[str, ...] = (
+        "serve",
+        "--model",
+        "models/demo",
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--address-file",
+        str(address),
+    )
     words += ("--served-model-name", "demo", "alias", "--bundles", str(folder / "bundles"), "--max-num-seqs", "8")
     with started(2, "launch", *words, *options) as running:
         until(lambda: address.exists() or running.ended, "it does not begin to serve")
@@ -189,7 +199,8 @@ def log_probabilities_are_the_model_s(client: openai.OpenAI) -> None:
         assert logprobs.token_logprobs is not None
         assert logprobs.top_logprobs is not None
         assert len(logprobs.token_logprobs) == len(prompt) + 1
-        assert logprobs.token_logprobs[0] is None
+        first: float | None = logprobs.token_logprobs[0]  # its type says float; the API's convention is null
+        assert first is None
         assert logprobs.token_logprobs[-1] == max(logprobs.top_logprobs[-1].values()), "greedy, by the same float"
 
 
