@@ -8,10 +8,10 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | wc -l)
 HAS_GPU := $(filter-out 0,$(GPUS))
 DEMO_RANKS := $(if $(filter 1,$(GPUS)),1,2)
 comma := ,
-EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev,dev)
+EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev$(comma)serve,dev$(comma)serve)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 
-.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -63,6 +63,13 @@ test-batches: $(STAMP)  ## 1,000 random batches through the whole front end agai
 
 test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every depth, 450 random lives: fifteen minutes
 	$(BIN)/python -m pytest -n 2 -m long tests/runtime/engine/test_dealt_groups.py tests/runtime/engine/test_groups_lifecycle.py
+
+test-serve: $(STAMP)  ## the server under 50,000 requests, 50,000 clients that leave, 20,000 broken requests, 10,000 at once
+	$(BIN)/python -m tests.launch.serve.soak --requests 50000 --aborts 50000 --malformed 20000 --overload 10000
+	$(BIN)/python -m tests.launch.serve.soak --engine real --traces 300 --aborts 5000 --overload 2000 --num-blocks 160
+
+test-clients: $(STAMP)  ## real clients and load tools against the server, each in a venv of its own; needs a package index
+	$(BIN)/python -m tests.launch.serve.clients
 
 test-faults: $(STAMP)  ## every fault, phase and rank under torchrun; the table of docs/measurements.md
 	rm -f out/faults.jsonl

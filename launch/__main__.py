@@ -16,6 +16,7 @@ from launch.cli import parse
 from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
+from launch.serve.options import ServeCommand
 from launch.sweep.options import SweepCommand, SweepOptions
 from launch.tune.options import TuneCommand
 from runtime.watchdog.parent_death import die_with_parent
@@ -74,7 +75,7 @@ def _log_as(rank: str) -> None:
     logging.basicConfig(level=level, format=f"{name} %(levelname)s: %(message)s", stream=sys.stderr)
 
 
-def _run(command: Command | BenchCommand | TuneCommand) -> int:
+def _run(command: Command | BenchCommand | ServeCommand | TuneCommand) -> int:
     from launch.bench import command as bench
     from launch.bench.trace import BenchError
     from launch.errors import UsageError
@@ -84,6 +85,7 @@ def _run(command: Command | BenchCommand | TuneCommand) -> int:
     from launch.report.load_plot import LoadPictures
     from launch.report.mixed_plot import plot_mixed
     from launch.report.peers_plot import plot
+    from launch.serve import command as serve
     from launch.tune import command as tune
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
@@ -101,15 +103,17 @@ def _run(command: Command | BenchCommand | TuneCommand) -> int:
             if command.subcommand == "plot":
                 return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
             return bench.run(command, os.environ, open_engine, LoadPictures())
+        if isinstance(command, ServeCommand):
+            return serve.run(command, os.environ, open_engine)
         return run(command, os.environ, open_engine)
-    except (MeetingError, ResultsWriteError, BenchError) as error:
+    except (MeetingError, ResultsWriteError, BenchError, serve.ApiProcessesFailed) as error:
         print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
         return FAILED
     except (*of_the_command_line, *of_the_model) as error:
         return _refused(command, error)
 
 
-def _refused(command: Command | BenchCommand | TuneCommand, error: Exception) -> int:
+def _refused(command: Command | BenchCommand | ServeCommand | TuneCommand, error: Exception) -> int:
     print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
     return USAGE
 

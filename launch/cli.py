@@ -13,11 +13,14 @@ from launch.bench.options import BenchCommand, add_bench_parser, bench_command
 from launch.doctor.options import DoctorCommand, add_doctor_parser, doctor_command
 from launch.engine_options import engine_options
 from launch.generate.options import Command, add_generate_parser, generate_command
+from launch.serve.options import ServeCommand, add_serve_parser, serve_command
 from launch.sweep.options import SweepCommand, add_sweep_parser, sweep_command
 from launch.tune.options import TuneCommand, add_tune_parser, tune_command
 
 
-def parse(arguments: Sequence[str]) -> Command | BenchCommand | DoctorCommand | SweepCommand | TuneCommand:
+def parse(
+    arguments: Sequence[str],
+) -> Command | BenchCommand | DoctorCommand | ServeCommand | SweepCommand | TuneCommand:
     """Raises SystemExit(2), after an explanation on stderr, for a command line that is wrong."""
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("command")
@@ -28,6 +31,8 @@ def parse(arguments: Sequence[str]) -> Command | BenchCommand | DoctorCommand | 
     if name == "tune":
         return tune_command(given)
     engine = engine_options(given)
+    if name == "serve":
+        return serve_command(given, engine)
     return bench_command(given, engine) if name == "bench" else generate_command(given, engine)
 
 
@@ -41,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate_parser(commands)
+    add_serve_parser(commands)
     add_bench_parser(commands)
     add_doctor_parser(commands)
     add_sweep_parser(commands)

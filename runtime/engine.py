@@ -23,6 +23,7 @@ from runtime.counters import engine_counters
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import EVERY_FEATURE, SamplingVariant
+from runtime.frontend.engine_protocol import Occupancy
 from runtime.frontend.validation import checked_request
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
@@ -267,6 +268,22 @@ class Engine:
     def resume(self, request_id: int) -> None:
         """Undo ``pause``."""
         self._outbox.put(Resume(request_id))
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How full this rank's group is after the latest turn. A block that only a cached prefix needs is not used."""
+        scheduler, pool = self.scheduler, self.scheduler.resources.pool
+        waiting = scheduler.waiting
+        return Occupancy(scheduler.unfinished - waiting, waiting, pool.count - pool.free_count, pool.count)
+
+    def silent_ranks(self, seconds: float) -> tuple[int, ...]:
+        """Ranks of which the watchdog has heard nothing for longer; none in a world of one. From any thread."""
+        return () if self._watchdog is None else self._watchdog.silent_ranks(seconds)
+
+    def tell_verdict(self, hear: Callable[[str], object]) -> None:
+        """Have ``hear`` called with the reason when the watchdog ends the job, before the process leaves."""
+        if self._watchdog is not None:
+            self._watchdog.hear_verdict = hear
 
     @property
     def counters(self) -> Mapping[str, int | float]:

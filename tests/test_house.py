@@ -39,7 +39,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/sweep",),
         ("launch/tune",),
         ("launch/bench",),
-        ("launch/generate", "launch/doctor", "launch/embed.py"),
+        ("launch/generate", "launch/serve", "launch/doctor", "launch/embed.py"),
         ("launch/api", "launch/ranks", "launch/engine_options.py"),
         ("launch/values.py", "launch/errors.py"),
     ),

@@ -11,11 +11,13 @@ import atexit
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.faults.zygote import TORCHRUN, Zygote
+from tests.faults.zygote import TORCHRUN, Launcher, Zygote
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 900.0  # a hang ends there; four ranks on two busy cores have taken more than four minutes
@@ -42,39 +44,74 @@ def zygote() -> Zygote:
     return made
 
 
-def torchrun(ranks: int, module: str, *arguments: str, **environ: str | None) -> Ran:
-    """Waits for its end. Raises TimeoutError, after a SIGKILL to the launcher's session, when it does not come.
+class Running:
+    """A job that was started. ``pid``: the launcher's, which leads a session of its own."""
+
+    def __init__(self, launcher: Launcher, streams: list[Path], what: str) -> None:
+        self.pid = launcher.pid
+        self._launcher = launcher
+        self._what = what
+        self._said: dict[Path, bytes] = {}
+        self._readers = [_Reader(stream, self._said) for stream in streams]
+        self._streams = streams
+
+    @property
+    def ended(self) -> bool:
+        return self._launcher.poll() is not None
+
+    def wait(self, patience_s: float = PATIENCE_S) -> Ran:
+        """For its end. Raises TimeoutError, after a SIGKILL to the launcher's session, when it does not come."""
+        code = self._launcher.wait(patience_s)
+        if code is None:
+            os.killpg(self.pid, 9)
+            raise TimeoutError(f"{self._what} did not end within {patience_s:g} s")
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+        output, errors = (self._said[stream].decode(errors="replace") for stream in self._streams)
+        return Ran(code, output, errors)
+
+
+@contextmanager
+def started(ranks: int, module: str, *arguments: str, **environ: str | None) -> Iterator[Running]:
+    """A torchrun for the time of a block, which need not wait for its end. One at a time.
 
     ``module``: or, where it ends in ``.py``, the path of a script. ``environ``: changes to this process's environment;
     None removes a variable.
     """
     words = ["--standalone", "--nproc-per-node", str(ranks), "--run-path", "--start-method", "fork"]
-    return _run(TORCHRUN, *words, str(ROOT / "tests" / "zygote_rank.py"), module, *arguments, **environ)
+    with _started(TORCHRUN, *words, str(ROOT / "tests" / "zygote_rank.py"), module, *arguments, **environ) as running:
+        yield running
+
+
+def torchrun(ranks: int, module: str, *arguments: str, **environ: str | None) -> Ran:
+    """``started``, to its end. Raises TimeoutError, after a SIGKILL to its session, when that does not come."""
+    with started(ranks, module, *arguments, **environ) as running:
+        return running.wait()
 
 
 def python(module: str, *arguments: str, **environ: str | None) -> Ran:
     """The same of one process that no launcher started."""
-    return _run(module, *arguments, **environ)
+    with _started(module, *arguments, **environ) as running:
+        return running.wait()
 
 
-def _run(module: str, *arguments: str, **changes: str | None) -> Ran:
-    mine = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), **changes}
+@contextmanager
+def _started(module: str, *arguments: str, **changes: str | None) -> Iterator[Running]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # this tree first
+    mine = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": path, **changes}
     environ = {name: value for name, value in mine.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("output", "errors")]
         for stream in streams:
             os.mkfifo(stream)
         launcher = zygote().start(arguments, environ, streams[0], module=module, errors=streams[1])
-        said: dict[Path, bytes] = {}
-        readers = [_Reader(stream, said) for stream in streams]
-        code = launcher.wait(PATIENCE_S)
-        if code is None:
-            os.killpg(launcher.pid, 9)
-            raise TimeoutError(f"{module} {' '.join(arguments)} did not end within {PATIENCE_S:g} s")
-        for reader in readers:
-            reader.join(PATIENCE_S)
-    output, errors = (said[stream].decode(errors="replace") for stream in streams)
-    return Ran(code, output, errors)
+        running = Running(launcher, streams, f"{module} {' '.join(arguments)}")
+        try:
+            yield running
+        finally:
+            if not running.ended:
+                os.killpg(running.pid, 9)
+                running.wait()
 
 
 class _Reader(threading.Thread):

@@ -58,6 +58,14 @@ class ChatTemplate:
             return None
         return cls(source, {key: text for key in _SPECIAL_TOKENS if (text := _token_text(names.get(key))) is not None})
 
+    @classmethod
+    def from_file(cls, file: str | Path, folder: str | Path) -> ChatTemplate:
+        """Another template than the folder's, with the folder's special tokens. Raises TokenizerError."""
+        names = _read_object(Path(folder) / "special_tokens_map.json")
+        names |= _read_object(Path(folder) / "tokenizer_config.json")
+        texts = {key: text for key in _SPECIAL_TOKENS if (text := _token_text(names.get(key))) is not None}
+        return cls(_read_text(Path(file)), texts)
+
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """The prompt up to where the assistant answers. ``variables`` are the template's own, such as enable_thinking.
 

@@ -174,15 +174,18 @@ class EngineClient:
         heapq.heappush(self._queue, (opened.priority, opened.request_id, opened))
         return key
 
-    def cancel(self, key: Hashable) -> None:
-        """End a request soon, as CANCELLED. Its output comes in a later turn; unknown and ended keys are ignored."""
-        self._cancel(self._answers.get(key, ()))
+    def cancel(self, *keys: Hashable, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End requests soon, as CANCELLED, or as STOP where a caller that has the text found a stop string in it.
+
+        Their outputs come in later turns; unknown and ended keys are ignored. Many at once cost little more than one.
+        """
+        self._cancel([part for key in keys for part in self._answers.get(key, ())], reason)
 
     def cancel_all(self, *, unbegun: bool = False) -> None:
         """``cancel`` every request; ``unbegun``: only answers without a single token yet."""
         self._cancel(self._outputs.not_begun() if unbegun else self._outputs.live_ids())
 
-    def _cancel(self, request_ids: Iterable[int]) -> None:
+    def _cancel(self, request_ids: Iterable[int], reason: FinishReason = FinishReason.CANCELLED) -> None:
         wanted = set(request_ids)
         waiting: set[int] = set()  # of a request that waits here all answers are wanted, or none
         for _, first, request in self._queue:
@@ -192,9 +195,9 @@ class EngineClient:
             self._queue = [entry for entry in self._queue if entry[1] not in waiting]
             heapq.heapify(self._queue)
             self._queued -= len(waiting)
-            self._cancelled += [Finished(each, FinishReason.CANCELLED, ()) for each in sorted(waiting)]
+            self._cancelled += [Finished(each, reason, ()) for each in sorted(waiting)]
         for request_id in sorted(wanted - waiting):
-            self.engine.cancel(request_id, FinishReason.CANCELLED)
+            self.engine.cancel(request_id, reason)
 
     # ---- room ----
 
@@ -207,6 +210,16 @@ class EngineClient:
     def waiting(self) -> int:
         """Answers that wait here, not in the engine."""
         return self._queued
+
+    @property
+    def sequences(self) -> int:
+        """Answers that have not ended: ``n`` of each live request."""
+        return self._outputs.live
+
+    @property
+    def not_begun(self) -> int:
+        """Those of them without a single token, wherever they wait."""
+        return self._outputs.waiting
 
     def has_room(self, sequences: int = 1) -> bool:
         """Whether a request of so many answers would go to the engine at once; always true when nothing is live.

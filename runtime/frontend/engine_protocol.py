@@ -6,7 +6,7 @@ Knows: names and promises. Does not know: how an engine keeps them (runtime/engi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from runtime.config import EngineConfig
 from runtime.schedule.plan import StepOutput
@@ -25,6 +25,15 @@ class ModelFacts(Protocol):
     def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
         """Why this engine cannot draw so, and what to type; None where it can."""
         ...
+
+
+class Occupancy(NamedTuple):
+    """How full an engine is now: requests that run and that wait, KV blocks that requests hold, and all of them."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    blocks: int
 
 
 class EngineProtocol(Protocol):

@@ -24,6 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import inf
 
 from parallel.control.errors import Cause, Verdict
@@ -59,6 +60,7 @@ class Watchdog(Progress):
         self.verdict: Verdict | None = None
         self.rank = control.rank
         self.release: Callable[[], object] | None = None  # once the bundle is written: lets go of what others wait for
+        self.hear_verdict: Callable[[str], object] | None = None  # told why the job ends, before anything is written
         self._channel: Channel | None = None
         self._digest = digest
         self._leave = leave
@@ -100,6 +102,11 @@ class Watchdog(Progress):
         still = self.still_for(time.monotonic())
         ok = self.verdict is None and still <= self.limit and not self._stopping.is_set()
         return Health(ok, still, self.limit, self.step, self.place)
+
+    def silent_ranks(self, seconds: float) -> tuple[int, ...]:
+        """The ranks that this one follows and has heard nothing of for longer; from any thread."""
+        now = time.monotonic()
+        return tuple(sorted(rank for rank, sign in dict(self._outlook.signs).items() if now - sign.at > seconds))
 
     def fail(self, reason: BaseException | str) -> None:
         """This rank ends: all ranks write their bundles and leave. Does not return (unless ``leave`` does).
@@ -222,5 +229,8 @@ class Watchdog(Progress):
             if self.verdict is not None:
                 return
             self.verdict = verdict
+        if self.hear_verdict is not None:
+            with suppress(Exception):  # whoever listens must not keep this process
+                self.hear_verdict(verdict.text)
         self._last_acts.perform(verdict, self._channel, self.release)
         self._leave(exit_code(verdict))

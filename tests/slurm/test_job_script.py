@@ -30,7 +30,7 @@ def bash(folder: Path, script: str, *arguments: str, **variables: str) -> subpro
     )
 
 
-@pytest.mark.parametrize("name", ["job.sh", "generate.sbatch", "site.env"])
+@pytest.mark.parametrize("name", ["job.sh", "generate.sbatch", "serve.sbatch", "site.env"])
 def test_the_files_are_bash(name: str) -> None:
     subprocess.run(["bash", "-n", ROOT / "slurm" / name], check=True)
 
@@ -146,3 +146,48 @@ def test_the_site_s_variables_give_way_to_the_environment(tmp_path: Path) -> Non
     assert (launcher, root) == ("srun", str(ROOT))
     several = {"SLURM_JOB_NUM_NODES": "2", "LOCKSTRIDE_INTERFACE": "ib0", "LOCKSTRIDE_PYTHON": "py"}
     assert bash(tmp_path, shown, **several).stdout.split()[-1] == "=ib0"
+
+
+def serve_job(folder: Path, *options: str, **variables: str) -> tuple[str, list[str]]:
+    """What slurm/serve.sbatch says, and the words after `-m launch`, with an srun that only notes them."""
+    stubs = folder / "bin"
+    stubs.mkdir(exist_ok=True)
+    noted = folder / "noted"
+    for name, script in (("srun", f"printf '%s\\n' \"$@\" >{noted}"), ("scontrol", "echo KillWait = 30 sec")):
+        (stubs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (stubs / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "LOCKSTRIDE_"))}
+    environment |= {**JOB, "LOCKSTRIDE_LOGS": str(folder / "logs"), "LOCKSTRIDE_ROOT": str(ROOT), **variables}
+    environment["PATH"] = f"{stubs}:{environment['PATH']}"
+    ran = subprocess.run(
+        ["bash", str(ROOT / "slurm/serve.sbatch"), "--model", "M", *options],
+        env=environment, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    words = noted.read_text().splitlines()
+    return ran.stderr, words[words.index("launch") + 1 :]
+
+
+def test_a_server_s_job_says_where_it_is_and_keeps_its_key_over_a_requeue(tmp_path: Path) -> None:
+    said, words = serve_job(tmp_path)
+    key = tmp_path / "logs" / "17.api-key"
+    port = words[words.index("--port") + 1]
+    assert words[0] == "serve"
+    assert words[words.index("--host") + 1] == "0.0.0.0"
+    assert words[words.index("--drain-seconds") + 1] == "20"
+    assert words[words.index("--api-key-file") + 1] == str(key)
+    assert f":{port}/v1" in said
+    assert str(key) in said
+    assert key.stat().st_mode & 0o777 == 0o600
+    made = key.read_text()
+    assert len(made) == 48
+    serve_job(tmp_path, SLURM_RESTART_COUNT="1")
+    assert key.read_text() == made
+
+
+def test_a_server_s_job_leaves_what_was_said_alone(tmp_path: Path) -> None:
+    said, words = serve_job(tmp_path, "--host", "127.0.0.1", "--port", "9000", "--insecure")
+    assert words.count("--host") == words.count("--port") == 1
+    assert "--api-key-file" not in words
+    assert "127.0.0.1:9000" in said
+    assert not list((tmp_path / "logs").glob("*.api-key"))

@@ -1,0 +1,1 @@
+"""`serve`: an OpenAI-compatible server over one engine on all ranks."""

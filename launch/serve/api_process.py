@@ -1,0 +1,157 @@
+"""An API process: `python -m launch.serve.api_process LINK LISTENER`, started by rank 0 and by nobody else.
+
+Knows: how the application, the server and the connection to rank 0 are put together, and in which order they end.
+Does not know: routes (app.py), how it was started (processes.py), torch: it never imports it.
+
+LINK and LISTENER are file descriptors: one end of a socketpair with rank 0, and a listening socket that rank 0 keeps
+open, so that connections wait in the kernel while an API process is started again. The settings come over LINK, for a
+command line is no place for keys. SIGTERM and SIGINT are ignored: they are rank 0's business, and a launcher may send
+them to every process of a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from launch.serve.app import ServeApp
+from launch.serve.http_protocol import BoundedHeaders
+from launch.serve.metrics import Metrics
+from launch.serve.settings import ServerSettings, decoded
+from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.remote_engine import RemoteEngine
+from runtime.frontend.tokenizer import Tokenizer
+
+_SAVE_SECONDS = 1.0
+_LAST_SECONDS = 5.0  # for answers that are on their way when rank 0 is gone
+_BACKLOG = 2048
+
+log = logging.getLogger("lockstride.api")
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 after a goodbye of rank 0, 1 when it is gone without one."""
+    link, listener = (socket.socket(fileno=int(number)) for number in arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    _end_with(os.getppid())
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_serve(link, listener))
+    return int(uvloop.run(_serve(link, listener)))
+
+
+async def _serve(link: socket.socket, listener: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[bytes] = loop.create_future()
+    over = asyncio.Event()
+
+    def end(why: str | None) -> None:
+        over.set()
+        came.cancel()
+
+    engine = RemoteEngine(came.set_result, end)
+    link.setblocking(False)
+    await loop.create_connection(lambda: engine, sock=link)
+    try:
+        settings = decoded(await came)
+    except asyncio.CancelledError:
+        return 1  # rank 0 ended before it said anything
+    metrics = Metrics(Path(settings.metrics), settings.index)
+    app = ServeApp(settings, engine, metrics, *_texts(settings))
+    server = _Server(_config(app, settings))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    saving = asyncio.ensure_future(_save_now_and_then(metrics))
+    ending = asyncio.ensure_future(over.wait())
+    await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    _leave_within(_LAST_SECONDS)
+    server.should_exit = True
+    with contextlib.suppress(Exception):
+        await serving
+    saving.cancel()
+    ending.cancel()
+    metrics.save()
+    return 1 if engine.failed else 0
+
+
+def _texts(settings: ServerSettings) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Rank 0 has read them before, so that an error is told on its command line."""
+    return Tokenizer.if_any(settings.model), chat_template(settings.model, settings.chat_template)
+
+
+def chat_template(model: str, file: str | None) -> ChatTemplate | None:
+    """``file``, else the model folder's. Raises TokenizerError."""
+    if file is None:
+        return ChatTemplate.from_folder(model)
+    return ChatTemplate.from_file(file, model)
+
+
+def _config(app: ServeApp, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHeaders.within(settings.header_seconds),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=settings.keep_alive,
+        timeout_graceful_shutdown=int(_LAST_SECONDS) - 2,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+
+
+async def _save_now_and_then(metrics: Metrics) -> None:
+    while True:
+        await asyncio.sleep(_SAVE_SECONDS)
+        metrics.save()
+
+
+def _leave_within(seconds: float) -> None:
+    """Whatever still hangs on a client that does not read."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def _end_with(parent: int) -> None:
+    """The end of the connection says that rank 0 is gone; this is for a loop that does not get to hear of it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        time.sleep(_LAST_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""Answers in OpenAI's JSON: chunks of a stream, and whole answers.
+
+Knows: field names of both routes, what is the same in every chunk of a stream. Does not know: HTTP, events of a stream
+(sse.py), where tokens come from.
+
+A chunk is put together from bytes: of most of them only the text is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from launch.api import response_logprobs
+from launch.serve.requests import Asked
+from launch.serve.tools import Delta, merged
+from runtime.frontend.answer import Answer, Piece
+from runtime.frontend.outputs import TokenLogprob
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.schedule.request import FinishReason
+
+_LEAST: Final = -9999.0  # in place of minus infinity, which is no JSON; vLLM's number
+_json = msgspec.json.encode
+Row = dict[str, Any]
+
+
+class ChunkWriter:
+    """Chunks of one stream. ``begun``: choices whose role, or prompt with ``echo``, has gone out."""
+
+    def __init__(self, asked: Asked, answer_id: str, created: int, tokenizer: Tokenizer | None) -> None:
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()
+        self._offset: dict[int, int] = {}
+        kind = "chat.completion.chunk" if asked.chat else "text_completion"
+        head = {"id": answer_id, "object": kind, "created": created, "model": asked.model}
+        self._head = _json(head)[:-1] + b',"choices":['
+        # With usage asked for, the chunks before the last one have a null there, as OpenAI's do.
+        self._tail = b'],"usage":null}' if asked.include_usage else b"]}"
+        text = '"delta":{"content":' if asked.chat else '"text":'
+        self._middle = [b'{"index":%d,%s' % (i, text.encode()) for i in range(len(asked.sequences))]
+        closing = "}" if asked.chat else ""
+        self._plain_end = (closing + ',"logprobs":null,"finish_reason":null}').encode() + self._tail
+
+    def token(
+        self, index: int, piece: Piece, reason: str | None, deltas: list[Delta] | None, usage: Row | None
+    ) -> bytes:
+        """The chunk of one token. ``deltas``: what tool calls made of its text; ``usage``: where every chunk has it."""
+        asked = self._asked
+        plain = reason is None and piece.logprob is None and deltas is None and usage is None and not asked.token_ids
+        if plain and index in self._begun:
+            return self._head + self._middle[index] + _json(piece.text) + self._plain_end
+        logprobs = self._logprobs(index, piece)
+        extra = {"token_ids": [piece.token_id]} if asked.token_ids else {}
+        if not asked.chat:
+            return self._choice({"index": index, "text": self._text(index, piece.text), "logprobs": logprobs,
+                                 "finish_reason": reason, **extra}, usage)  # fmt: skip
+        delta: Row = {"content": piece.text} if deltas is None else _joined(deltas)
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", **delta}
+        return self._choice(
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **extra}, usage
+        )
+
+    def end(self, index: int, text: str, reason: str, deltas: list[Delta] | None, usage: Row | None) -> bytes:
+        """The last chunk of an answer whose end came without a token."""
+        return self.token(index, Piece(-1, text, None), reason, deltas, usage)
+
+    def usage(self, usage: Row) -> bytes:
+        """The last chunk of all: no choices."""
+        return self._head + b'],"usage":' + _json(usage) + b"}"
+
+    def _choice(self, choice: Row, usage: Row | None) -> bytes:
+        tail = self._tail if usage is None else b'],"usage":' + _json(usage) + b"}"
+        return self._head + _json(choice) + tail
+
+    def _text(self, index: int, text: str) -> str:
+        if index in self._begun or not self._asked.echo:
+            self._begun.add(index)
+            return text
+        self._begun.add(index)
+        shown = prompt_text(self._asked, index, self._tokenizer)
+        self._offset[index] = len(shown)
+        return shown + text
+
+    def _logprobs(self, index: int, piece: Piece) -> Row | None:
+        if piece.logprob is None:
+            return None
+        entry = _finite(piece.logprob)
+        if self._asked.chat:
+            return {"content": [response_logprobs.of_chat(entry, self._tokenizer)]}
+        row = response_logprobs.of_completion([(piece.token_id, entry)], self._tokenizer)
+        at = self._offset.get(index, 0)
+        self._offset[index] = at + len(row["tokens"][0])
+        return {**row, "text_offset": [at]}
+
+
+def usage_of(asked: Asked, answers: list[Answer]) -> Row:
+    """Tokens of prompts and answers; a prompt counts once, however many answers it has."""
+    generated = 0 if asked.hidden else sum(len(answer.token_ids) for answer in answers)
+    prompt = asked.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def finish_reason(answer: Answer, called: bool) -> str:
+    """OpenAI's word for how an answer ended."""
+    assert answer.reason is not None
+    if called and answer.reason is FinishReason.STOP:
+        return "tool_calls"
+    return answer.reason.label
+
+
+def prompt_text(asked: Asked, index: int, tokenizer: Tokenizer | None) -> str:
+    prompt = asked.prompt_of(index)
+    if prompt.text is not None:
+        return prompt.text
+    return "" if tokenizer is None else tokenizer.decode(prompt.token_ids)
+
+
+def whole(
+    asked: Asked,
+    answer_id: str,
+    created: int,
+    answers: list[Answer],
+    pieces: list[list[Piece]],
+    deltas: list[list[Delta]],
+    tokenizer: Tokenizer | None,
+) -> bytes:
+    """The JSON of an answer that is not streamed. ``deltas``: of each choice's text, where there are tools."""
+    choices = []
+    for index, answer in enumerate(answers):
+        first = answers[index // asked.sampling.n * asked.sampling.n]  # of the prompt: it alone scored it
+        scores = _prompt_scores(first) if asked.sampling.prompt_logprobs is not None else ()
+        if asked.chat:
+            row = _chat_choice(asked, index, answer, pieces[index], deltas[index], tokenizer)
+        else:
+            row = _completion_choice(asked, index, answer, pieces[index], scores, tokenizer)
+        if asked.token_ids:
+            row["token_ids"] = answer.token_ids
+            row["prompt_token_ids"] = asked.prompt_of(index).token_ids
+        if asked.scored_prompt:
+            row["prompt_logprobs"] = response_logprobs.of_prompt(scores, tokenizer)
+        choices.append(row)
+    return _json(
+        {
+            "id": answer_id,
+            "object": "chat.completion" if asked.chat else "text_completion",
+            "created": created,
+            "model": asked.model,
+            "choices": choices,
+            "usage": usage_of(asked, answers),
+        }
+    )
+
+
+def _chat_choice(
+    asked: Asked, index: int, answer: Answer, pieces: list[Piece], deltas: list[Delta], tokenizer: Tokenizer | None
+) -> Row:
+    content, calls = merged(deltas) if asked.tools else (answer.text, [])
+    message: Row = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    logprobs = None
+    if asked.sampling.logprobs is not None:
+        entries = [piece.logprob for piece in pieces if piece.logprob is not None]
+        logprobs = {"content": [response_logprobs.of_chat(_finite(entry), tokenizer) for entry in entries]}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason(answer, bool(calls)),
+    }
+
+
+def _completion_choice(
+    asked: Asked,
+    index: int,
+    answer: Answer,
+    pieces: list[Piece],
+    scores: Sequence[TokenLogprob | None],
+    tokenizer: Tokenizer | None,
+) -> Row:
+    text = "" if asked.hidden else answer.text
+    if asked.echo:
+        text = prompt_text(asked, index, tokenizer) + text
+    logprobs = None
+    if asked.sampling.logprobs is not None:
+        placed: list[response_logprobs.Placed] = []
+        if asked.echo:
+            placed += zip(asked.prompt_of(index).token_ids, scores, strict=False)
+        if not asked.hidden:
+            placed += [(p.token_id, None if p.logprob is None else _finite(p.logprob)) for p in pieces]
+        logprobs = response_logprobs.of_completion(placed, tokenizer)
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(answer, False)}
+
+
+def _prompt_scores(answer: Answer) -> tuple[TokenLogprob | None, ...]:
+    scores = None if answer.end is None else answer.end.prompt_logprobs
+    return () if scores is None else tuple(None if entry is None else _finite(entry) for entry in scores)
+
+
+def _finite(entry: TokenLogprob) -> TokenLogprob:
+    """``entry`` in numbers that JSON has."""
+    if entry.logprob >= _LEAST and all(value >= _LEAST for _, value in entry.top):
+        return entry
+    top = tuple((token, max(value, _LEAST)) for token, value in entry.top)
+    return replace(entry, logprob=max(entry.logprob, _LEAST), top=top)
+
+
+def _joined(deltas: list[Delta]) -> Row:
+    """What one token brought as one delta: text before a call, and pieces of calls in their order."""
+    content = "".join(delta["content"] for delta in deltas if "content" in delta)
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    if not calls:
+        return {"content": content}
+    return {"tool_calls": calls, **({"content": content} if content else {})}

@@ -1,0 +1,197 @@
+"""`serve`: an OpenAI-compatible server on rank 0, over an engine on all ranks.
+
+Knows: what surrounds the engine's turns: ranks, model folder, sockets, API processes, signals, exit codes.
+Does not know: HTTP (app.py), how turns are taken and told (runtime/frontend/engine_server.py), how an engine works.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.errors import UsageError
+from launch.ranks.process_group import joined
+from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
+from launch.ranks.signals import Interrupts
+from launch.serve.options import ServeCommand, ServeOptions
+from launch.serve.processes import ApiProcesses, listeners
+from launch.serve.settings import ServerSettings
+from runtime.config import EngineConfig
+from runtime.frontend.chat_template import ChatTemplate
+from runtime.frontend.engine_server import ApiLink, Beats, EngineServer, ServedEngine
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.schedule.request import SamplingParams
+
+OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[ServedEngine]]
+
+_NEEDED = ("uvicorn", "starlette", "httptools", "prometheus_client")
+
+log = logging.getLogger("lockstride")
+
+
+class ApiProcessesFailed(RuntimeError):
+    """The API processes die again and again: their own log says why."""
+
+
+def run(command: ServeCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
+    """The whole command on this rank; returns its exit code.
+
+    Raises UsageError, ConfigError, ModelConfigError, RendezvousError or TokenizerError before any work is done when it
+    cannot be, ApiProcessesFailed later, and whatever the engine raises.
+    """
+    rendezvous, options = discover(environ), command.serve
+    given = command.engine
+    tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
+    config = command.engine_config(tensor_parallel)
+    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
+    config = warmed_for(config, defaults)
+    if not rendezvous.topology.is_leader:
+        with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
+            return _follow(engine)
+    settings = settings_of(config, options, defaults, environ)
+    sockets, address = listeners(options.host, options.port, options.uds, options.api_processes)
+    processes, beats = ApiProcesses(settings, sockets), Beats()
+    links = processes.start()
+    try:
+        log.info("%s", config.describe())
+        beats.speak_to(links)
+        beats.start()
+        with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
+            return _lead(engine, options, processes, links, beats, address)
+    finally:
+        beats.stop()
+        for link in links:
+            link.close()  # of an engine that was never there: the processes end
+        processes.close()
+        if options.uds is not None:
+            options.uds.unlink(missing_ok=True)
+
+
+def _follow(engine: ServedEngine) -> int:
+    with Interrupts() as interrupts:  # the leader drains for all: a signal to this rank changes only its exit code
+        engine.follow()
+        return interrupts.exit_code
+
+
+def _lead(
+    engine: ServedEngine,
+    options: ServeOptions,
+    processes: ApiProcesses,
+    links: list[ApiLink],
+    beats: Beats,
+    address: str,
+) -> int:
+    def replace(lost: ApiLink, why: str) -> None:
+        processes.replace(lost, server.connect)
+
+    server = EngineServer(engine, links, beats, max_queued=options.max_queued_requests, replace=replace)
+    engine.tell_verdict(server.end)
+    with Interrupts() as interrupts:
+
+        def tend() -> None:
+            if processes.given_up.is_set():
+                raise ApiProcessesFailed("API processes die again and again: see their messages above")
+            if interrupts.signal is not None:
+                server.drain(options.drain_seconds)
+            if interrupts.hurry:
+                server.hurry()
+
+        log.info("serving on %s", address)
+        _announce(options, address)
+        server.run(tend)
+        return interrupts.exit_code
+
+
+def _announce(options: ServeOptions, address: str) -> None:
+    if options.address_file is not None:
+        temporary = options.address_file.with_name(options.address_file.name + ".tmp")
+        temporary.write_text(address + "\n")
+        temporary.replace(options.address_file)
+
+
+def settings_of(
+    config: EngineConfig, options: ServeOptions, defaults: SamplingParams, environ: Mapping[str, str]
+) -> ServerSettings:
+    """Everything that can be wrong with a command line is found here. Raises UsageError and TokenizerError."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'lockstride[serve]'")
+    model = Path(config.model)
+    if not model.is_dir():
+        raise UsageError(f"--model {model}: there is no such folder")
+    for flag, file in (("--chat-template", options.chat_template), ("--ssl-certfile", options.ssl_certfile)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"{flag} {file}: there is no such file")
+    if Tokenizer.if_any(model) is None:
+        log.warning("%s has no tokenizer.json: only token ids are understood, and answers have no text", model)
+    if options.chat_template is not None:
+        ChatTemplate.from_file(options.chat_template, model)
+    else:
+        ChatTemplate.from_folder(model)
+    keys = _keys(options, environ)
+    if not keys and not options.insecure and options.uds is None and not is_loopback(options.host):
+        raise UsageError(
+            f"--host {options.host} can be reached from other machines: set --api-key-file, or type --insecure to "
+            "serve everybody"
+        )
+    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+        raise UsageError("--ssl-keyfile is given without --ssl-certfile")
+    try:
+        release = version("lockstride")
+    except PackageNotFoundError:
+        release = "0"
+    return ServerSettings(
+        model=config.model,
+        names=tuple(options.served_model_name or (config.model,)),
+        metrics="",
+        defaults=defaults,
+        max_tokens=options.max_tokens,
+        chat_template=None if options.chat_template is None else str(options.chat_template),
+        tool_call_parser=options.tool_call_parser,
+        api_keys=keys,
+        allowed_origins=tuple(options.allowed_origins or ()),
+        root_path=options.root_path.rstrip("/"),
+        max_body_bytes=options.max_body_bytes,
+        keep_alive=options.timeout_keep_alive,
+        comment_seconds=options.sse_comment_seconds,
+        ssl_certfile=None if options.ssl_certfile is None else str(options.ssl_certfile),
+        ssl_keyfile=None if options.ssl_keyfile is None else str(options.ssl_keyfile),
+        processes=options.api_processes,
+        version=release,
+        device=config.device,
+    )
+
+
+def _keys(options: ServeOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
+    keys = list(options.api_key or ())
+    if options.api_key_file is not None:
+        try:
+            keys += [line.strip() for line in options.api_key_file.read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--api-key-file {options.api_key_file} cannot be read: {error}") from error
+        if not keys:
+            raise UsageError(f"--api-key-file {options.api_key_file} has no key in it")
+    elif not keys and environ.get("LOCKSTRIDE_API_KEY"):
+        keys.append(environ["LOCKSTRIDE_API_KEY"])
+    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
+        raise UsageError("an API key is empty or has characters that no HTTP header can carry")
+    return tuple(keys)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it; a name counts by all of its addresses."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)

@@ -1,0 +1,276 @@
+"""What a server counts, and /metrics: under vLLM's names, which tools of the field hard-code, and under lockstride:.
+
+Knows: names, labels and buckets; how the counts of several API processes become one. Does not know: when anything
+happens (app.py, generation.py tell it), what an engine's counters mean (runtime/counters.py).
+
+Each API process keeps its counts in memory and leaves them in a file once a second; whichever is asked adds up its own
+and the files of the others. A process that is started again goes on from the file of the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from runtime.frontend.serve_messages import ITERATION_BUCKETS, Ready, Stats
+
+_TTFT: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAPS: Final = (  # vLLM's begin at 0.01: useless for a fast engine
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.012, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_LATENCY: Final = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS: Final = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_CHOICES: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
+_HTTP: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+# Name -> buckets and help text, of histograms that requests fill.
+HISTOGRAMS: Final[dict[str, tuple[tuple[float, ...], str]]] = {
+    "vllm:time_to_first_token_seconds": (_TTFT, "From the request's arrival to its first token."),
+    "vllm:inter_token_latency_seconds": (_GAPS, "Between two tokens of an answer, as they reach the API process."),
+    "vllm:request_time_per_output_token_seconds": (_GAPS, "Mean time between the tokens of an answer."),
+    "vllm:e2e_request_latency_seconds": (_LATENCY, "From the request's arrival to its last token."),
+    "vllm:request_queue_time_seconds": (_LATENCY, "From the request's arrival until the engine got it."),
+    "vllm:request_inference_time_seconds": (_LATENCY, "From when the engine got the request to its last token."),
+    "vllm:request_prefill_time_seconds": (_LATENCY, "From when the engine got the request to its first token."),
+    "vllm:request_decode_time_seconds": (_LATENCY, "From the first token of the request to its last."),
+    "vllm:request_prompt_tokens": (_TOKENS, "Tokens of a prompt."),
+    "vllm:request_generation_tokens": (_TOKENS, "Tokens of all answers of a request."),
+    "vllm:request_max_num_generation_tokens": (_TOKENS, "Tokens of the longest answer of a request."),
+    "vllm:request_params_n": (_CHOICES, "n of a request."),
+    "vllm:request_params_max_tokens": (_TOKENS, "max_tokens of a request."),
+}
+COUNTERS: Final[dict[str, str]] = {
+    "vllm:prompt_tokens": "Tokens of prompts.",
+    "vllm:generation_tokens": "Tokens generated.",
+}
+_REASONS: Final = ("stop", "length", "abort", "error", "repetition")
+_LABELLED: Final = {  # engine counters by label: the label's name
+    "chain_breaks": "reason",
+    "finished": "reason",
+    "late_captures": "variant",
+    "fallbacks": "what",
+    "group_requests": "group",
+    "group_idle_steps": "group",
+}
+_LABEL: Final = re.compile(r"(\w+)\{(.*)\}")
+
+
+class Histogram(msgspec.Struct):
+    """Counts by bucket, the last one beyond all bounds."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+    def add(self, other: Histogram) -> None:
+        if len(other.counts) == len(self.counts):
+            self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+            self.sum += other.sum
+
+
+class Counts(msgspec.Struct):
+    """Everything that an API process counted. HTTP keys: method, handler and status in one text."""
+
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+    finished: dict[str, int] = msgspec.field(default_factory=dict)
+    histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
+    http: dict[str, int] = msgspec.field(default_factory=dict)
+    http_seconds: dict[str, Histogram] = msgspec.field(default_factory=dict)
+
+    def add(self, other: Counts) -> None:
+        for mine, theirs in ((self.counters, other.counters), (self.finished, other.finished), (self.http, other.http)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0) + value
+        for kept, more in ((self.histograms, other.histograms), (self.http_seconds, other.http_seconds)):
+            for name, histogram in more.items():
+                kept.setdefault(name, Histogram([0] * len(histogram.counts))).add(histogram)
+
+
+def _fresh() -> Counts:
+    histograms = {name: Histogram([0] * (len(bounds) + 1)) for name, (bounds, _) in HISTOGRAMS.items()}
+    return Counts(dict.fromkeys(COUNTERS, 0), dict.fromkeys(_REASONS, 0), histograms)
+
+
+class Metrics:
+    """The counts of this process, ``index`` of those that share ``folder``."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self._file = folder / f"metrics-{index}.msgpack"
+        self._folder = folder
+        self.own = _fresh()
+        self.own.add(_read(self._file))
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        histogram = self.own.histograms[name]
+        histogram.counts[bisect_left(HISTOGRAMS[name][0], value)] += times
+        histogram.sum += value * times
+
+    def count(self, name: str, by: int) -> None:
+        self.own.counters[name] += by
+
+    def finished(self, reason: str) -> None:
+        self.own.finished[reason] = self.own.finished.get(reason, 0) + 1
+
+    def http(self, method: str, handler: str, status: int, seconds: float) -> None:
+        key = f"{method} {handler} {status // 100}xx"
+        self.own.http[key] = self.own.http.get(key, 0) + 1
+        timed = self.own.http_seconds.setdefault(f"{method} {handler}", Histogram([0] * (len(_HTTP) + 1)))
+        timed.counts[bisect_left(_HTTP, seconds)] += 1
+        timed.sum += seconds
+
+    def save(self) -> None:
+        """For the other processes, and the next one in this one's place. A full disk costs the others' view."""
+        with contextlib.suppress(OSError):
+            temporary = self._file.with_suffix(".tmp")
+            temporary.write_bytes(msgspec.msgpack.encode(self.own))
+            os.replace(temporary, self._file)
+
+    def all(self) -> Counts:
+        """Of all processes."""
+        total = _fresh()
+        total.add(self.own)
+        for file in sorted(self._folder.glob("metrics-*.msgpack")):
+            if file != self._file:
+                total.add(_read(file))
+        return total
+
+    def text(self, model: str, ready: Ready | None, stats: Stats | None) -> bytes:
+        """The page that Prometheus reads."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Page(self.all(), model, ready, stats))
+        return generate_latest(registry)
+
+
+def _read(file: Path) -> Counts:
+    try:
+        return msgspec.msgpack.decode(file.read_bytes(), type=Counts)
+    except (OSError, msgspec.MsgspecError):
+        return Counts()
+
+
+class _Page(Collector):
+    """One look at everything."""
+
+    def __init__(self, counts: Counts, model: str, ready: Ready | None, stats: Stats | None) -> None:
+        self._counts = counts
+        self._labels = {"model_name": model, "engine": "0"}
+        self._ready = ready
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_requests()
+        yield from self._of_http()
+        if self._ready is not None:
+            info = InfoMetricFamily("vllm:cache_config", "How the KV cache was set up.")
+            info.add_metric([], {**self._labels, **self._ready.cache})
+            yield info
+        if self._stats is not None:
+            yield from self._of_engine(self._stats)
+
+    def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
+        family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Iterable[tuple[str, float]], label: str | None = None) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
+        for at, value in values:
+            family.add_metric([*self._labels.values(), *([at] if label else [])], value)
+        return family
+
+    def _of_requests(self) -> Iterator[Metric]:
+        counts = self._counts
+        for name, text in COUNTERS.items():
+            yield self._counter(name, text, [("", counts.counters[name])])
+        reasons = list(counts.finished.items())
+        yield self._counter("vllm:request_success", "Answers that ended, by reason.", reasons, "finished_reason")
+        for name, (bounds, text) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(name, text, labels=list(self._labels))
+            histogram = counts.histograms[name]
+            family.add_metric(list(self._labels.values()), _cumulated(bounds, histogram.counts), histogram.sum)
+            yield family
+
+    def _of_http(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("http_requests", "HTTP requests.", labels=["method", "handler", "status"])
+        for key, value in sorted(self._counts.http.items()):
+            requests.add_metric(key.split(" "), value)
+        yield requests
+        seconds = HistogramMetricFamily(
+            "http_request_duration_seconds", "Until the last byte of the answer.", labels=["method", "handler"]
+        )
+        for key, histogram in sorted(self._counts.http_seconds.items()):
+            seconds.add_metric(key.split(" "), _cumulated(_HTTP, histogram.counts), histogram.sum)
+        yield seconds
+
+    def _of_engine(self, stats: Stats) -> Iterator[Metric]:
+        counters = stats.counters
+        yield self._gauge("vllm:num_requests_running", "Sequences that have begun.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that no step has begun.", stats.queued)
+        yield self._gauge(
+            "vllm:num_requests_waiting_by_reason", "The same, by what they wait for.", stats.queued, reason="capacity"
+        )
+        usage = stats.used_blocks / stats.blocks if stats.blocks else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1.", usage)
+        preempted = [("", counters.get("evictions", 0.0))]
+        yield self._counter("vllm:num_preemptions", "Requests that lost slot and blocks for a while.", preempted)
+        looked_up = [("", float(self._counts.counters["vllm:prompt_tokens"]))]
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", looked_up)
+        hits = [("", counters.get("prefix_hit_tokens", 0.0))]
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.", hits)
+        yield self._counter("vllm:prompt_tokens_cached", "The same.", hits)
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            count = [("", counters.get(f"spec_{name}", 0.0))]
+            yield self._counter(f"vllm:spec_decode_{name}", "Speculation; 0 without a proposer.", count)
+        iterations = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens that a step generated.", labels=list(self._labels)
+        )
+        cumulated = _cumulated(tuple(map(float, ITERATION_BUCKETS)), stats.iterations)
+        iterations.add_metric(list(self._labels.values()), cumulated, stats.iteration_tokens)
+        yield iterations
+        yield from self._of_chain(stats)
+
+    def _of_chain(self, stats: Stats) -> Iterator[Metric]:
+        labelled: dict[str, list[tuple[str, float]]] = {name: [] for name in _LABELLED}
+        for name, value in stats.counters.items():
+            found = _LABEL.fullmatch(name)
+            if found is None:
+                yield self._counter(f"lockstride:{name}", "See runtime/counters.py.", [("", value)])
+            elif found.group(1) in labelled:
+                labelled[found.group(1)].append((found.group(2), value))
+        for name, values in labelled.items():
+            yield self._counter(f"lockstride:{name}", "See runtime/counters.py.", values, _LABELLED[name])
+        restarts = [("", float(stats.restarts))]
+        yield self._counter("lockstride:api_process_restarts", "API processes that had to be started again.", restarts)
+        gone = [("", float(stats.disconnected))]
+        yield self._counter("lockstride:disconnected", "Sequences cancelled, for nobody waited any more.", gone)
+
+
+def _cumulated(bounds: tuple[float, ...], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """As Prometheus has it: each bucket with all below it."""
+    total, buckets = 0, []
+    for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets

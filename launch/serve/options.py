@@ -1,0 +1,139 @@
+"""The command line of `serve`: its own options, beside the engine's.
+
+Knows: flags, defaults and units. Does not know: what is done with them (serve/command.py), the engine's options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.engine_options import add_engine_options
+from launch.serve.settings import MAX_BODY_BYTES, ToolParser
+from launch.values import at_least_one, bounded, number, whole_number
+from runtime.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `serve` needs beside the engine's own options."""
+
+    host: str
+    port: int
+    uds: Path | None
+    api_processes: int
+    api_key: list[str] | None
+    api_key_file: Path | None
+    insecure: bool
+    served_model_name: list[str] | None
+    root_path: str
+    allowed_origins: list[str] | None
+    ssl_certfile: Path | None
+    ssl_keyfile: Path | None
+    chat_template: Path | None
+    tool_call_parser: ToolParser
+    max_queued_requests: int
+    max_body_bytes: int
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    generation_config: Literal["auto", "none"]
+    timeout_keep_alive: int
+    sse_comment_seconds: float
+    drain_seconds: float
+    address_file: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """A parsed command line. ``engine`` holds the EngineConfig fields that were given, and only those."""
+
+    name: str
+    engine: Mapping[str, Any]
+    serve: ServeOptions
+
+    def engine_config(self, tensor_parallel: int) -> EngineConfig:
+        """``tensor_parallel``: as check_degrees found it. Raises ConfigError."""
+        return EngineConfig(**{**self.engine, "tensor_parallel": tensor_parallel})
+
+
+def serve_command(given: dict[str, Any], engine: Mapping[str, Any]) -> ServeCommand:
+    """From what argparse found, the engine's options taken out."""
+    return ServeCommand("serve", engine, ServeOptions(**given))
+
+
+def add_serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        description="Serve completions and chats over HTTP, as OpenAI's API does. SIGTERM drains: what runs may finish "
+        "within --drain-seconds; a second one ends it. Exit code: 143 or 130 after SIGTERM or SIGINT, 2 the command "
+        "line is wrong, 70 the engine failed.",
+        allow_abbrev=False,
+    )
+    _add_options(serve)
+    add_engine_options(serve.add_argument_group("engine"))
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    def option(flag: str, help_text: str, unit: str, read: Callable[[str], Any], default: Any, shown: str = "") -> None:
+        help_text = f"{help_text} (default: {shown or default}) [{unit}]"
+        parser.add_argument(flag, help=help_text, type=read, default=default, metavar=unit.upper())
+
+    def several(flag: str, help_text: str, unit: str, shown: str) -> None:
+        parser.add_argument(
+            flag, nargs="+", default=None, metavar=unit.upper(), help=f"{help_text} (default: {shown}) [{unit}]"
+        )
+
+    option("--host", "address to listen on; beyond loopback only with --api-key or --insecure", "address", str,
+           "127.0.0.1")  # fmt: skip
+    option("--port", "port to listen on; 0 takes a free one", "port", bounded(whole_number, 0, 65535), 8000)
+    option("--uds", "Unix socket to listen on instead of a port", "file", Path, None, "none")
+    option("--api-processes", "processes for HTTP, templates, tokenizing and JSON", "processes",
+           bounded(at_least_one, 1, 64), 1)  # fmt: skip
+    several("--api-key", "keys that clients must send; better in --api-key-file: others may see command lines", "key",
+            "LOCKSTRIDE_API_KEY, else none")  # fmt: skip
+    option("--api-key-file", "file with such keys, one a line", "file", Path, None, "none")
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow everybody who can reach the address (default: off) [switch]"
+    )
+    several("--served-model-name", "names of the model in requests; the first is reported", "name", "--model")
+    option("--root-path", "path under which a proxy passes requests on", "path", str, "", "none")
+    several("--allowed-origins", "web pages of these origins may call (CORS)", "origin", "none")
+    option("--ssl-certfile", "TLS certificate", "file", Path, None, "none: HTTP")
+    option("--ssl-keyfile", "its key", "file", Path, None, "in --ssl-certfile")
+    option("--chat-template", "chat template instead of the model folder's", "file", Path, None, "the model folder's")
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "none"),
+        default="hermes",
+        help="how tool calls are written in the model's text; none refuses tools (default: hermes) [word]",
+    )
+    option("--max-queued-requests", "answers that may wait for their first step; more are refused with 503", "answers",
+           at_least_one, 4096)  # fmt: skip
+    option("--max-body-bytes", "longest body of a request; longer ones are refused with 413", "bytes",
+           bounded(whole_number, 1, 1 << 30), MAX_BODY_BYTES)  # fmt: skip
+    silent = "default for requests without one: "
+    option("--max-tokens", silent + "maximum number of output tokens", "tokens", at_least_one, None,
+           "16; chats: what fits")  # fmt: skip
+    option("--temperature", silent + "sampling temperature, 0 is greedy", "number", bounded(number, 0), None, "1.0")
+    option("--top-p", silent + "top-p", "share", bounded(number, 1e-9, 1), None, "1.0")
+    option("--top-k", silent + "top-k, 0 is all tokens", "tokens", bounded(whole_number, 0, 2**31 - 1), None, "0")
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="sampling parameters that neither request nor option gives; auto takes them from the model's "
+        "generation_config.json, none the API's defaults (default: auto) [word]",
+    )
+    option("--timeout-keep-alive", "an idle connection is kept for so long", "seconds", at_least_one, 120)
+    option("--sse-comment-seconds", "send a comment after so long a silence in a stream; some clients break on them",
+           "seconds", bounded(number, 0), 0.0, "0: never")  # fmt: skip
+    option("--drain-seconds", "after SIGTERM or SIGINT, time for running requests to finish", "seconds",
+           bounded(number, 0), 20.0)  # fmt: skip
+    option("--address-file", "file for the address, written once it is ready to answer", "file", Path, None,
+           "not written")  # fmt: skip

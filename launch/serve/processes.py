@@ -1,0 +1,193 @@
+"""The API processes of rank 0: started before the model is loaded, started again when they die, gone when it ends.
+
+Knows: listening sockets, what a child inherits, how often a process may die. Does not know: what the processes do
+(api_process.py), what becomes of their requests (runtime/frontend/engine_server.py).
+
+Rank 0 holds the listening sockets, one for each process (SO_REUSEPORT): while a process is started again, connections
+wait in the kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from launch.errors import UsageError
+from launch.serve.settings import ServerSettings, encoded
+from runtime.frontend.engine_server import ApiLink
+from runtime.frontend.serve_messages import Setup
+
+_ROOT = Path(__file__).resolve().parents[2]
+_BACKLOG = 2048
+_LINK_BYTES = 4 << 20  # the kernel's buffer of a connection
+_MOST_DEATHS = 5
+_WITHIN_SECONDS = 30.0
+_END_SECONDS = 6.0
+
+log = logging.getLogger("lockstride")
+
+
+@dataclass(slots=True)
+class _Child:
+    index: int
+    process: subprocess.Popen[bytes]
+    link: ApiLink
+
+
+class ApiProcesses:
+    """``start`` once; ``links`` are their connections. ``replace`` is asked for a new one in place of a lost one."""
+
+    def __init__(self, settings: ServerSettings, listeners: Sequence[socket.socket]) -> None:
+        self._settings = settings
+        self._listeners = list(listeners)
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstride-serve-")
+        self._children: dict[ApiLink, _Child] = {}
+        self._deaths: deque[float] = deque()
+        self._lock = threading.Lock()
+        self._closing = False
+        self.given_up = threading.Event()  # they die again and again
+
+    def start(self) -> list[ApiLink]:
+        return [self._start(index).link for index in range(len(self._listeners))]
+
+    def replace(self, lost: ApiLink, connect: Callable[[ApiLink], object]) -> None:
+        """In a thread of its own, for a dead process must be waited for; ``connect`` is called there."""
+        threading.Thread(target=self._replace, args=(lost, connect), name="api restart", daemon=True).start()
+
+    def close(self) -> None:
+        """Wait for those that were said goodbye to; kill what does not leave."""
+        with self._lock:
+            self._closing = True
+            children = list(self._children.values())
+        until = time.monotonic() + _END_SECONDS
+        for child in children:
+            try:
+                child.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            child.link.close()
+        for listener in self._listeners:
+            listener.close()
+        self._folder.cleanup()
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children.values()]
+
+    def _start(self, index: int) -> _Child:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        for end in (mine, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LINK_BYTES)
+        listener = self._listeners[index]
+        handed = (theirs.fileno(), listener.fileno())
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch.serve.api_process", *map(str, handed)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"},
+            pass_fds=handed,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        link = ApiLink(mine)
+        settings = msgspec.structs.replace(self._settings, index=index, metrics=self._folder.name)
+        link.send(Setup(encoded(settings)))
+        child = _Child(index, process, link)
+        self._children[link] = child
+        return child
+
+    def _replace(self, lost: ApiLink, connect: Callable[[ApiLink], object]) -> None:
+        child = self._children.pop(lost, None)
+        if child is None:
+            return
+        with suppress(OSError):
+            child.process.kill()  # its connection is closed: whatever it does, nobody hears of it
+        child.process.wait()
+        with self._lock:
+            now = time.monotonic()
+            self._deaths.append(now)
+            while self._deaths and now - self._deaths[0] > _WITHIN_SECONDS:
+                self._deaths.popleft()
+            if len(self._deaths) > _MOST_DEATHS:
+                log.error("API processes died %d times within %g s", len(self._deaths), _WITHIN_SECONDS)
+                self.given_up.set()
+                return
+            if self._closing:
+                return
+            fresh = self._start(child.index)
+        connect(fresh.link)
+
+
+def listeners(host: str, port: int, uds: Path | None, processes: int) -> tuple[list[socket.socket], str]:
+    """A listening socket for each process, and the address that clients type. Raises UsageError where it is taken.
+
+    Port 0 takes a free one. A Unix socket is one, shared by all processes; its file is made for this user alone.
+    """
+    if uds is not None:
+        return _unix_listeners(uds, processes)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made: list[socket.socket] = []
+    try:
+        for _ in range(processes):
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            made.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if processes > 1:
+                if len(made) == 1:
+                    _refuse_taken(family, host, port)  # SO_REUSEPORT would share it with whoever else asks for that
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)
+            port = listener.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        for listener in made:
+            listener.close()
+        raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}") from error
+    shown = f"[{host}]" if family == socket.AF_INET6 else host
+    return made, f"http://{shown}:{port}"
+
+
+def _refuse_taken(family: int, host: str, port: int) -> None:
+    if port:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+
+
+def _unix_listeners(path: Path, processes: int) -> tuple[list[socket.socket], str]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # of a server that was killed
+        before = os.umask(0o077)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"--uds {path} cannot be listened on: {error}") from error
+    return [listener, *(listener.dup() for _ in range(processes - 1))], f"unix:{path}"
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

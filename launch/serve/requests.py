@@ -1,0 +1,389 @@
+"""From a body to the sequences that an engine is asked for, or to the error that the client gets.
+
+Knows: defaults, prompts, chat templates, what a client may name the model. Does not know: HTTP, how answers are
+written down (chunks.py), the engine.
+
+Everything here may be called in a worker thread: a long prompt takes long to tokenise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from launch.api.parser import COMPLETION_MAX_TOKENS
+from launch.api.schema import SamplingFields, sampling_params
+from launch.serve.bodies import Body, ChatBody, CompletionBody, TokenizeBody, Tool, refuse_unsupported
+from launch.serve.errors import ApiError, bad_request, unsupported
+from launch.serve.settings import ServerSettings
+from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
+from runtime.frontend.remote_engine import SequenceRequest
+from runtime.frontend.serve_messages import Ready
+from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.validation import (
+    RequestError,
+    checked_priority,
+    checked_prompt,
+    checked_sampling,
+    checked_text,
+    stop_ids_of,
+)
+from runtime.schedule.request import SamplingParams
+
+MAX_SEQUENCES = 1024  # of one HTTP request: prompts x n
+_RANDOM = random.SystemRandom()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``text``: as it was given, or as the chat template wrote it; None where token ids were given."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request. Answer ``i`` of prompt ``p`` is choice ``p * n + i``, and the sequence of that number.
+
+    ``hidden``: max_tokens is 0: one token is generated, for the prompt's log-probabilities, and not shown.
+    """
+
+    chat: bool
+    model: str
+    prompts: tuple[Prompt, ...]
+    sequences: tuple[SequenceRequest, ...]
+    sampling: SamplingParams  # as asked for, with n and stop strings
+    stop_token_ids: tuple[int, ...]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool = False
+    hidden: bool = False
+    scored_prompt: bool = False  # vLLM's prompt_logprobs were asked for
+    tools: bool = False
+    token_ids: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a choice."""
+        return self.prompts[index // self.sampling.n]
+
+
+class RequestBuilder:
+    """For one model. ``tokenizer`` and ``chat`` are None where its folder has none."""
+
+    def __init__(
+        self, settings: ServerSettings, ready: Ready, tokenizer: Tokenizer | None, chat: ChatTemplate | None
+    ) -> None:
+        self._settings = settings
+        self._ready = ready
+        self._tokenizer = tokenizer
+        self._chat = chat
+
+    def completion(self, body: CompletionBody) -> Asked:
+        """Raises ApiError."""
+        name = self._common(body)
+        echo, hidden = bool(body.echo), body.max_tokens == 0
+        if hidden:
+            if not echo:
+                raise bad_request("max_tokens is 0, but must be at least 1 unless echo is true", "max_tokens")
+            body.max_tokens = 1
+        if echo and body.prompt_logprobs is None:
+            body.prompt_logprobs = body.logprobs  # the prompt's tokens stand among the answer's
+            scored = False
+        else:
+            scored = body.prompt_logprobs is not None
+        if body.stream and body.prompt_logprobs is not None:
+            raise bad_request("stream is true: log-probabilities of the prompt come with whole answers only", "stream")
+        prompts = self._prompts(body)
+        asked = COMPLETION_MAX_TOKENS if self._settings.max_tokens is None else self._settings.max_tokens
+        return self._asked(
+            body, name, prompts, body.max_tokens, asked, body.logprobs, False, echo=echo, hidden=hidden, scored=scored
+        )
+
+    def chat(self, body: ChatBody) -> Asked:
+        """Raises ApiError."""
+        name = self._common(body)
+        tools = self._tools(body)
+        if body.top_logprobs is not None and not body.logprobs and body.top_logprobs > 0:
+            raise bad_request("top_logprobs is set, but logprobs is not true", "top_logprobs")
+        if body.stream and body.prompt_logprobs is not None:
+            raise bad_request("stream is true: log-probabilities of the prompt come with whole answers only", "stream")
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        text = self._rendered(body.messages, tools, variables, body.documents)
+        ids = self._encoded(text, add_special_tokens=bool(body.add_special_tokens))  # the template wrote them
+        ids = self._fitting(ids, body.truncate_prompt_tokens, "messages")
+        given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        otherwise = self._ready.max_model_len if self._settings.max_tokens is None else self._settings.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        parsed = bool(tools) and self._settings.tool_call_parser == "hermes"
+        scored = body.prompt_logprobs is not None
+        return self._asked(
+            body, name, (Prompt(text, ids),), given, otherwise, logprobs, True, scored=scored, tools=parsed
+        )
+
+    def tokens(self, body: TokenizeBody) -> tuple[int, ...]:
+        """Of /tokenize; as long as may be. Raises ApiError."""
+        self.model_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if body.messages is not None:
+            tools = [_plain_tool(tool) for tool in body.tools or ()]
+            text = self._rendered(body.messages, tools, dict(body.chat_template_kwargs or {}), None)
+            return self._encoded(text, add_special_tokens=bool(body.add_special_tokens))
+        return self._encoded(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name that the answer carries. Raises ApiError 404 for one that is not served."""
+        names = self._settings.names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            raise ApiError(
+                404, f"the model {asked[:200]!r} is not served here: {', '.join(names)}", code="model_not_found",
+                param="model",
+            )  # fmt: skip
+        return asked
+
+    # ---- parts ----
+
+    def _common(self, body: Body) -> str:
+        name = self.model_name(body.model)
+        refuse_unsupported(body)
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options are set, but stream is not true", "stream_options")
+        return name
+
+    def _prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
+        """A text, texts, ids, or lists of ids."""
+        given = body.prompt
+        each: list[Any]
+        if isinstance(given, str) or (given and all(isinstance(part, int) for part in given)):
+            each = [given]
+        else:
+            each = list(given)
+        if not each:
+            raise bad_request("the prompt is empty: give at least one", "prompt")
+        if len(each) * (body.n or 1) > MAX_SEQUENCES:
+            raise bad_request(f"more than {MAX_SEQUENCES} answers of one request: send several", "prompt")
+        prompts = []
+        for one in each:
+            if isinstance(one, int):
+                raise bad_request("the prompt mixes token ids with texts or lists", "prompt")
+            if isinstance(one, str):
+                ids = self._encoded(one, add_special_tokens=body.add_special_tokens is not False)
+            else:
+                ids = tuple(one)
+            prompts.append(
+                Prompt(
+                    one if isinstance(one, str) else None,
+                    self._fitting(ids, body.truncate_prompt_tokens, "prompt"),
+                )
+            )
+        return tuple(prompts)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", "prompt")
+        try:
+            if not checked_text("the prompt", text):
+                raise bad_request("the prompt is empty: give at least one character", "prompt")
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except RequestError as error:
+            raise bad_request(str(error), "prompt") from None
+        except ApiError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise bad_request(f"the prompt cannot be tokenised: {error}", "prompt") from error
+
+    def _fitting(self, ids: tuple[int, ...], truncate: int | None, param: str) -> tuple[int, ...]:
+        """Checked; the last ``truncate`` of them, or as many as leave room for an answer for -1."""
+        most = self._ready.max_model_len
+        if truncate is not None:
+            if truncate == 0 or truncate < -1 or truncate >= most:
+                raise bad_request(
+                    f"truncate_prompt_tokens is {truncate}, but must be -1 or 1 to {most - 1}", "truncate_prompt_tokens"
+                )
+            ids = ids[-(most - 1 if truncate == -1 else truncate) :]
+        if len(ids) >= most:
+            raise bad_request(
+                f"this model's maximum context length is {most} tokens, but the prompt has {len(ids)}, which leaves no "
+                "room for an answer: shorten it",
+                param,
+                "context_length_exceeded",
+            )
+        try:
+            return checked_prompt(ids, self._ready.vocab_size, most)
+        except RequestError as error:
+            raise bad_request(str(error), param) from None
+
+    def _asked(
+        self,
+        body: Body,
+        name: str,
+        prompts: tuple[Prompt, ...],
+        given: int | None,
+        otherwise: int,
+        logprobs: int | None,
+        chat: bool,
+        *,
+        echo: bool = False,
+        hidden: bool = False,
+        scored: bool = False,
+        tools: bool = False,
+    ) -> Asked:
+        try:
+            max_tokens = given if given is not None else max(otherwise, body.min_tokens or 0)
+            said = sampling_params(
+                cast(SamplingFields, body), self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs
+            )
+            if said.top_k == -1:  # vLLM's old word for all tokens
+                said = replace(said, top_k=0)
+            sampling = checked_sampling(said, self._ready.vocab_size)
+            stops = stop_ids_of(sampling, self._ready.eos_token_ids)
+            priority = checked_priority(body.priority or 0)
+        except RequestError as error:
+            text = str(error)
+            param = text.split(" ", 1)[0]
+            raise bad_request(text, param if hasattr(body, param) else None) from None
+        if sampling.stop and self._tokenizer is None:
+            raise bad_request("stop strings need a tokenizer, and the model folder has none", "stop")
+        options = body.stream_options
+        return Asked(
+            chat,
+            name,
+            prompts,
+            tuple(_sequences(prompts, sampling, stops, priority, self._ready.max_model_len)),
+            sampling,
+            stops,
+            bool(body.stream),
+            options is not None and bool(options.include_usage),
+            options is not None and bool(options.continuous_usage_stats),
+            echo,
+            hidden,
+            scored,
+            tools,
+            bool(body.return_token_ids),
+        )
+
+    def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
+        """What the template is told of tools; none where the model may not call any."""
+        choice = body.tool_choice
+        if not body.tools:
+            if choice not in (None, "none", "auto"):
+                raise bad_request("tool_choice is set, but there are no tools", "tool_choice")
+            return []
+        if choice == "none":
+            return []
+        if choice not in (None, "auto"):
+            raise unsupported("tool_choice", "only none and auto are; others need constrained decoding")
+        if self._settings.tool_call_parser == "none":
+            raise unsupported("tools", "the server was started with --tool-call-parser none")
+        return [_plain_tool(tool) for tool in body.tools]
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        documents: list[dict[str, Any]] | None,
+    ) -> str:
+        if self._chat is None:
+            raise bad_request(
+                "the model folder has no chat template: start with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        if not messages:
+            raise bad_request("messages is empty: give at least one message", "messages")
+        plain = [_plain_message(at, message) for at, message in enumerate(messages)]
+        if tools:
+            variables["tools"] = tools
+        if documents:
+            variables["documents"] = documents
+        try:
+            return self._chat.render(plain, variables)
+        except ChatTemplateError as error:
+            raise bad_request(str(error), "messages") from None
+
+
+def _sequences(
+    prompts: Iterable[Prompt], sampling: SamplingParams, stops: tuple[int, ...], priority: int, most: int
+) -> Iterable[SequenceRequest]:
+    """Answer i of a prompt is drawn with seed + i, so that each can be had again alone."""
+    base = _RANDOM.getrandbits(63) if sampling.seed is None else sampling.seed
+    for prompt in prompts:
+        room = most - len(prompt.token_ids)
+        for i in range(sampling.n):
+            one = replace(
+                sampling,
+                n=1,
+                stop=(),
+                seed=(base + i + 2**63) % 2**64 - 2**63,
+                max_tokens=min(sampling.max_tokens, room),
+                min_tokens=min(sampling.min_tokens, room),
+                prompt_logprobs=sampling.prompt_logprobs if i == 0 else None,  # the prompt is the same
+            )
+            yield SequenceRequest(prompt.token_ids, one, stops, priority)
+
+
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    function = tool.function
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _plain_message(at: int, message: dict[str, Any]) -> dict[str, Any]:
+    """As chat templates want it: content is one text, arguments of tool calls are objects. Raises ApiError."""
+    where = f"messages[{at}]"
+    if not isinstance(message.get("role"), str):
+        raise bad_request(f"{where} has no role", "messages")
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        plain["content"] = "".join(_part_text(where, part) for part in content)
+    elif content is None:
+        if message["role"] != "assistant":
+            raise bad_request(f"{where} has no content", "messages")
+        plain["content"] = ""
+    elif not isinstance(content, str):
+        raise bad_request(f"{where}.content must be a text, or a list of text parts", "messages")
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_plain_call(where, call) for call in _listed(where, plain["tool_calls"])]
+    return plain
+
+
+def _listed(where: str, calls: object) -> list[Any]:
+    if not isinstance(calls, list):
+        raise bad_request(f"{where}.tool_calls must be a list", "messages")
+    return calls
+
+
+def _part_text(where: str, part: object) -> str:
+    if isinstance(part, dict) and part.get("type") in ("text", "input_text") and isinstance(part.get("text"), str):
+        return cast(str, part["text"])
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise bad_request(f"{where}.content has a part of type {kind!r}, but only text is understood", "messages")
+
+
+def _plain_call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise bad_request(f"{where}.tool_calls has an entry without a function", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"{where}.tool_calls has arguments that are not JSON: {error}", "messages") from None
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,56 @@
+"""What rank 0 tells an API process before anything else: how to listen, what to serve under which names, limits.
+
+Knows: the settings and their defaults. Does not know: the command line they come from (options.py), how they are acted
+on (app.py, api_process.py).
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from runtime.schedule.request import SamplingParams
+
+MAX_BODY_BYTES: Final = 32 << 20
+ToolParser = Literal["hermes", "none"]
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``names``: what the model is called in requests; the first is reported. ``defaults``: sampling where a request
+    does not say; ``max_tokens`` the same for that one, None for the OpenAI API's.
+
+    ``index`` of ``processes``: which API process this is. ``metrics``: a folder where all of them leave their counts.
+    ``version``: Lockstride's. ``retry_after``: seconds that a refused client is told to wait.
+    """
+
+    model: str
+    names: tuple[str, ...]
+    metrics: str
+    defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    chat_template: str | None = None
+    tool_call_parser: ToolParser = "hermes"
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_choices: int = 128
+    keep_alive: int = 120
+    header_seconds: float = 30.0
+    comment_seconds: float = 0.0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    index: int = 0
+    processes: int = 1
+    retry_after: int = 1
+    version: str = "0"
+    device: str = "cpu"
+
+
+def encoded(settings: ServerSettings) -> bytes:
+    return msgspec.json.encode(settings)
+
+
+def decoded(data: bytes) -> ServerSettings:
+    return msgspec.json.decode(data, type=ServerSettings)

@@ -1,0 +1,527 @@
+"""EngineServer: rank 0's side of the API processes. It takes the engine's turns and tells them what came of them.
+
+Knows: who submitted what, when an API process is lost, how an engine that drains comes to its end.
+Does not know: HTTP, text, tokenizers (all in the API processes), how processes are started (launch/serve/processes.py).
+
+    the engine's thread   orders from all sockets -> a turn -> one message to each API process; never blocks on them
+    the beat thread       twice a second: how the engine gets on, also while its thread waits for another rank
+
+An API process that dies, breaks the protocol or takes nothing any more loses its connection: its requests are cancelled
+on all ranks, and whoever starts API processes is asked for another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+from runtime.frontend.client import EngineClient, PreparedPrompt, PromptRequest, Turn
+from runtime.frontend.engine_protocol import EngineProtocol, Occupancy
+from runtime.frontend.outputs import Delta, RequestOutput
+from runtime.frontend.serve_messages import (
+    ITERATION_BUCKETS,
+    Beat,
+    Bye,
+    Columns,
+    Drain,
+    Drop,
+    Ended,
+    FrameReader,
+    FrameRefused,
+    Opened,
+    Ready,
+    Scored,
+    Stats,
+    Step,
+    Submit,
+    ToApi,
+    WireLogprob,
+    framed,
+    from_api,
+    pack_tokens,
+    unpack_tokens,
+)
+from runtime.frontend.validation import RequestError, fitted
+from runtime.schedule.plan import StepOutput
+from runtime.schedule.request import FinishReason
+
+_IDLE_SECONDS = 0.25  # longest wait for an order before the engine is asked again
+_BEAT_SECONDS = 0.5
+_STATS_SECONDS = 0.5
+_SILENT_SECONDS = 3.0  # a rank that said nothing for so long is named
+_MOST_UNSENT = 64 << 20  # bytes that an API process may be behind before it is given up
+_READ_BYTES = 1 << 20
+_FLUSH_SECONDS = 2.0
+
+log = logging.getLogger("lockstride")
+
+
+class ServedEngine(EngineProtocol, Protocol):
+    """What serving needs of an engine beyond its turns."""
+
+    @property
+    def occupancy(self) -> Occupancy: ...
+    def silent_ranks(self, seconds: float) -> tuple[int, ...]:
+        """Ranks that have said nothing for longer. From any thread."""
+        ...
+
+    def tell_verdict(self, hear: Callable[[str], object]) -> None:
+        """Has ``hear`` called with the reason, when the watchdog ends the job and before the process leaves."""
+        ...
+
+
+class ApiLink:
+    """Rank 0's end of the connection to one API process. ``send`` never blocks, and may be called in any thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self.lost: str | None = None  # why nothing goes here any more
+        self._reader = FrameReader()
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def behind(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._unsent)
+
+    def send(self, message: ToApi) -> None:
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        with self._lock:
+            if self.lost is not None:
+                return
+            self._unsent.append(memoryview(frame))
+            self._unsent_bytes += len(frame)
+            self._flush()
+            if self._unsent_bytes > _MOST_UNSENT:
+                self.lost = f"it has not read {self._unsent_bytes >> 20} MiB of answers"
+
+    def flush(self) -> None:
+        with self._lock:
+            if self.lost is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent[0])
+                self._unsent_bytes -= sent
+                if sent < len(self._unsent[0]):
+                    self._unsent[0] = self._unsent[0][sent:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lost = f"its connection broke: {error.strerror}"
+
+    def receive(self) -> list[Submit | Drop]:
+        """What has come. Sets ``lost`` at the end of the connection and for what is no message."""
+        orders: list[Submit | Drop] = []
+        try:
+            while self.lost is None:
+                data = self.socket.recv(_READ_BYTES)
+                if not data:
+                    self.lost = "it ended"
+                    break
+                orders += [from_api(body) for body in self._reader.bodies(data)]
+                if len(data) < _READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except FrameRefused as error:
+            self.lost = f"it broke the protocol: {error}"
+        except OSError as error:
+            self.lost = f"its connection broke: {error.strerror}"
+        return orders
+
+    def close(self) -> None:
+        with self._lock:
+            self.lost = self.lost or "closed"
+            self.socket.close()
+
+
+class _Owner(NamedTuple):
+    """Whose sequence it is, and the API process's own id for it."""
+
+    link: ApiLink
+    local: int
+
+
+class _News:
+    """What one API process is told of a turn."""
+
+    def __init__(self) -> None:
+        self.opened: list[Opened] = []
+        self.scored: list[Scored] = []
+        self.ended: list[Ended] = []
+
+    def step(self, columns: Columns | None) -> Step | None:
+        if columns is None and not (self.opened or self.scored or self.ended):
+            return None
+        return Step(columns, tuple(self.opened), tuple(self.scored), tuple(self.ended))
+
+
+class Beats:
+    """The beat thread: from before the engine is loaded until the end, whatever the engine's thread is waiting for.
+
+    ``add`` connections, ``attend`` an engine once there is one; ``progress`` is called by the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self._links: tuple[ApiLink, ...] = ()
+        self._engine: ServedEngine | None = None
+        self._turns = 0
+        self._place, self._number = "load", 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="api beats", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def speak_to(self, links: Sequence[ApiLink]) -> None:
+        self._links = tuple(links)
+
+    def attend(self, engine: ServedEngine) -> None:
+        self._engine = engine
+
+    def progress(self, place: str, step: int) -> None:
+        self._turns += 1
+        self._place, self._number = place, step
+
+    def _run(self) -> None:
+        seen, since = -1, time.monotonic()
+        while not self._stopping.wait(_BEAT_SECONDS):
+            now = time.monotonic()
+            engine, loading = self._engine, self._engine is None
+            if loading or self._turns != seen:
+                seen, since = self._turns, now
+            silent = () if engine is None else engine.silent_ranks(_SILENT_SECONDS)
+            frame = framed(Beat(now - since, self._place, self._number, silent))
+            for link in self._links:
+                link.send_frame(frame)
+
+
+class EngineServer:
+    """``run`` takes the engine's turns until ``close`` or a drain is over; see the module's docstring.
+
+    ``max_queued``: sequences that may wait for their first step; more are refused. ``replace``: asked, with why, for
+    a new connection in place of a lost one; it comes through ``connect``, from any thread, or never.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        links: Sequence[ApiLink],
+        beats: Beats,
+        *,
+        max_queued: int,
+        replace: Callable[[ApiLink, str], object],
+    ) -> None:
+        self._engine = engine
+        self._client = EngineClient(engine, text=False, clock=time.monotonic)
+        self._beats = beats
+        self._links = list(links)
+        self._fresh: deque[ApiLink] = deque()
+        self._replace = replace
+        self._max_queued = max_queued
+        self._owners: dict[Hashable, _Owner] = {}  # by the client's key, which is the engine's request id
+        self._keys: dict[ApiLink, dict[int, Hashable]] = {link: {} for link in links}
+        self._news: dict[ApiLink, _News] = {}
+        self._stats_at = 0.0
+        self._draining: float | None = None  # when what runs then is cancelled
+        self._hurried: float | None = None  # when it is left alone even if it has not come back
+        self.restarts = 0
+        self.disconnected = 0  # sequences that were cancelled because nobody waited for them any more
+        self._iterations = [0] * (len(ITERATION_BUCKETS) + 1)
+        self._iteration_tokens = 0
+        beats.attend(engine)
+
+    # ---- what others call ----
+
+    def connect(self, link: ApiLink) -> None:
+        """From any thread: one more API process."""
+        self._fresh.append(link)
+
+    def drain(self, seconds: float) -> None:
+        """Take nothing new; after ``seconds`` what still runs is cancelled, and ``run`` returns."""
+        if self._draining is None:
+            self._draining = time.monotonic() + seconds
+            self._broadcast(Drain(seconds))
+
+    def hurry(self) -> None:
+        """Cancel what runs now."""
+        self._draining = min(time.monotonic(), self._draining or 0.0)
+
+    def run(self, tend: Callable[[], object] = lambda: None) -> None:
+        """Turns until a drain is over. ``tend`` is called once a turn and may call ``drain`` and ``hurry``.
+
+        Raises whatever the engine raises, after the API processes were told.
+        """
+        try:
+            self._greet(self._links)
+            while True:
+                tend()
+                self._take_orders()
+                if self._draining is not None and self._drained(self._draining):
+                    break
+                self._turn()
+                self._tell_stats()
+            self._client.close()
+        except BaseException as error:
+            self.end(f"{type(error).__name__}: {error}")
+            raise
+        self.end(None)
+
+    def end(self, failure: str | None) -> None:
+        """The last message, and a moment for it to leave. Does not raise."""
+        self._broadcast(Bye(failure))
+        until = time.monotonic() + _FLUSH_SECONDS
+        while any(link.behind and link.lost is None for link in self._links) and time.monotonic() < until:
+            for link in self._links:
+                link.flush()
+            time.sleep(0.005)
+
+    @property
+    def live(self) -> int:
+        """Sequences that have not ended."""
+        return self._client.live
+
+    # ---- orders ----
+
+    def _greet(self, links: Sequence[ApiLink]) -> None:
+        engine, model = self._engine, self._engine.model_config
+        cache = {"block_size": str(engine.config.block_size), "num_gpu_blocks": str(engine.occupancy.blocks)}
+        cache |= {
+            "enable_prefix_caching": str(engine.config.prefix_caching),
+            "gpu_memory_utilization": str(engine.config.memory_fraction),
+        }
+        ready = Ready(
+            model.vocab_size, model.max_model_len, model.eos_token_ids, engine.config.control_timeout_s, cache
+        )
+        stats = self._stats()
+        for link in links:
+            link.send(stats)  # first: whoever is ready has some
+            link.send(ready)
+            if self._draining is not None:
+                link.send(Drain(max(0.0, self._draining - time.monotonic())))
+        self._beats.speak_to(self._links)
+
+    def _take_orders(self) -> None:
+        while self._fresh:
+            link = self._fresh.popleft()
+            self._links.append(link)
+            self._keys[link] = {}
+            self._greet([link])
+        for link in list(self._links):
+            if link.behind:
+                link.flush()
+            for order in link.receive():
+                if isinstance(order, Submit):
+                    self._submit(link, order)
+                else:
+                    self._drop(link, order.locals, order.reason)
+            if link.lost is not None:
+                self._lose(link)
+
+    def _submit(self, link: ApiLink, order: Submit) -> None:
+        """To the client, or back with the reason. Its fields were checked where it came from."""
+        if self._draining is not None:
+            self._refuse(link, order, "draining: the server is shutting down")
+            return
+        if self._queued() >= self._max_queued:
+            self._refuse(link, order, f"queue full: {self._max_queued} requests wait already")
+            return
+        try:
+            prompt = unpack_tokens(order.prompt)
+            sampling = fitted(order.sampling, len(prompt), self._engine.model_config)
+            scored = sampling.logprobs is not None
+            request = PromptRequest(
+                prompt, sampling, priority=order.priority, stream=scored, arrived_at=order.arrived_at
+            )
+            key = self._client.submit(PreparedPrompt(request, prompt, sampling, order.stop_token_ids, order.priority))
+        except (RequestError, FrameRefused) as error:
+            self._refuse(link, order, f"invalid: {error}")
+            return
+        self._owners[key] = _Owner(link, order.local)
+        self._keys[link][order.local] = key
+        assert isinstance(key, int), "the client numbers what has no key: the engine's request id"
+        self._of(link).opened.append(Opened(order.local, key))
+
+    def _queued(self) -> int:
+        return self._client.not_begun
+
+    def _refuse(self, link: ApiLink, order: Submit, why: str) -> None:
+        self._of(link).ended.append(Ended(order.local, FinishReason.REJECTED, b"", why, 0.0, None))
+
+    def _drop(self, link: ApiLink, locals_: Sequence[int], reason: FinishReason) -> None:
+        keys = [key for local in locals_ if (key := self._keys[link].get(local)) is not None]
+        if reason is not FinishReason.STOP:
+            self.disconnected += len(keys)
+        self._client.cancel(*keys, reason=reason)
+
+    def _lose(self, link: ApiLink) -> None:
+        """Its requests have nobody who waits for them."""
+        self._links.remove(link)
+        self._beats.speak_to(self._links)
+        why = link.lost or "closed"
+        orphans = self._keys.pop(link)
+        self._news.pop(link, None)
+        for key in orphans.values():
+            del self._owners[key]
+        self.disconnected += len(orphans)
+        self._client.cancel(*orphans.values())
+        link.close()
+        if self._draining is None:
+            self.restarts += 1
+            log.warning("an API process is lost: %s; %d of its requests are cancelled", why, len(orphans))
+            self._replace(link, why)
+
+    # ---- turns ----
+
+    def _turn(self) -> None:
+        client, engine = self._client, self._engine
+        if client.live:
+            turn = client.turn()
+            self._beats.progress("turn", turn.step.step)
+            self._tell(turn)
+            return
+        if self._news:
+            self._send(None)
+        if engine.has_work:
+            self._beats.progress("turn", engine.step().step)
+        else:
+            client.wait(self._ordered, _IDLE_SECONDS)
+            self._beats.progress("idle", 0)
+
+    def _ordered(self, timeout: float) -> bool:
+        """Waits for the sockets: whether one of them has something."""
+        waiting = [link for link in self._links if link.behind]
+        readable, writable, _ = select.select(self._links, waiting, [], timeout) if self._links else ((), (), ())
+        if not self._links:
+            time.sleep(min(timeout, 0.05))
+        return bool(readable or writable or self._fresh or self._draining is not None)
+
+    def _tell(self, turn: Turn) -> None:
+        for delta in turn.deltas:
+            self._score(delta)
+        for output in turn.finished:
+            self._finish(output)
+        columns = _columns(turn.step)
+        if columns is not None:
+            gained = sum(n for id_, n in zip(columns.request_ids, columns.counts, strict=True) if id_ >= 0)
+            self._iterations[bisect_left(ITERATION_BUCKETS, gained)] += 1
+            self._iteration_tokens += gained
+        self._send(columns)
+
+    def _score(self, delta: Delta) -> None:
+        owner = self._owners.get(delta.key)
+        if owner is not None and delta.logprobs:
+            logprobs = tuple(map(WireLogprob.of, delta.logprobs))
+            self._of(owner.link).scored.append(Scored(owner.local, logprobs))
+
+    def _finish(self, output: RequestOutput) -> None:
+        owner = self._owners.pop(output.key, None)
+        if owner is None:
+            return  # its API process is lost
+        del self._keys[owner.link][owner.local]
+        (answer,) = output.completions
+        scores = output.prompt_logprobs
+        packed = pack_tokens(answer.token_ids)
+        ended = Ended(
+            owner.local,
+            answer.finish_reason,
+            packed,
+            answer.detail,
+            output.timing.queued,
+            None if scores is None else tuple(None if e is None else WireLogprob.of(e) for e in scores),
+        )
+        self._of(owner.link).ended.append(ended)
+
+    def _of(self, link: ApiLink) -> _News:
+        return self._news.setdefault(link, _News())
+
+    def _send(self, columns: Columns | None) -> None:
+        """One message to each API process that has anything in this turn."""
+        news, self._news = self._news, {}
+        silent = framed(Step(columns, (), (), ())) if columns is not None and len(news) < len(self._links) else b""
+        for link in self._links:
+            if link in news:
+                message = news[link].step(columns)
+                if message is not None:
+                    link.send(message)
+            elif columns is not None and self._keys[link]:
+                link.send_frame(silent)
+
+    def _tell_stats(self) -> None:
+        now = time.monotonic()
+        if now - self._stats_at < _STATS_SECONDS:
+            return
+        self._stats_at = now
+        self._broadcast(self._stats())
+
+    def _stats(self) -> Stats:
+        occupancy, queued = self._engine.occupancy, self._queued()
+        return Stats(
+            {name: float(value) for name, value in self._engine.counters.items()},
+            max(0, self._client.sequences - queued),
+            queued,
+            occupancy.used_blocks,
+            occupancy.blocks,
+            queued >= self._max_queued,
+            self.restarts,
+            self.disconnected,
+            tuple(self._iterations),
+            self._iteration_tokens,
+        )
+
+    def _broadcast(self, message: ToApi) -> None:
+        frame = framed(message)
+        for link in list(self._links):
+            link.send_frame(frame)
+
+    # ---- the end ----
+
+    def _drained(self, until: float) -> bool:
+        """Whether nothing runs any more, or nothing is waited for any longer."""
+        now = time.monotonic()
+        if not self._client.live:
+            if self._news:
+                self._send(None)
+            return True
+        if now >= until and self._hurried is None:
+            log.warning("%d requests do not finish in time: cancelled", self._client.live)
+            self._client.cancel_all()
+            self._hurried = now + _FLUSH_SECONDS
+        return self._hurried is not None and now >= self._hurried
+
+
+def _columns(output: StepOutput) -> Columns | None:
+    """Of a step with rows; as lists, for columns may be tuples or arrays."""
+    if not len(output.request_ids):
+        return None
+    return Columns(_listed(output.request_ids), _listed(output.tokens), _listed(output.counts), output.width)
+
+
+def _listed(column: Sequence[int]) -> list[int]:
+    as_list = getattr(column, "tolist", None)
+    return list(column) if as_list is None else as_list()

@@ -1,0 +1,252 @@
+"""What rank 0 and its API processes say to each other, as bytes on a Unix socket.
+
+Knows: the messages of both directions and how they are framed: four bytes of length (little-endian), then msgpack.
+Does not know: who sends what when (engine_server.py, remote_engine.py), HTTP, engines.
+
+Rank 0 sends one ``Step`` a turn that brought anything, whatever the number of requests, never one a token. Token ids of
+prompts travel as little-endian int32. Both ends are processes of one user on one machine, connected by a socketpair
+that nobody else can open; still every frame is decoded strictly, and one that does not fit ends the connection.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from runtime.frontend.outputs import TokenLogprob
+from runtime.schedule.request import FinishReason, SamplingParams
+
+MAX_FRAME: Final = 256 << 20  # bytes; a prompt of a million tokens with log-probabilities stays far below
+ITERATION_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LENGTH: Final = struct.Struct("<I")
+_TOKEN_BYTES: Final = 4
+
+
+class FrameRefused(ValueError):
+    """Bytes that are no message of this protocol."""
+
+
+class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A TokenLogprob; ``top`` as two columns."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+    @classmethod
+    def of(cls, entry: TokenLogprob) -> WireLogprob:
+        ids, values = tuple(zip(*entry.top, strict=True)) if entry.top else ((), ())
+        return cls(entry.token_id, entry.logprob, entry.rank, ids, values)
+
+    def entry(self) -> TokenLogprob:
+        return TokenLogprob(self.token_id, self.logprob, self.rank, tuple(zip(self.top_ids, self.top, strict=True)))
+
+
+# ---- rank 0 to an API process ----
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The first message: the settings of the API process (JSON), which are no business of this file."""
+
+    settings: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The engine is loaded. What a front end must know of the model, and of the engine for its information pages."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    limit: float  # seconds without progress after which the watchdog ends the job
+    cache: dict[str, str]  # of vllm:cache_config_info
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True):
+    """A submitted sequence was taken: the API process's ``local`` id for it is the engine's ``request_id``."""
+
+    local: int
+    request_id: int
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of the tokens that a sequence gained in this step."""
+
+    local: int
+    logprobs: tuple[WireLogprob, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence ended. ``tokens``: all that it generated, as int32. ``queued``: seconds until it went to the engine.
+
+    ``prompt_logprobs``: one entry a prompt token, if they were asked for.
+    """
+
+    local: int
+    reason: FinishReason
+    tokens: bytes
+    detail: str
+    queued: float
+    prompt_logprobs: tuple[WireLogprob | None, ...] | None
+
+
+class Columns(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of one landed step, as StepOutput has them: row i gained ``tokens[i*width : i*width+counts[i]]``.
+
+    Every API process gets the rows of all: ids that it does not know, and -1, are not its own.
+    """
+
+    request_ids: list[int]
+    tokens: list[int]
+    counts: list[int]
+    width: int
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Everything that one turn of the engine brought. ``opened`` comes before the first token of a sequence."""
+
+    columns: Columns | None
+    opened: tuple[Opened, ...]
+    scored: tuple[Scored, ...]
+    ended: tuple[Ended, ...]
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Twice a second, from a thread that does nothing else: how the engine gets on.
+
+    ``still_for``: seconds without progress, measured when it was sent. ``silent``: ranks that have said nothing for
+    longer than they should.
+    """
+
+    still_for: float
+    place: str
+    step: int
+    silent: tuple[int, ...]
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Once or twice a second: the engine's counters, and how full it is now.
+
+    ``queued``: sequences that no step has begun. ``full``: no more are taken for now. ``restarts``: API processes that
+    had to be started again. ``disconnected``: sequences that were cancelled because nobody waited for them any more.
+    ``iterations``: tokens that each step brought, counted in the buckets of ITERATION_BUCKETS and one beyond; and their
+    sum.
+    """
+
+    counters: dict[str, float]
+    running: int
+    queued: int
+    used_blocks: int
+    blocks: int
+    full: bool
+    restarts: int
+    disconnected: int
+    iterations: tuple[int, ...]
+    iteration_tokens: int
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Take no new requests; those that run have so many seconds."""
+
+    seconds: float
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The engine ends. ``failure``: why, if it was not asked to: for those who still wait."""
+
+    failure: str | None
+
+
+# ---- an API process to rank 0 ----
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """One sequence, checked: ``sampling.n`` is 1, its seed is set, its stop strings are the API process's business.
+
+    ``arrived_at``: time.monotonic(), which all processes of a machine share.
+    """
+
+    local: int
+    prompt: bytes
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    priority: int
+    arrived_at: float
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Nobody waits for these any more: CANCELLED, or STOP where their stop string was found."""
+
+    locals: tuple[int, ...]
+    reason: FinishReason
+
+
+ToApi = Setup | Ready | Step | Beat | Stats | Drain | Bye
+ToEngine = Submit | Drop
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_ENGINE = msgspec.msgpack.Decoder(ToApi)
+_FROM_API = msgspec.msgpack.Decoder(ToEngine)
+
+
+def framed(message: ToApi | ToEngine) -> bytes:
+    """The message as it goes over the socket."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Bytes as they come, in any pieces, to whole messages."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def bodies(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete now. Raises FrameRefused for a length beyond MAX_FRAME."""
+        held = self._held
+        held += data
+        at = 0
+        while len(held) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, at)
+            if length > MAX_FRAME:
+                raise FrameRefused(f"a frame of {length} bytes, but none has more than {MAX_FRAME}")
+            end = at + _LENGTH.size + length
+            if len(held) < end:
+                break
+            yield bytes(held[at + _LENGTH.size : end])
+            at = end
+        del held[:at]
+
+
+def from_engine(body: bytes) -> ToApi:
+    """Raises FrameRefused."""
+    try:
+        message: ToApi = _FROM_ENGINE.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FrameRefused(f"{len(body)} bytes are no message: {error}") from error
+    return message
+
+
+def from_api(body: bytes) -> ToEngine:
+    """Raises FrameRefused."""
+    try:
+        message: ToEngine = _FROM_API.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FrameRefused(f"{len(body)} bytes are no message: {error}") from error
+    return message
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Little-endian int32."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Raises FrameRefused for a length that is no whole number of tokens."""
+    if len(packed) % _TOKEN_BYTES:
+        raise FrameRefused(f"{len(packed)} bytes are no int32 tokens")
+    return struct.unpack(f"<{len(packed) // _TOKEN_BYTES}i", packed)

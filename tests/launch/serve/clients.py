@@ -1,0 +1,202 @@
+"""Real clients against the server on models/demo: `python -m tests.launch.serve.clients [NAME ...]`.
+
+Knows: each client's package, what it is asked to do, and what it must bring back. Does not know: the server's inside.
+
+Each has a venv of its own under out/clients, made with pip: their requirements exclude each other. What they brought
+back is docs/clients.md. CI has the openai package alone (test_served.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.launch.serve import soak
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE = 900.0
+
+OPENAI = """
+import openai
+url = URL + "/v1"
+client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, _strict_response_validation=True)
+assert [model.id for model in client.models.list()] == ["demo"]
+chat = dict(model="demo", messages=[{"role": "user", "content": "a queue"}], max_tokens=12, temperature=0)
+whole = client.chat.completions.create(**chat)
+chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
+assert "".join(c.choices[0].delta.content for c in chunks[:-1]) == whole.choices[0].message.content
+assert chunks[-1].usage == whole.usage and len(chunks) == 13
+assert client.completions.create(model="demo", prompt=["a", "b"], n=2, max_tokens=3).choices[3].index == 3
+for error, body in ((openai.NotFoundError, dict(model="x")), (openai.BadRequestError, dict(model="demo", top_p=5))):
+    try:
+        client.completions.create(prompt="a", **body)
+        raise SystemExit("no error")
+    except error:
+        pass
+"""
+LITELLM = """
+import os
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+import litellm
+for provider in ("openai", "hosted_vllm"):
+    asked = dict(model=f"{provider}/demo", api_base=URL + "/v1", api_key="none", max_tokens=8, temperature=0,
+                 messages=[{"role": "user", "content": "a queue"}])
+    whole = litellm.completion(**asked)
+    pieces = [c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True)]
+    assert "".join(pieces) == whole.choices[0].message.content, pieces
+    assert whole.usage.completion_tokens == 8
+"""
+LANGCHAIN = """
+from langchain_openai import ChatOpenAI
+model = ChatOpenAI(model="demo", base_url=URL + "/v1", api_key="none", max_tokens=8, temperature=0, stream_usage=True)
+whole = model.invoke("a queue")
+pieces = list(model.stream("a queue"))
+assert "".join(piece.content for piece in pieces) == whole.content
+assert whole.usage_metadata["output_tokens"] == 8
+assert [piece.usage_metadata for piece in pieces if piece.usage_metadata][-1]["output_tokens"] == 8
+"""
+LM_EVAL = """
+import json, math, pathlib, subprocess, sys, tempfile
+TEXTS = ["def gcd(a, b):", "class Queue:", "for i in range(10):", "import math"]
+ENDS = ["\\n    return a", "\\n    pass", "\\n    print(i)", "\\nimport sys"]
+with tempfile.TemporaryDirectory() as folder:
+    folder = pathlib.Path(folder)
+    rows = [{"question": t, "choices": ENDS, "answer": i} for i, t in enumerate(TEXTS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (folder / "task.yaml").write_text(f'''
+task: demo_ends
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: choices
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+''')
+    arguments = f"model=demo,base_url={URL}/v1/completions,tokenizer=MODEL,tokenizer_backend=huggingface"
+    command = str(pathlib.Path(sys.executable).with_name("lm-eval"))
+    subprocess.run([command, "run", "--model", "local-completions", "--model_args", arguments, "--tasks", "demo_ends",
+        "--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"], check=True)
+    (samples,) = (folder / "out").rglob("samples*.jsonl")
+    scored = [json.loads(line) for line in samples.read_text().splitlines()]
+    told = {(row["doc"]["question"], end): float(r[0][0] if isinstance(r[0], list) else r[0])
+            for row in scored for end, r in zip(ENDS, row["resps"])}
+print("RESULT", json.dumps([[t, e, v] for (t, e), v in told.items()]))
+"""
+GUIDELLM = """
+import subprocess, sys, pathlib, tempfile, json
+with tempfile.TemporaryDirectory() as folder:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        command = str(pathlib.Path(sys.executable).with_name("guidellm"))
+        subprocess.run([command, "run",
+            "--backend", "kind=openai_http,target=" + URL + ",model=demo,request_format=" + path,
+            "--tokenizer", "kind=hf_auto,model=MODEL",
+            "--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=8",
+            "--profile", "kind=concurrent,streams=4",
+            "--constraint", "kind=max_requests,count=20",
+            "--output", "kind=json,path=" + folder + "/out.json"], check=True)
+"""
+AIPERF = """
+import json, pathlib, subprocess, sys, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    for extra in ([], ["--request-cancellation-rate", "50", "--request-cancellation-delay", "0.05"]):
+        command = str(pathlib.Path(sys.executable).with_name("aiperf"))
+        subprocess.run([command, "profile", "--model", "demo", "--url", URL, "--endpoint-type", "chat", "--streaming",
+            "--tokenizer", "MODEL", "--concurrency", "4", "--request-count", "24",
+            "--synthetic-input-tokens-mean", "20", "--output-tokens-mean", "8", "--ui", "none",
+            "--artifact-dir", folder, *extra], check=True)
+"""
+
+
+@dataclass(frozen=True)
+class RealClient:
+    """``script`` is run by the venv's Python after ``URL = ...``, with MODEL replaced by the model's folder."""
+
+    packages: tuple[str, ...]
+    script: str
+
+
+CLIENTS = {
+    "openai2": RealClient(("openai==2.54.0",), OPENAI),
+    "openai3": RealClient(("openai==3.54.0",), OPENAI),
+    "litellm": RealClient(("litellm==1.106.2",), LITELLM),
+    "langchain": RealClient(("langchain-openai==1.7.3",), LANGCHAIN),
+    "lmeval": RealClient(("lm-eval[api]==0.4.13", "transformers"), LM_EVAL),
+    "guidellm": RealClient(("torch", "guidellm==0.8.1"), GUIDELLM),
+    "aiperf": RealClient(("aiperf==0.13.0",), AIPERF),
+}
+
+
+def venv(folder: Path, client: RealClient) -> Path:
+    """Its Python, installed once."""
+    python = folder / "bin" / "python"
+    done = folder / ".installed"
+    if not done.exists():
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *client.packages], check=True)
+        done.touch()
+    return python
+
+
+def close_to_transformers(output: str) -> None:
+    """lm-eval's log-likelihoods against those that transformers computes itself: within 1e-3."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    told = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT"))[6:])
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/demo")
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models/demo", dtype=torch.float32)
+    for text, end, value in told:
+        begin, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + end))
+        with torch.no_grad():
+            scores = model(whole).logits.log_softmax(-1)[0, :-1].gather(-1, whole[0, 1:, None])[:, 0]
+        expected = float(scores[begin.shape[1] - 1 :].sum())
+        assert abs(expected - value) < 1e-3, (text, end, expected, value)
+
+
+async def run(names: list[str], folder: Path) -> dict[str, str]:
+    """What became of each. The server must be at rest after each of them."""
+    told = {}
+    async with soak.target("real", "--served-model-name", "demo") as server:
+        for name in names:
+            client = CLIENTS[name]
+            python = await asyncio.to_thread(venv, folder / name, client)
+            script = f"URL = 'http://127.0.0.1:{server.port}'\n" + client.script.replace(
+                "MODEL", str(ROOT / "models/demo")
+            )
+            environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "0"}
+            words = [str(python), "-c", script]
+            ran = await asyncio.to_thread(
+                subprocess.run, words, env=environ, cwd=folder, capture_output=True, text=True, timeout=PATIENCE
+            )
+            told[name] = (
+                "ok" if ran.returncode == 0 else f"exit code {ran.returncode}: {(ran.stdout + ran.stderr)[-2500:]}"
+            )
+            if name == "lmeval" and ran.returncode == 0:
+                close_to_transformers(ran.stdout)
+            await server.at_rest()
+            print(f"{name}: {told[name]}", flush=True)
+    return told
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="clients")
+    parser.add_argument("names", nargs="*", choices=[*CLIENTS, []], default=list(CLIENTS))
+    parser.add_argument("--venvs", type=Path, default=ROOT / "out/clients")
+    given = parser.parse_args(words)
+    given.venvs.mkdir(parents=True, exist_ok=True)
+    told = asyncio.run(run(given.names, given.venvs))
+    return 0 if set(told.values()) == {"ok"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

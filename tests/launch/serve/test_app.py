@@ -1,0 +1,553 @@
+"""Routes, streams, refusals and ends, around an engine that is late and out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from runtime.frontend.serve_messages import unpack_tokens
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from tests.launch.generate.fake_engine import FakeModel, serial_answer
+from tests.launch.serve.rig import Client, Reply, ServedFake, served
+from tests.runtime.engine.rig import request as request_of
+from tests.runtime.engine.rig import rig
+from tests.runtime.engine.rig import run as run_engine
+from tests.runtime.frontend import small_tokenizers
+
+TOKENIZER = small_tokenizers.byte_level()
+PROMPT = [5, 6, 7]
+
+
+def run(body: Callable[[Client], Awaitable[None]], fake: ServedFake | None = None, **settings: Any) -> None:
+    async def inside() -> None:
+        async with served(fake, **settings) as client:
+            await body(client)
+
+    asyncio.run(inside())
+
+
+def expected(prompt: list[int], max_tokens: int, seed: int, **sampling: Any) -> tuple[tuple[int, ...], FinishReason]:
+    """What the engine's serial form generates."""
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **sampling)
+    return serial_answer(Request(0, tuple(prompt), params, (0,)), FakeModel())
+
+
+def text_of(tokens: tuple[int, ...]) -> str:
+    return TOKENIZER.decode([token for token in tokens if token != 0])
+
+
+def chunks_of(reply: Reply) -> list[dict[str, Any]]:
+    assert reply.events[-1] == ("", "[DONE]")
+    assert all(name == "" for name, _ in reply.events)
+    return [data for _, data in reply.events[:-1]]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_completion_is_the_engine_s_answer_whole_and_as_a_stream(width: int) -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 30, "seed": 3, "n": 2}
+        plain = await client.post("/v1/completions", asked, x_request_id="abc")
+        assert plain.status == 200
+        assert plain.headers["x-request-id"] == "abc"
+        assert plain.json["id"] == "cmpl-abc"
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = chunks_of(await client.post("/v1/completions", {**asked, **options}))
+        *chunks, usage = chunks
+        assert usage["choices"] == []
+        assert usage["usage"] == plain.json["usage"]
+        for index in range(2):
+            tokens, reason = expected(PROMPT, 30, 3 + index)
+            choice = plain.json["choices"][index]
+            assert (choice["text"], choice["finish_reason"]) == (text_of(tokens), reason.label)
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+            assert len(mine) == len(tokens), "one chunk a token"
+            assert "".join(c["text"] for c in mine) == text_of(tokens)
+            assert [c["finish_reason"] for c in mine] == [None] * (len(tokens) - 1) + [reason.label]
+
+    run(body, ServedFake(width=width))
+
+
+def test_a_chat_has_its_role_in_the_first_token_s_chunk() -> None:
+    async def body(client: Client) -> None:
+        messages = [
+            {"role": "system", "content": None, "name": None},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ]
+        asked = {"messages": messages[1:], "max_completion_tokens": 8, "seed": 1, "top_p": None, "tools": None}
+        plain = await client.post("/v1/chat/completions", {**asked, "unknown_field": 1})
+        prompt = TOKENIZER.encode("<user>ab<a>", add_special_tokens=False)
+        tokens, reason = expected(prompt, 8, 1)
+        message = plain.json["choices"][0]
+        assert message["message"] == {"role": "assistant", "content": text_of(tokens)}
+        assert message["finish_reason"] == reason.label
+        chunks = chunks_of(await client.post("/v1/chat/completions", {**asked, "stream": True}))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0]["role"] == "assistant"
+        assert all("role" not in delta for delta in deltas[1:])
+        assert "".join(delta["content"] for delta in deltas) == text_of(tokens)
+        assert len(deltas) == len(tokens)
+        assert "usage" not in chunks[0]
+        refused = await client.post("/v1/chat/completions", {"messages": messages})
+        assert (refused.status, refused.error["param"]) == (400, "messages")
+
+    run(body)
+
+
+def test_prompts_come_as_text_ids_and_lists_of_both() -> None:
+    async def body(client: Client) -> None:
+        text = "ab"
+        ids = TOKENIZER.encode(text)
+        base = {"max_tokens": 5, "seed": 2}
+        answers = []
+        for prompt in (text, ids, [text], [ids], [text, "abc"], [ids, TOKENIZER.encode("abc")]):
+            reply = await client.post("/v1/completions", {**base, "prompt": prompt})
+            answers.append([choice["text"] for choice in reply.json["choices"]])
+        assert answers[0] == answers[1] == answers[2] == answers[3] == answers[4][:1] == answers[5][:1]
+        assert answers[4] == answers[5]
+        mixed = await client.post("/v1/completions", {**base, "prompt": [1, "a"]})
+        assert (mixed.status, mixed.error["param"]) == (400, "prompt")
+
+    run(body)
+
+
+def test_a_stop_string_ends_the_answer_where_it_stands_and_the_engine_s_row() -> None:
+    tokens, _ = expected(PROMPT, 50, 4, ignore_eos=True)
+    whole = TOKENIZER.decode(tokens)
+    stop = whole[6:9]
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 50, "seed": 4, "stop": stop}
+        plain = await client.post("/v1/completions", asked)
+        choice = plain.json["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["text"] == whole[: whole.index(stop)]
+        assert plain.json["usage"]["completion_tokens"] < 50
+        chunks = chunks_of(await client.post("/v1/completions", {**asked, "stream": True}))
+        assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"]
+        assert len(chunks) == plain.json["usage"]["completion_tokens"]
+        await client.until(lambda: client.engine.live == 0)
+        assert client.fake.ended[-1] is FinishReason.STOP
+
+    run(body, ServedFake(pause=0.001))
+
+
+def leave_at_once(gone: asyncio.Event, data: bytes) -> None:
+    gone.set()
+
+
+def test_a_client_that_leaves_cancels_its_request() -> None:
+    async def body(client: Client) -> None:
+        for stream in (True, False):
+            gone = asyncio.Event()
+            asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "n": 3, "stream": stream, "ignore_eos": True}
+            leave = partial(leave_at_once, gone)
+            call = client.call("POST", "/v1/completions", json.dumps(asked).encode(), {}, gone, leave)
+            task = asyncio.ensure_future(call)
+            await client.until(lambda: client.engine.live == 3)
+            if not stream:
+                gone.set()
+            await task
+            await client.until(lambda: client.engine.live == 0 and client.server.live == 0)
+        assert client.fake.ended.count(FinishReason.CANCELLED) >= 4
+        assert client.server.disconnected >= 4
+
+    run(body, ServedFake(pause=0.005))
+
+
+LACKING: list[tuple[str, object]] = [
+    ("logit_bias", {"5": 1.0}),
+    ("bad_words", ["x"]),
+    ("allowed_token_ids", [1]),
+    ("best_of", 4),
+    ("use_beam_search", True),
+    ("guided_json", {}),
+    ("structured_outputs", {"regex": "a"}),
+    ("response_format", {"type": "json_object"}),
+    ("skip_special_tokens", False),
+    ("include_stop_str_in_output", True),
+    ("suffix", "x"),
+]
+
+
+def test_a_field_that_the_engine_lacks_is_refused_by_name() -> None:
+    async def body(client: Client) -> None:
+        for field, value in LACKING:
+            reply = await client.post("/v1/completions", {"prompt": "a", field: value})
+            assert (reply.status, reply.error["param"], reply.error["type"]) == (400, field, "invalid_request_error")
+            assert field in reply.error["message"]
+
+    run(body)
+
+
+def test_fields_at_their_default_change_nothing() -> None:
+    async def body(client: Client) -> None:
+        neutral = {
+            "logit_bias": {}, "bad_words": [], "best_of": 1, "use_beam_search": False, "response_format":
+            {"type": "text"}, "skip_special_tokens": True, "spaces_between_special_tokens": True, "suffix": "",
+            "logprobs": None, "stream": None, "stop": None, "user": "u", "metadata": {"a": 1}, "top_k": -1,
+        }  # fmt: skip
+        reply = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **neutral})
+        assert reply.status == 200
+
+    run(body)
+
+
+BAD_BODIES: list[tuple[str, bytes, int, str | None]] = [
+        ("/v1/completions", b"", 400, None),
+        ("/v1/completions", b"[]", 400, None),
+        ("/v1/completions", b"{}", 400, None),
+        ("/v1/completions", b'{"prompt": "\xff"}', 400, None),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400, None),
+        ("/v1/completions", b'{"prompt": ' + b"[" * 100_000, 400, None),
+        ("/v1/completions", b'{"prompt": "a", "chat_template_kwargs": ' + b'{"a":' * 50_000, 400, None),
+        ("/v1/completions", b'{"prompt": ""}', 400, "prompt"),
+        ("/v1/completions", b'{"prompt": []}', 400, "prompt"),
+        ("/v1/completions", b'{"prompt": [999999]}', 400, "prompt"),
+        ("/v1/completions", b'{"prompt": [-1]}', 400, "prompt"),
+        ("/v1/completions", b'{"prompt": 5}', 400, "prompt"),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": "5"}', 400, "max_tokens"),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 0}', 400, "max_tokens"),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 99999999999999999999999}', 400, "max_tokens"),
+        ("/v1/completions", b'{"prompt": "a", "temperature": -1}', 400, "temperature"),
+        ("/v1/completions", b'{"prompt": "a", "temperature": 1e400}', 400, "temperature"),
+        ("/v1/completions", b'{"prompt": "a", "n": 0}', 400, "n"),
+        ("/v1/completions", b'{"prompt": "a", "n": 129}', 400, "n"),
+        ("/v1/completions", b'{"prompt": "a", "logprobs": 21}', 400, "logprobs"),
+        ("/v1/completions", b'{"prompt": "a", "stop": [""]}', 400, None),
+        ("/v1/completions", b'{"prompt": "a", "stop": ["\\udc00"]}', 400, None),
+        ("/v1/completions", b'{"prompt": "a", "stream_options": {"include_usage": true}}', 400, "stream_options"),
+        ("/v1/completions", b'{"prompt": "a", "model": "other"}', 404, "model"),
+        ("/v1/chat/completions", b'{"messages": []}', 400, "messages"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}]}', 400, "messages"),
+        ("/v1/chat/completions", b'{"messages": [{"role": 1, "content": "a"}]}', 400, "messages"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', 400, None),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+            400,
+            "messages",
+        ),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}', 400, None),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400,
+         "tool_choice"),
+        ("/tokenize", b"{}", 400, "prompt"),
+        ("/detokenize", b'{"tokens": [1, 99999999]}', 400, "tokens"),
+        ("/v1/embeddings", b"{}", 404, None),
+]  # fmt: skip
+
+
+def test_a_bad_body_is_an_error_object_and_no_500() -> None:
+    async def body(client: Client) -> None:
+        for path, data, status, param in BAD_BODIES:
+            reply = await client.post(path, data)
+            assert reply.status == status, (data[:60], reply.body)
+            assert set(reply.error) == {"message", "type", "param", "code"}
+            assert reply.error["message"]
+            assert param is None or reply.error["param"] == param, (data[:60], reply.body)
+
+    run(body)
+
+
+def test_a_prompt_that_leaves_no_room_says_so() -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post("/v1/completions", {"prompt": [1] * 64})
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        cut = await client.post("/v1/completions", {"prompt": [1] * 64, "truncate_prompt_tokens": 3, "max_tokens": 1})
+        assert cut.json["usage"]["prompt_tokens"] == 3
+
+    run(body)
+
+
+def test_keys_guard_all_but_the_probes() -> None:
+    async def body(client: Client) -> None:
+        for path in ("/v1/models", "/tokenizer_info", "/nowhere"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}):
+                reply = await client.get(path, **headers)
+                assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+        for key in ("first", "second"):
+            assert (await client.get("/v1/models", authorization=f"Bearer {key}")).status == 200
+        for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/load"):
+            assert (await client.get(path)).status == 200
+
+    run(body, api_keys=("first", "second"))
+
+
+def test_models_and_tokens() -> None:
+    async def body(client: Client) -> None:
+        card = (await client.get("/v1/models")).json["data"][0]
+        assert (card["id"], card["root"], card["max_model_len"]) == ("m", "none", 64)
+        assert (await client.get("/v1/models/m")).json == card
+        missing = await client.get("/v1/models/other/name")
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        tokens = (await client.post("/tokenize", {"prompt": "abc", "return_token_strs": True})).json
+        assert tokens["tokens"] == TOKENIZER.encode("abc")
+        assert "".join(tokens["token_strs"]) == "abc"
+        assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 64)
+        chat = (await client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})).json
+        assert chat["tokens"] == TOKENIZER.encode("<user>x<a>", add_special_tokens=False)
+        assert (await client.post("/detokenize", {"tokens": tokens["tokens"]})).json == {"prompt": "abc"}
+        assert (await client.get("/v1/completions")).status == 405
+
+    run(body)
+
+
+def test_a_body_that_is_too_long_is_413_however_it_comes() -> None:
+    async def body(client: Client) -> None:
+        data = json.dumps({"prompt": "a" * 3000}).encode()
+        for headers in ({}, {"content_length": str(len(data))}, {"content_length": "9" * 30}):
+            reply = await client.call("POST", "/v1/completions", data, dict(headers))
+            assert reply.status == 413, reply.body
+
+    run(body, max_body_bytes=2000)
+
+
+def test_a_full_queue_is_503_with_retry_after_and_ready_says_so() -> None:
+    async def body(client: Client) -> None:
+        client.fake.hold.set()
+        asked = {"prompt": PROMPT, "max_tokens": 3, "seed": 1}
+        first = [asyncio.ensure_future(client.post("/v1/completions", asked)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        client.fake.hold.clear()
+        client.fake.pause = 0.3
+        refused = [await client.post("/v1/completions", {**asked, "n": 8})]
+        for reply in refused:
+            assert (reply.status, reply.error["code"]) == (503, "queue_full")
+            assert reply.headers["retry-after"] == "1"
+        client.fake.pause = 0.0
+        assert {reply.status for reply in await asyncio.gather(*first)} <= {200, 503}
+        await client.until(lambda: client.server.live == 0)
+        assert (await client.post("/v1/completions", asked)).status == 200
+
+    run(body, ServedFake(rows=2), max_queued=4)
+
+
+def test_health_is_progress_and_metrics_answer_while_it_is_missing() -> None:
+    async def body(client: Client) -> None:
+        assert (await client.get("/health")).json == {"status": "ok"}
+        assert client.engine.ready is not None
+        client.engine.ready = replace_limit(client.engine.ready, 1.0)
+        client.fake.hold.set()
+        task = asyncio.ensure_future(client.post("/v1/completions", {"prompt": PROMPT, "seed": 1}))
+        await client.until(lambda: client.engine.health().trouble is not None)
+        reply = await client.get("/health")
+        assert reply.status == 503
+        assert "no progress" in reply.json["reason"]
+        assert (await client.get("/ready")).status == 503
+        assert b"vllm:num_requests_running" in (await client.get("/metrics")).body
+        client.fake.silent = (1,)
+        client.fake.hold.clear()
+        await task
+        await client.until(lambda: "rank 1" in (client.engine.health().trouble or ""))
+        client.fake.silent = ()
+        await client.until(lambda: client.engine.health().trouble is None)
+
+    run(body)
+
+
+def replace_limit(ready: Any, limit: float) -> Any:
+    fields = {name: getattr(ready, name) for name in ready.__struct_fields__}
+    return type(ready)(**{**fields, "limit": limit})
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 20, "seed": 1, "ignore_eos": True, "stream": True}
+        running = asyncio.ensure_future(client.post("/v1/completions", asked))
+        await client.until(lambda: client.engine.live == 1)
+        client.server.drain(20.0)
+        await client.until(lambda: client.engine.draining)
+        refused = await client.post("/v1/completions", asked)
+        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
+        assert "retry-after" in refused.headers
+        assert (await client.get("/ready")).status == 503
+        assert (await client.get("/health")).status == 200
+        assert len(chunks_of(await running)) == 20
+        await client.until(lambda: client.engine.ended is not None)
+        assert (await client.get("/health")).status == 503
+
+    run(body, ServedFake(pause=0.01))
+
+
+def test_an_engine_that_fails_in_a_stream_is_an_error_event_that_clients_notice() -> None:
+    class Failing(ServedFake):
+        def step(self) -> Any:
+            if self.most_live and self._now > 40:
+                raise RuntimeError("the device is gone")
+            return super().step()
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True}
+        reply = await client.post("/v1/completions", asked)
+        *tokens, (name, data), done = reply.events
+        assert tokens
+        assert name == "error"
+        assert "the device is gone" in data["error"]["message"]
+        assert set(data["error"]) == {"message", "type", "param", "code"}
+        assert done == ("", "[DONE]")
+        late = await client.post("/v1/completions", asked)
+        assert late.status == 503
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run(body, Failing(pause=0.001))
+
+
+def test_a_rank_0_that_is_gone_is_told_to_those_who_wait() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}
+        calls = [client.post("/v1/completions", {**asked, "stream": stream}) for stream in (True, False)]
+        waiting = [asyncio.ensure_future(call) for call in calls]
+        await client.until(lambda: client.engine.live == 2)
+        await client.until(lambda: client.app.metrics.own.counters["vllm:generation_tokens"] >= 4)
+        client.engine.connection_lost(None)
+        streamed, whole = await asyncio.gather(*waiting)
+        name, data = streamed.events[-2]
+        assert (name, data["error"]["code"]) == ("error", "engine_lost")
+        assert (whole.status, whole.error["code"]) == (500, "engine_lost")
+        assert (await client.get("/health")).json["reason"] == "the engine ended: rank 0 is gone"
+
+    run(body, ServedFake(pause=0.01))
+
+
+def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
+    def fails(request: Request) -> bool:
+        return request.prompt_token_ids == (9, 9)
+
+    async def body(client: Client) -> None:
+        bad = await client.post("/v1/completions", {"prompt": [9, 9], "seed": 1})
+        assert (bad.status, bad.error["type"]) == (500, "internal_server_error")
+        streamed = await client.post("/v1/completions", {"prompt": [9, 9], "seed": 1, "stream": True})
+        assert streamed.events[0][0] == "error"
+        assert (await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})).status == 200
+
+    run(body, ServedFake(fail=fails))
+
+
+def test_what_the_scheduler_refuses_is_told_before_a_stream_begins() -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post("/v1/completions", {"prompt": PROMPT, "stream": True})
+        assert (reply.status, reply.error["message"]) == (400, "no such memory")
+
+    run(body, ServedFake(reject=lambda request: "no such memory"))
+
+
+def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
+    async def body(client: Client) -> None:
+        await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 9, "seed": 1, "ignore_eos": True})
+        await client.get("/never/heard/of")
+        await client.until(lambda: client.engine.stats is not None and client.engine.stats.counters["steps"] > 8)
+        page = (await client.get("/metrics")).body.decode()
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        samples = {(s.name, *sorted(s.labels.items())): s.value for f in families.values() for s in f.samples}
+
+        def value(name: str, **labels: str) -> float:
+            return samples[name, *sorted({**labels, "model_name": "m", "engine": "0"}.items())]
+
+        assert value("vllm:prompt_tokens_total") == 3
+        assert value("vllm:generation_tokens_total") == 9
+        assert value("vllm:request_success_total", finished_reason="length") == 1
+        assert value("vllm:inter_token_latency_seconds_count") == 8
+        assert value("vllm:time_to_first_token_seconds_count") == 1
+        assert value("vllm:iteration_tokens_total_sum") == 9
+        assert value("lockstride:chain_breaks_total", reason="start") == 1
+        assert value("lockstride:ghost_rows_total") == 2
+        http = {name: number for name, number in samples.items() if name[0] == "http_requests_total"}
+        assert ("http_requests_total", ("handler", "unknown"), ("method", "GET"), ("status", "4xx")) in http
+        for name in (
+            *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+            *("num_preemptions", "prefix_cache_hits", "prefix_cache_queries", "e2e_request_latency_seconds"),
+            *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        ):
+            assert f"vllm:{name}" in families
+
+    run(body)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((Path(__file__).parents[3] / "docs/grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"(?:vllm:|lockstride:|http_)\w+", query)}
+    labels = {name for query in queries for by in re.findall(r"by \((\w+)\)", query) for name in [by]}
+
+    with rig(depth=1) as real:
+        run_engine(real, [request_of(0, [1, 2, 3], max_tokens=3)])
+        counted = {name: float(value) for name, value in real.counters.items()}
+
+    async def body(client: Client) -> None:
+        await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})
+        engine = client.engine
+        assert engine.stats is not None
+        engine.stats = msgspec.structs.replace(engine.stats, counters=counted)
+        page = (await client.get("/metrics")).body.decode()
+        samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        assert asked <= {sample.name for sample in samples}, asked - {sample.name for sample in samples}
+        assert labels - {"le"} <= {label for sample in samples for label in sample.labels}
+
+    run(body)
+    assert len(asked) > 15
+
+
+def test_tools_reach_the_template_and_a_choice_that_needs_more_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+    async def body(client: Client) -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "max_tokens": 3, "seed": 1}
+        with_tools = (await client.post("/v1/chat/completions", asked)).json["usage"]["prompt_tokens"]
+        without = (await client.post("/v1/chat/completions", {**asked, "tool_choice": "none"})).json["usage"]
+        assert with_tools > without["prompt_tokens"]
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            reply = await client.post("/v1/chat/completions", {**asked, "tool_choice": choice})
+            assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+    run(body, ServedFake(model=FakeModel(max_model_len=400)))
+
+
+def test_comments_are_sent_only_where_they_are_asked_for() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "stream": True, "ignore_eos": True}
+        reply = await client.post("/v1/completions", asked)
+        lines = reply.body.decode().split("\n")
+        assert sum(line.startswith("data: {") for line in lines) == 4
+        assert any(line.startswith(":") for line in lines) == (client.app.settings.comment_seconds > 0)
+
+    run(body, ServedFake(pause=0.03))
+    run(body, ServedFake(pause=0.03), comment_seconds=0.005)
+
+
+def test_seeds_that_nobody_gave_differ() -> None:
+    async def body(client: Client) -> None:
+        replies = [await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 12}) for _ in range(3)]
+        assert len({reply.json["choices"][0]["text"] for reply in replies}) > 1
+
+    run(body)
+
+
+def test_tokens_that_are_no_int32_are_refused() -> None:
+    with pytest.raises(ValueError, match="no int32"):
+        unpack_tokens(b"abc")
+
+
+def test_sampling_params_travel_unchanged() -> None:
+    async def body(client: Client) -> None:
+        given: dict[str, Any] = {
+            "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
+            "presence_penalty": 0.25, "frequency_penalty": -0.5, "min_tokens": 2, "max_tokens": 6, "seed": -4,
+            "stop_token_ids": [11, 12], "ignore_eos": True, "priority": -3,
+        }  # fmt: skip
+        assert (await client.post("/v1/completions", {"prompt": PROMPT, "n": 2, **given})).status == 200
+        sent = [request.sampling for request in client.fake.added]
+        base = SamplingParams(**{**{k: v for k, v in given.items() if k != "priority"}, "stop_token_ids": (11, 12)})
+        assert sent == [replace(base, seed=-4), replace(base, seed=-3)]
+        assert [request.priority for request in client.fake.added] == [-3, -3]
+        assert client.fake.added[0].stop_token_ids == (11, 12)
+
+    run(body)

@@ -1,0 +1,317 @@
+"""The whole server on two ranks: torchrun, API process, HTTP; the openai package as its client, and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.torchrun import Running, started
+
+pytestmark = pytest.mark.multiprocess
+PATIENCE = 120.0
+KEY = "secret-of-the-test"
+
+
+class Server:
+    """A running server and the processes behind it."""
+
+    def __init__(self, running: Running, port: int) -> None:
+        self.running = running
+        self.port = port
+
+    def get(self, path: str, timeout: float = 10.0) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read()
+            is_json = response.getheader("content-type", "").startswith("application/json")
+            return response.status, json.loads(body) if is_json else body.decode()
+        finally:
+            connection.close()
+
+    def metric(self, name: str) -> float:
+        page = self.get("/metrics")[1]
+        return float(next(line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)))
+
+    @property
+    def client(self) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, _strict_response_validation=True)
+
+    def api_process(self) -> int:
+        """Its process id; that of rank 0 is its parent's."""
+        ranks = {pid for pid, (parent, _) in processes().items() if parent == self.running.pid}
+        found = [
+            pid
+            for pid, (parent, words) in processes().items()
+            if parent in ranks and b"launch.serve.api_process" in words
+        ]
+        assert len(found) == 1, found
+        return found[0]
+
+    def follower(self) -> int:
+        """The process id of rank 1."""
+        everything = processes()
+        leader = everything[self.api_process()][0]
+        words = everything[leader][1]  # forked from one process, ranks look alike
+        (found,) = (
+            pid
+            for pid, (parent, its) in everything.items()
+            if parent == self.running.pid and its == words and pid != leader
+        )
+        return found
+
+
+def processes() -> dict[int, tuple[int, list[bytes]]]:
+    """Process id -> its parent's, and its command line."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(folder.name)] = parent, (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    ends = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < ends, what
+        time.sleep(0.05)
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Server]:
+    address = folder / "address"
+    words: tuple[str, ...] = (
+        "serve",
+        "--model",
+        "models/demo",
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--address-file",
+        str(address),
+    )
+    words += ("--served-model-name", "demo", "alias", "--bundles", str(folder / "bundles"), "--max-num-seqs", "8")
+    with started(2, "launch", *words, *options) as running:
+        until(lambda: address.exists() or running.ended, "it does not begin to serve")
+        assert address.exists(), running.wait().said
+        server = Server(running, int(address.read_text().rpartition(":")[2]))
+        until(lambda: server.get("/ready")[0] == 200, "it does not become ready")
+        yield server
+
+
+def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text(KEY + "\n")
+    with serving(tmp_path, "--api-key-file", str(key_file), "--drain-seconds", "60") as server:
+        client = server.client
+        models_are_listed(client)
+        completions_come_whole_and_streamed(client)
+        chats_come_whole_and_streamed(client)
+        log_probabilities_are_the_model_s(client)
+        the_document_s_example_runs(server, tmp_path)
+        errors_are_the_client_s_own_classes(server)
+        the_client_s_own_disconnect_cancels(server)
+        an_api_process_that_dies_is_started_again(server)
+        a_drain_lets_streams_end(server)
+        ended = server.running.wait(PATIENCE)
+    assert "Traceback" not in ended.said, ended.said
+
+
+def models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo", "alias"]
+    assert client.models.retrieve("alias").object == "model"
+
+
+def completions_come_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": "def gcd(a, b):", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked)
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.usage is not None
+    assert whole._request_id is not None
+    loose = openai.OpenAI(base_url=client.base_url, api_key=KEY)  # its type wants a finish_reason in every chunk
+    chunks = list(loose.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert len(chunks) - 1 == whole.usage.completion_tokens
+    assert chunks[-1].usage == whole.usage
+    several = client.completions.create(
+        **{**asked, "prompt": ["def f(x):", "def g(x):"], "temperature": 1, "n": 2, "seed": 7}
+    )
+    again = client.completions.create(
+        **{**asked, "prompt": ["def f(x):", "def g(x):"], "temperature": 1, "n": 2, "seed": 7}
+    )
+    assert [choice.text for choice in several.choices] == [choice.text for choice in again.choices]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    stopped = client.completions.create(**asked, stop=["a % b", "while"])
+    assert stopped.choices[0].text in whole.choices[0].text
+
+
+def chats_come_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo", "messages": [{"role": "user", "content": "a queue"}], "max_completion_tokens": 16,
+        "temperature": 0,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.content is not None
+    assert len(whole.choices[0].logprobs.content) == 16
+    assert all(len(entry.top_logprobs) == 2 for entry in whole.choices[0].logprobs.content)
+    stream = client.chat.completions.create(**asked, stream=True, logprobs=True)
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+    scores = [chunk.choices[0].logprobs for chunk in chunks]
+    assert all(score is not None and score.content is not None and len(score.content) == 1 for score in scores)
+
+
+def log_probabilities_are_the_model_s(client: openai.OpenAI) -> None:
+    """As lm-eval asks: echo, one token more, and the sum over the continuation."""
+    loose = openai.OpenAI(base_url=client.base_url, api_key=KEY)
+    ids = [[311, 437, 4046, 12], [311, 437]]
+    scored = loose.completions.create(
+        model="demo", prompt=ids, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
+    )
+    for prompt, choice in zip(ids, scored.choices, strict=True):
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
+        assert len(logprobs.token_logprobs) == len(prompt) + 1
+        first: float | None = logprobs.token_logprobs[0]  # its type says float; the API's convention is null
+        assert first is None
+        assert logprobs.token_logprobs[-1] == max(logprobs.top_logprobs[-1].values()), "greedy, by the same float"
+
+
+def the_document_s_example_runs(server: Server, folder: Path) -> None:
+    document = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    assert "127.0.0.1:8000" in example
+    assert 'api_key="none"' in example
+    script = folder / "example.py"
+    script.write_text(example.replace(":8000", f":{server.port}").replace('"none"', f'"{KEY}"'))
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        runpy.run_path(str(script))
+    assert "GCD" in shown.getvalue()
+
+
+def errors_are_the_client_s_own_classes(server: Server) -> None:
+    client = server.client
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="other", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="demo", prompt="a", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="demo", prompt=[5] * 5000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0).models.list()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: " + b"b" * 200_000 + b"\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 431")
+    assert server.get("/health")[0] == 200
+
+
+def long_stream(client: openai.OpenAI) -> Any:
+    return client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "x"}], max_tokens=1500, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+
+
+def the_client_s_own_disconnect_cancels(server: Server) -> None:
+    stream = long_stream(server.client)
+    next(iter(stream))
+    stream.close()
+    until(
+        lambda: server.metric('lockstride:finished_total{engine="0",model_name="demo",reason="cancelled"}') == 1,
+        "no cancel",
+    )
+    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0, "blocks are held")
+
+
+def an_api_process_that_dies_is_started_again(server: Server) -> None:
+    stream = iter(long_stream(server.client))
+    next(stream)
+    before = server.api_process()
+    os.kill(before, signal.SIGKILL)
+    with pytest.raises(Exception, match=r"(?i)closed|connection|incomplete|reset|peer"):
+        list(stream)
+    until(lambda: server.get("/ready", timeout=60)[0] == 200, "no new API process")
+    assert server.api_process() != before
+    until(lambda: server.metric("lockstride:api_process_restarts_total") == 1, "it is not counted")
+    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0, "blocks are held")
+    assert server.metric("vllm:prompt_tokens_total") > 0, "the counts of the one before are kept"
+    assert server.client.completions.create(model="demo", prompt="a", max_tokens=2).choices
+
+
+def a_drain_lets_streams_end(server: Server) -> None:
+    texts: list[str] = []
+
+    def read() -> None:
+        stream = server.client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "x"}], max_tokens=200, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        texts.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: server.metric("vllm:num_requests_running") == 1 or not reader.is_alive(), "it does not begin")
+    os.kill(server.running.pid, signal.SIGTERM)
+    reader.join(PATIENCE)
+    assert len(texts) == 200
+
+
+def test_a_stopped_rank_is_seen_in_health_and_in_the_stream(tmp_path: Path) -> None:
+    with serving(tmp_path, "--control-timeout-s", "6") as server:
+        failures: list[Exception] = []
+
+        def read() -> None:
+            try:
+                list(long_stream(server.client))
+            except openai.APIError as error:
+                failures.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        until(lambda: server.metric("vllm:num_requests_running") == 1, "it does not begin")
+        follower = server.follower()
+        os.kill(follower, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        try:
+            until(lambda: server.get("/health")[0] == 503, "health does not see it", 15.0)
+            reason = server.get("/health")[1]["reason"]
+            assert "no progress" in reason or "rank 1" in reason, reason
+            assert "vllm:num_requests_running" in server.get("/metrics")[1]
+            reader.join(PATIENCE)
+        finally:
+            if Path(f"/proc/{follower}").exists() and time.monotonic() - stopped_at > PATIENCE:
+                os.kill(follower, signal.SIGCONT)
+        (failure,) = failures
+        assert "rank 1" in str(failure)
+        assert server.running.wait(PATIENCE).returncode != 0

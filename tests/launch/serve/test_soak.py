@@ -1,0 +1,31 @@
+"""The short form of soak.py: HTTP around an engine without a model, in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.launch.serve import soak
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_requests_aborts_and_broken_bytes_leave_nothing_behind() -> None:
+    words = ["--requests", "150", "--aborts", "150", "--malformed", "250", "--overload", "150", "--max-queued", "40"]
+    told = asyncio.run(soak.soak(soak.parsed(words)))
+    assert told["requests"]["outcomes"] == {"answered": 150}
+    assert told["malformed"]["outcomes"]["neighbours"] >= 1
+    assert set(told["overload"]["outcomes"]) == {"200", "503"}
+
+
+def test_two_api_processes_share_the_work_and_the_counts() -> None:
+    async def body() -> None:
+        async with soak.target("fake", "--api-processes", "2") as server:
+            await soak.requests(server, 60, seed=3)
+            await asyncio.sleep(1.5)  # each leaves its counts once a second
+            answered = [await server.metric("vllm:time_to_first_token_seconds_count") for _ in range(8)]
+            assert set(answered) == {60.0}, "whichever process answers has the counts of both"
+            await server.at_rest()
+
+    asyncio.run(body())

@@ -1,0 +1,62 @@
+"""Tool calls in a text that comes in pieces of any size."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from launch.serve.tools import ToolCallStream, merged
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"</x>", "b": [1, {"c": 2}]}}\n</tool_call>'
+ARGUMENTS = {"a": '}"</x>', "b": [1, {"c": 2}]}
+
+
+def parsed(text: str, seed: int) -> tuple[str | None, list[tuple[str, str]]]:
+    """In random pieces; content and (name, arguments) of each call."""
+    rng, stream, deltas, at = random.Random(seed), ToolCallStream(), [], 0
+    while at < len(text):
+        size = rng.randint(1, 1 + seed % 9)
+        deltas += stream.push(text[at : at + size])
+        at += size
+    deltas += stream.finish()
+    content, calls = merged(deltas)
+    assert len(calls) == stream.calls
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert all(call["type"] == "function" for call in calls)
+    return content, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_call_is_found_whatever_the_pieces(seed: int) -> None:
+    content, calls = parsed(CALL, seed)
+    assert content is None
+    ((name, arguments),) = calls
+    assert (name, json.loads(arguments)) == ("f", ARGUMENTS)
+    content, calls = parsed(f"Let me see.{CALL}\n{CALL}", seed)
+    assert content == "Let me see."
+    assert [json.loads(arguments) for _, arguments in calls] == [ARGUMENTS, ARGUMENTS]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_no_call_stays_text(seed: int) -> None:
+    for text in ("a < b <tool", "<tool_call>nothing</tool_call>", '<tool_call>{"name": 5}</tool_call>', "", "plain"):
+        assert parsed(text, seed) == (text, [])
+
+
+def test_arguments_before_the_name_are_told_whole() -> None:
+    assert parsed('<tool_call>{"arguments": {"x": 1}, "name": "g"}</tool_call>', 3) == (None, [("g", '{"x": 1}')])
+
+
+def test_a_call_that_is_cut_off_ends_where_it_is() -> None:
+    _, calls = parsed('<tool_call>{"name": "f", "arguments": {"a": "lo', 2)
+    assert calls == [("f", '{"a": "lo')]
+
+
+def test_arguments_are_told_as_they_are_written() -> None:
+    stream = ToolCallStream()
+    first = stream.push('<tool_call>{"name": "f", "arguments": {"a": ')
+    assert first[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
+    assert first[1] == {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]}
+    assert stream.push("5") == [{"tool_calls": [{"index": 0, "function": {"arguments": "5"}}]}]
