@@ -114,7 +114,7 @@ def test_every_part_of_the_space_is_visited() -> None:
     assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
     assert seen["fell short"] > 10
     assert seen["distrusted"] > 10
-    assert seen["found later"] > 10
+    assert seen["found later"] > 5
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
