@@ -1,0 +1,98 @@
+"""What start-up makes of measured step times, and that all ranks use those of rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from models.layers.decoder import Decoder
+from runtime.config import EngineConfig
+from runtime.execute.executor import Executor
+from runtime.schedule.budget import budget_table, calm_table
+from runtime.schedule.config import MixedSteps
+from runtime.step_budget import costly_prefix, mixed_steps
+from tests.runtime.engine.rig import rig
+
+COSTS = {16: 4.0, 64: 4.4, 256: 7.7, 1024: 25.0}
+CONFIG = EngineConfig(model="m", device="cpu", decode_buckets=(1, 2, 8), block_size=16, max_num_seqs=8)
+
+
+def measured(costs: dict[int, float], *, mixes: bool = True, captured: bool = True) -> Executor:
+    """As much of an executor as is asked here."""
+    return cast(
+        Executor,
+        SimpleNamespace(
+            mixes=mixes,
+            captured_tokens=tuple(costs) if captured else (),
+            step_costs=lambda: costs,
+            kv_read_ms=lambda: 0.0001,
+            sizing=SimpleNamespace(num_blocks=3000),
+        ),
+    )
+
+
+@pytest.fixture
+def model() -> Decoder:
+    with rig() as engine:
+        return engine.executor.decode._parts.model
+
+
+def test_tables_are_made_of_the_measured_times(model: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        mixed = mixed_steps(CONFIG, model, measured(COSTS), None)
+    assert mixed is not None
+    assert mixed.buckets == (16, 64, 256, 1024)
+    kv_cells = [1 << 14, 1 << 15, 1 << 16]  # the pool has 48,000 tokens
+    assert mixed.budgets == budget_table(list(COSTS.items()), 0.0001, (1, 2, 8), kv_cells)
+    assert mixed.calm == calm_table(list(COSTS.items()), (1, 2, 8))
+    assert mixed.costly_prefix == costly_prefix(model)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "runtime.step_budget"]
+    assert f"{dict(mixed.calm)[8]} beside 8 rows" in told
+
+
+def test_a_target_bounds_the_budgets(model: Decoder) -> None:
+    config = EngineConfig(
+        model="m", device="cpu", decode_buckets=(1, 2, 8), block_size=16, max_num_seqs=8, itl_target_ms=9.0
+    )
+    mixed, default = (
+        mixed_steps(config, model, measured(COSTS), None),
+        mixed_steps(CONFIG, model, measured(COSTS), None),
+    )
+    assert mixed is not None
+    assert default is not None
+    assert max(total for _, _, total in mixed.budgets) < 300 < max(total for _, _, total in default.budgets)
+
+
+def test_all_ranks_have_the_tables_of_rank_0(model: Decoder) -> None:
+    said: list[str] = []
+
+    def leader(make: Callable[[], str]) -> str:
+        said.append(make())
+        return said[0]
+
+    def follower(make: Callable[[], str]) -> str:
+        assert make() != said[0], "it has measured something else"
+        return said[0]
+
+    slower = {tokens: 1.3 * ms + 0.01 * tokens for tokens, ms in COSTS.items()}
+    first = mixed_steps(CONFIG, model, measured(COSTS), leader)
+    second = mixed_steps(CONFIG, model, measured(slower), follower)
+    assert first is not None
+    assert first == second
+
+
+def test_without_captured_steps_nothing_is_measured_or_rounded(model: Decoder) -> None:
+    assert mixed_steps(CONFIG, model, measured(COSTS, mixes=False), None) is None
+    unmeasured = mixed_steps(CONFIG, model, measured(COSTS, captured=False), None)
+    assert unmeasured == MixedSteps(costly_prefix=costly_prefix(model))
+
+
+def test_a_prefix_is_costly_where_its_attention_multiplies_as_often_as_the_products(model: Decoder) -> None:
+    layer = model.layers[0]
+    products = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 2)
+    a_key = 2 * layer.mixer.heads * layer.mixer.head_dim  # type: ignore[union-attr,operator]
+    assert costly_prefix(model) == pytest.approx(products / a_key, rel=0.05), "its norms are hardly anything"
