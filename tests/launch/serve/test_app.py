@@ -420,7 +420,7 @@ def test_a_rank_0_that_is_gone_is_told_to_those_who_wait() -> None:
 
 def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
     def fails(request: Request) -> bool:
-        return request.prompt_token_ids == (9, 9)
+        return list(request.prompt_token_ids) == [9, 9]
 
     async def body(client: Client) -> None:
         bad = await client.post("/v1/completions", {"prompt": [9, 9], "seed": 1})
