@@ -378,6 +378,21 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     run(body, ServedFake(pause=0.01))
 
 
+def test_what_a_drain_cannot_wait_for_is_told_that_the_server_ends() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}
+        calls = [client.post("/v1/completions", {**asked, "stream": stream}) for stream in (True, False)]
+        waiting = [asyncio.ensure_future(call) for call in calls]
+        await client.until(lambda: client.app.metrics.own.counters["vllm:generation_tokens"] >= 4)
+        client.server.drain(0.05)
+        streamed, whole = await asyncio.gather(*waiting)
+        name, data = streamed.events[-2]
+        assert (name, data["error"]["code"]) == ("error", "shutting_down")
+        assert (whole.status, whole.error["code"]) == (503, "shutting_down")
+
+    run(body, ServedFake(pause=0.02))
+
+
 def test_an_engine_that_fails_in_a_stream_is_an_error_event_that_clients_notice() -> None:
     class Failing(ServedFake):
         def step(self) -> Any:
