@@ -58,6 +58,8 @@ def run(command: ServeCommand, environ: Mapping[str, str], open_engine: OpenEngi
             return _follow(engine)
     settings = settings_of(config, options, defaults, environ)
     sockets, address = listeners(options.host, options.port, options.uds, options.api_processes)
+    if options.ssl_certfile is not None:
+        address = address.replace("http://", "https://", 1)
     processes, beats = ApiProcesses(settings, sockets), Beats()
     links = processes.start()
     try:

@@ -415,11 +415,12 @@ class EngineServer:
 
     def _ordered(self, timeout: float) -> bool:
         """Waits for the sockets: whether one of them has something."""
-        waiting = [link for link in self._links if link.behind]
-        readable, writable, _ = select.select(self._links, waiting, [], timeout) if self._links else ((), (), ())
+        poll = select.poll()  # select() refuses descriptors from 1024 on
+        for link in self._links:
+            poll.register(link, select.POLLIN | (select.POLLOUT if link.behind else 0))
         if not self._links:
-            time.sleep(min(timeout, 0.05))
-        return bool(readable or writable or self._fresh or self._draining is not None)
+            timeout = min(timeout, 0.05)  # another one comes through ``connect``
+        return bool(poll.poll(1000 * timeout) or self._fresh or self._draining is not None)
 
     def _tell(self, turn: Turn) -> None:
         for delta in turn.deltas:

@@ -12,9 +12,10 @@ from launch.bench.options import BenchCommand
 from launch.cli import parse
 from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
+from launch.serve.options import ServeCommand
 from launch.sweep.options import SweepCommand
 
-AnyCommand = TypeVar("AnyCommand", Command, BenchCommand, DoctorCommand, SweepCommand)
+AnyCommand = TypeVar("AnyCommand", Command, BenchCommand, DoctorCommand, ServeCommand, SweepCommand)
 
 
 def parsed(kind: type[AnyCommand], arguments: Sequence[str]) -> AnyCommand:

@@ -1,7 +1,7 @@
 """What an event of a stream costs in processor time: `python -m tests.launch.serve.event_cost --streams 256`.
 
-Knows: the processor time of rank 0 and of the API process, and how many events clients received. Does not know:
-engines; fast_main.py has one that costs next to nothing.
+Knows: processor time of rank 0 and of the API process, and how many events clients received. Does not know: engines,
+of which fast_main.py has one that costs next to nothing.
 """
 
 from __future__ import annotations
