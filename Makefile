@@ -11,7 +11,7 @@ comma := ,
 EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev,dev)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 
-.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-long test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -63,6 +63,9 @@ test-batches: $(STAMP)  ## 1,000 random batches through the whole front end agai
 
 test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every depth, 450 random lives: fifteen minutes
 	$(BIN)/python -m pytest -n 2 -m long tests/runtime/engine/test_dealt_groups.py tests/runtime/engine/test_groups_lifecycle.py
+
+test-long: $(STAMP)  ## more seeds, sizes and models of what `make test` has, but Slurm: an hour and a half
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not slurm and not gpu and not multigpu'
 
 test-faults: $(STAMP)  ## every fault, phase and rank under torchrun; the table of docs/measurements.md
 	rm -f out/faults.jsonl
