@@ -11,7 +11,7 @@ comma := ,
 EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev$(comma)serve,dev$(comma)serve)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 
-.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-long test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -63,6 +63,9 @@ test-batches: $(STAMP)  ## 1,000 random batches through the whole front end agai
 
 test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every depth, 450 random lives: fifteen minutes
 	$(BIN)/python -m pytest -n 2 -m long tests/runtime/engine/test_dealt_groups.py tests/runtime/engine/test_groups_lifecycle.py
+
+test-long: $(STAMP)  ## more seeds, sizes and models of what `make test` has, but Slurm: an hour and a half
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not slurm and not gpu and not multigpu'
 
 test-serve: $(STAMP)  ## the server under 50,000 requests, 50,000 clients that leave, 20,000 broken requests, 10,000 at once
 	$(BIN)/python -m tests.launch.serve.soak --requests 50000 --aborts 50000 --malformed 20000 --overload 10000

@@ -177,30 +177,29 @@ def too_much(driver: CompilingDriver) -> None:
 
 
 def prefills(driver: CompilingDriver) -> None:
-    """Prefill attention of other models: heads, pages and dtypes that the shapes here do not have."""
-    half, single = (torch.bfloat16, torch.float16), (torch.float32,)
-    for dtypes, heads, kv_heads, dim, page in (
-        (half, 32, 8, 128, 64),
-        (half[:1], 32, 8, 128, 16),
-        (half[:1], 14, 2, 64, 64),
-        (half[:1], 16, 16, 96, 128),
-        (half[:1], 8, 1, 16, 8),
-        (half[:1], 16, 2, 256, 64),
-        (half[:1], 6, 2, 192, 48),
-        (single, 32, 8, 128, 64),
-        (single, 6, 2, 24, 16),
-        (single, 32, 1, 64, 64),
-        (single, 16, 2, 256, 64),
-    ):
-        for dtype in dtypes:
-            driver.where = f"{dtype}, {heads} heads of {dim} over {kv_heads}, pages of {page}"
-            q, kv = (
-                torch.empty(300, heads, dim, dtype=dtype, device=META),
-                empty_kv_layer(9, page, kv_heads, dim, dtype, "meta"),
-            )
-            inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
-            tiled = TiledPrefill(META, H200)
-            tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
+    """Prefill attention of other models: the largest heads of each dtype, those that need padding, the common ones."""
+    prefill_attention(driver, torch.bfloat16, (32, 8, 128, 64), (16, 16, 96, 128), (16, 2, 256, 64))
+    prefill_attention(driver, torch.float16, (32, 8, 128, 64))
+    prefill_attention(driver, torch.float32, (6, 2, 24, 16), (16, 2, 256, 64))
+
+
+def more_prefills(driver: CompilingDriver) -> None:
+    """Other heads and pages that the shapes here do not have."""
+    prefill_attention(driver, torch.bfloat16, (32, 8, 128, 16), (14, 2, 64, 64), (8, 1, 16, 8), (6, 2, 192, 48))
+    prefill_attention(driver, torch.float32, (32, 8, 128, 64), (32, 1, 64, 64))
+
+
+def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tuple[int, int, int, int]) -> None:
+    """``shapes``: (heads, key/value heads, head_dim, page size)."""
+    for heads, kv_heads, dim, page in shapes:
+        driver.where = f"{dtype}, {heads} heads of {dim} over {kv_heads}, pages of {page}"
+        q, kv = (
+            torch.empty(300, heads, dim, dtype=dtype, device=META),
+            empty_kv_layer(9, page, kv_heads, dim, dtype, "meta"),
+        )
+        inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
+        tiled = TiledPrefill(META, H200)
+        tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
 
 
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
@@ -208,6 +207,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "experts": experts,
     "rotation": rotation,
     "prefill": prefills,
+    "more-prefill": more_prefills,
     "push": pushing,
     "all-reduce": all_reduces,
     "exchanges": exchanges,

@@ -11,8 +11,12 @@ from tests.runtime.engine import rig
 
 @pytest.fixture(params=["attention", "hybrid"])
 def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return over_model(str(request.param), monkeypatch)
+
+
+def over_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every rig's model keeps all of a sequence in pages, or a part of it in the slot's row; returns which."""
-    if request.param == "hybrid":
+    if kind == "hybrid":
         monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
         monkeypatch.setattr(rig, "TINY", rig.TINY | HYBRID)
-    return str(request.param)
+    return kind

@@ -16,6 +16,7 @@ from runtime.engine import Engine
 from runtime.schedule.plan import Admit
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine import lives, rig
+from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.group_rigs import accompanied_rig
 from tests.runtime.engine.lives import live, oracle, same
 from tests.runtime.engine.random_lives import random_life
@@ -29,6 +30,12 @@ OTHERS = {
 }
 DEPTHS = [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
 SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))]
+
+
+@pytest.fixture(params=["attention", pytest.param("hybrid", marks=pytest.mark.long)])
+def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both long: groups agree on steps, whatever a layer keeps."""
+    return over_model(str(request.param), monkeypatch)
 
 
 @pytest.fixture(params=DEPTHS)  # type: ignore[no-redef]  # instead of the suite's own
