@@ -71,6 +71,11 @@ class _Sequence:
         return 0 if self.text is None else self.text.kept
 
     @property
+    def simple(self) -> bool:
+        """Whether text is all that its tokens are looked at for."""
+        return self.text is not None and self.logprobs is None
+
+    @property
     def watched(self) -> bool:
         """Whether its tokens after the first must be looked at one by one."""
         return self.streamed or self.text is not None or self.logprobs is not None
@@ -188,6 +193,9 @@ class OutputProcessor:
                 self._begin(sequence, now)
                 if not sequence.watched:
                     continue
+            if output.width == 1 and sequence.simple and request_id not in ended:
+                self._advance_simply(sequence, output.tokens[row], now, routed)
+                continue
             before = sequence.kept
             if self._advance(sequence, output, row, now, ended.get(request_id)) and request_id not in ended:
                 routed.stop.append(request_id)
@@ -198,6 +206,22 @@ class OutputProcessor:
                     fresh = fresh[: sequence.kept - before]
                 if fresh:
                     routed.deltas.append(_delta(sequence, tuple(fresh)))
+
+    @staticmethod
+    def _advance_simply(sequence: _Sequence, token: int, now: float, routed: Routed) -> None:
+        """What most rows of most steps need: the text of one token, and a delta if somebody listens."""
+        text = sequence.text
+        kept = sequence.kept
+        shown = "" if text is None else text.push(token)
+        if sequence.kept == kept:  # it has come to a stop string before
+            return
+        if text is not None and text.stopped:
+            sequence.stopped_at = now
+            routed.stop.append(sequence.request.request_id)
+        if sequence.streamed:
+            sequence.sent += 1
+            routed.deltas.append(Delta(sequence.group.key, sequence.index, sequence.unsent + shown, (token,)))
+            sequence.unsent = ""
 
     def _begin(self, sequence: _Sequence, now: float) -> None:
         """Its first token is here."""

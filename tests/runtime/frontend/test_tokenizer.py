@@ -7,11 +7,20 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import runtime.frontend.tokenizer
-from runtime.frontend.tokenizer import Detokenizer, StopMatcher, TextStream, Tokenizer, TokenizerError
+from runtime.frontend.tokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    StopMatcher,
+    TextStream,
+    Tokenizer,
+    TokenizerError,
+    open_detokenizer,
+)
 from tests.runtime.frontend import small_tokenizers
 
 KINDS = [small_tokenizers.byte_level, small_tokenizers.sentencepiece]
@@ -21,6 +30,12 @@ texts = st.text(alphabet=st.sampled_from("abthelo .,é你🌍👩\u200d\n"), max
 
 def streamed(tokenizer: Tokenizer, ids: list[int], context: list[int]) -> list[str]:
     stream = Detokenizer(tokenizer, context)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+def streamed_by_bytes(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = open_detokenizer(tokenizer, [5, 6])
+    assert isinstance(stream, ByteDetokenizer)
     return [*map(stream.push, ids), stream.flush()]
 
 
@@ -39,6 +54,41 @@ def test_streaming_any_ids_equals_decoding_at_once(kind: Callable[[], Tokenizer]
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
     generated, context = data.draw(ids), data.draw(ids)
     assert "".join(streamed(tokenizer, generated, context)) == tokenizer.decode(generated, context)
+
+
+@given(data=st.data())
+@few
+def test_bytes_put_together_are_what_the_library_decodes(data: st.DataObject) -> None:
+    """Any ids: halves of characters, special tokens between them, added tokens, and ids that no token has."""
+    tokenizer = byte_level_with_added_tokens()
+    broken = [i for i in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.decode([i])]
+    some = (
+        st.integers(0, tokenizer.vocab_size + 1)
+        | st.sampled_from(broken)
+        | st.sampled_from(tokenizer.encode("🌍👩世é"))
+    )
+    generated = data.draw(st.lists(some, max_size=60))
+    assert "".join(streamed_by_bytes(tokenizer, generated)) == tokenizer.decode(generated)
+
+
+def byte_level_with_added_tokens() -> Tokenizer:
+    """Added tokens are text as it is, also where their characters would stand for bytes, or for none."""
+    backend = tokenizers.Tokenizer.from_str(small_tokenizers.byte_level_backend().to_str())
+    backend.add_tokens(["<think>", "two words", "é", "世", "ÿ"])
+    return Tokenizer(backend)
+
+
+def test_a_character_is_shown_with_its_last_byte_and_rubbish_as_soon_as_it_is_sure() -> None:
+    tokenizer = small_tokenizers.byte_level()
+    world = tokenizer.encode("🌍")
+    assert len(world) > 1
+    assert streamed_by_bytes(tokenizer, world) == [*[""] * (len(world) - 1), "🌍", ""]
+    assert streamed_by_bytes(tokenizer, [*world[:1], *tokenizer.encode("a")]) == ["", "\ufffda", ""]
+    assert streamed_by_bytes(tokenizer, world[:1]) == ["", "\ufffd"]
+
+
+def test_tokenizers_that_look_back_have_a_window() -> None:
+    assert isinstance(open_detokenizer(small_tokenizers.sentencepiece()), Detokenizer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
