@@ -20,7 +20,7 @@ NO_CANDIDATE = -(2**63)
 EXACT = {"enable_fp_fusion": False}  # a * b + c must round twice, as it does in torch
 _BLOCK = 2048
 _PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
-_PURPOSE_STEP = 0xDA942042E4DD58B5
+PURPOSE_STEP = 0xDA942042E4DD58B5
 
 
 @triton.jit
@@ -53,10 +53,19 @@ def log(x):
 
 @triton.jit
 def exp_weights(x):
-    """exact_math.exp_weights."""
+    """exact_math.exp_weights of x <= 0, the same bits without slow conversions.
+
+    Adding 1.5 * 2**23 rounds to the nearest integer and shows it in the low bits; floor is one less where that went up.
+    Doublings times ln 2's high part is exact, so one rounding may do for both. A mantissa is an integer as it lies.
+    """
     x = tl.where(x > -40.0, x, -40.0)
-    doublings = tl.floor(x * 1.44269502162933349609375 + 0.5)
-    r = x - doublings * 0.693359375
+    scaled = x * 1.44269502162933349609375 + 0.5
+    shown = scaled + 12582912.0
+    nearest = shown - 12582912.0
+    went_up = nearest > scaled
+    doublings = tl.where(went_up, nearest - 1.0, nearest)
+    halvings = 0x4B400000 - shown.to(tl.int32, bitcast=True) + went_up.to(tl.int32)
+    r = tl.fma(doublings, -0.693359375, x)
     r = r - doublings * -2.12194440e-4
     series = r * 0.0013843538472428918 + 0.00837425421923399
     series = series * r + 0.041668009012937546
@@ -64,7 +73,9 @@ def exp_weights(x):
     series = series * r + 0.4999999403953552
     series = series * r + 1.0
     series = series * r + 1.0
-    return ((series * 16777216.0).to(tl.int64) << 20) >> (-doublings).to(tl.int64)
+    bits = series.to(tl.int32, bitcast=True)  # in (0.5, 2): the exponent is 126 or 127
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    return (mantissa << 21) >> (127 - (bits >> 23) + halvings).to(tl.int64)
 
 
 @triton.jit
@@ -83,7 +94,7 @@ def lowbias(x):
 
 @triton.jit
 def row_key(seed, position, PURPOSE: tl.constexpr):
-    """(low, high) halves, uint32, of counter_rng.row_keys. ``PURPOSE`` is (purpose + 1) * _PURPOSE_STEP mod 2**64."""
+    """(low, high) halves, uint32, of counter_rng.row_keys. ``PURPOSE`` is (purpose + 1) * PURPOSE_STEP mod 2**64."""
     seeded = splitmix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
     key = splitmix(seeded ^ (position.to(tl.uint64) * 0xD1342543DE82EF95 + PURPOSE))
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -106,6 +117,12 @@ def ordered(score):
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FC00000, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(rank):
+    """The score of an ordered int32."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -266,7 +283,7 @@ def best_candidates(
         vocab,
         vocab_start,
         per_program,
-        PURPOSE=(_PURPOSE_STEP * (purpose + 1)) % 2**64,
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
         RANDOM=random,
         FILTERED=threshold_B is not None,
         BLOCK=_BLOCK,

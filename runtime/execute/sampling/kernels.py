@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class SamplingKernels(NamedTuple):
-    """Entry points of models/kernels/{sampling,sampling_filters,penalties,logprobs}_triton.py."""
+    """Entry points of {draw,filters,penalties,logprobs}_triton.py."""
 
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    survival_threshold: Callable[..., tuple[Tensor, Tensor]]
+    filtered_candidates: Callable[..., tuple[Tensor, Tensor, Tensor]]
     shape_logits: Callable[..., Tensor]
     token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
@@ -37,7 +37,7 @@ def triton_kernels() -> SamplingKernels | None:
     return SamplingKernels(
         best_candidates=draw_triton.best_candidates,
         conclude=draw_triton.conclude,
-        survival_threshold=filters_triton.survival_threshold,
+        filtered_candidates=filters_triton.filtered_candidates,
         shape_logits=penalties_triton.shape_logits,
         token_logprobs=logprobs_triton.token_logprobs,
     )

@@ -175,11 +175,19 @@ def _triton_candidates(
             position_B=rows.position,
             min_length_B=rows.min_length,
         )
-    threshold_B = largest_B = None
     if features.filters:
-        threshold_B, largest_B = kernels.survival_threshold(
-            logits_BV, rows.temperature, rows.top_k, rows.top_p, rows.min_p
+        keys_B1, _, largest_B = kernels.filtered_candidates(
+            logits_BV,
+            vocab_start,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seed,
+            rows.position,
+            purpose=int(Purpose.TOKEN),
         )
+        return keys_B1, largest_B
     keys_BP = kernels.best_candidates(
         logits_BV,
         vocab_start,
@@ -188,9 +196,8 @@ def _triton_candidates(
         rows.position,
         random=features.random,
         purpose=int(Purpose.TOKEN),
-        threshold_B=threshold_B,
     )
-    return keys_BP, largest_B
+    return keys_BP, None
 
 
 def _is_random(rows: SamplingInputs) -> Tensor:
