@@ -65,7 +65,7 @@ def exp_weights(x):
     went_up = nearest > scaled
     doublings = tl.where(went_up, nearest - 1.0, nearest)
     halvings = 0x4B400000 - shown.to(tl.int32, bitcast=True) + went_up.to(tl.int32)
-    r = tl.fma(doublings, -0.693359375, x)
+    r = tl.fma(-doublings, 0.693359375, x)
     r = r - doublings * -2.12194440e-4
     series = r * 0.0013843538472428918 + 0.00837425421923399
     series = series * r + 0.041668009012937546
@@ -140,7 +140,6 @@ def _best_kernel(
     temperature_ptr,
     seed_ptr,
     position_ptr,
-    threshold_ptr,
     logits_stride,
     temperature_stride,
     seed_stride,
@@ -150,7 +149,6 @@ def _best_kernel(
     per_program,
     PURPOSE: tl.constexpr,
     RANDOM: tl.constexpr,
-    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
@@ -159,8 +157,6 @@ def _best_kernel(
         factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
         seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
         low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
-    if FILTERED:
-        threshold = tl.load(threshold_ptr + row)
     best = tl.full([BLOCK], -2147483648, tl.int32)  # below every score: lanes that saw nothing
     best_column = tl.zeros([BLOCK], tl.int32)
     for start in range(part * per_program, tl.minimum((part + 1) * per_program, vocab), BLOCK):
@@ -172,8 +168,6 @@ def _best_kernel(
         noisy = score
         if RANDOM:
             noisy = score + gumbel(low, high, column + vocab_start) * is_random
-        if FILTERED:
-            noisy = tl.where(score >= threshold, noisy, float("-inf"))
         rank = ordered(noisy)
         better = (rank > best) & inside
         best = tl.where(better, rank, best)
@@ -255,12 +249,10 @@ def best_candidates(
     *,
     random: bool,
     purpose: int = 0,
-    threshold_B: Tensor | None = None,
 ) -> Tensor:
     """Candidates int64 [B, P], of which the largest of a row is its best; P depends on the shape alone.
 
     temperature float32, seed int64, position any integer type; with ``random`` False they are not read.
-    ``threshold_B`` float32, contiguous: only scores (before noise) at or above it survive.
     """
     rows, vocab = logits_BV.shape
     if vocab == 0:
@@ -275,7 +267,6 @@ def best_candidates(
         temperature_B,
         seed_B,
         position_B,
-        temperature_B if threshold_B is None else threshold_B,
         logits_BV.stride(0),
         temperature_B.stride(0),
         seed_B.stride(0),
@@ -285,7 +276,6 @@ def best_candidates(
         per_program,
         PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
         RANDOM=random,
-        FILTERED=threshold_B is not None,
         BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,

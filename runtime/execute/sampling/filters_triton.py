@@ -42,13 +42,16 @@ from runtime.execute.sampling.limits_triton import is_finite, limits, min_p_thre
 from runtime.execute.sampling.settle_triton import settle_kernel
 
 LISTED = 16384  # tokens a row that the last launch can settle; 8 bytes each
+_SPARE = 400  # tokens that are listed beyond those that a threshold needs, at least
 _AIMED = 6000  # tokens that a floor lies below, and a ceiling above, an estimated threshold deep in a row
 _FEW = 11000  # up to so many tokens are listed up to the largest one, without a ceiling
-_FEWER = 2048  # so many tokens are settled in registers
+SWEPT = 1024  # tokens at a time of a search through many
+FEWER = 2048  # so many tokens are settled in registers
 _GROUPS = 128  # groups of columns a program of the survey
-_PARTS = 16  # most programs a row; the same for any number of rows
+MOST_PARTS = 16  # most programs a row; the same for any number of rows
 _BLOCK = 2048
-_PIECE = 256  # rows whose workspace exists at once
+_DRAWN = 1024  # of a block, where noise is added
+PIECE = 256  # rows whose workspace exists at once
 
 
 class Workspace(NamedTuple):
@@ -57,7 +60,7 @@ class Workspace(NamedTuple):
     bounds float32 [B, 4]: floor, ceiling, min-p threshold, largest score. partial int64 [B, P, 4]: of a part's tokens,
     the weight of all, weight and number of those at or above the ceiling, and the best of these. listed int32 [B]:
     tokens in [floor, ceiling), of which ``tokens`` int64 [B, LISTED] has as many as it holds, (score, id) packed in no
-    order. scratch int32 [B, _FEWER], of the last launch alone.
+    order. scratch int32 [B, FEWER], of the last launch alone.
     """
 
     bounds: Tensor
@@ -89,7 +92,7 @@ def _survey_kernel(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A part's groups: every GROUPS-th column. Their largest scores, as ordered integers, and one column's score each."""
+    """A part's groups, each every GROUPS-th column: their largest scores, as ordered integers, and one score more."""
     row, part = tl.program_id(0), tl.program_id(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     first = part * per_program
@@ -144,8 +147,9 @@ def _bound_kernel(
     per_program,
     parts,
     SHARE: tl.constexpr,
-    LISTED: tl.constexpr,
+    SMALL: tl.constexpr,
     FEW: tl.constexpr,
+    SPARE: tl.constexpr,
     AIMED: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
@@ -177,7 +181,7 @@ def _bound_kernel(
         if (k == 0) & (not by_mass) & (least == float("-inf")):
             floor = tl.full([], float("-inf"), tl.float32)  # every token survives
             ceiling = tl.full([], float("-inf"), tl.float32)
-        elif vocab <= LISTED:
+        elif vocab <= SMALL:
             floor = bottom
         else:
             top = tl.where(there, unordered(rank), float("-inf"))
@@ -194,10 +198,10 @@ def _bound_kernel(
             finite = tl.minimum(
                 tl.min(tl.where(top_count > 0, top, largest), 0), tl.min(tl.where(body_count > 0, body, largest), 0)
             )
-            mass, count = total * 0.0, k.to(tl.float32) * 1.5 + 400.0
+            mass, count = total * 0.0, k.to(tl.float32) * 1.5 + SPARE
             if by_mass:
                 mass = total * tl.minimum(p * 1.6, 1.0 - (1.0 - p) / 1.6)
-                count = tl.full([], 400.0, tl.float32)
+                count = tl.full([], SPARE, tl.float32)
                 finite = tl.maximum(finite, largest - 45.0)  # nothing below has any weight
             floor = bottom
             if (k > 0) | by_mass:
@@ -276,7 +280,7 @@ def _collect_kernel(
         by_mass &= (tl.load(top_p_ptr + row * top_p_stride) < 1.0) & (is_random > 0) & (not SHARE)
         row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
         first, last = part * per_program, tl.minimum((part + 1) * per_program, vocab)
-        # A thread has four neighbouring columns of a block, a lane: sums of four, and places in the list, cost it nothing.
+        # A thread has four neighbouring columns of a block, a lane: sums of four, and places in the list, are its own.
         lane = tl.arange(0, BLOCK // 4)
         columns = first + lane[:, None] * 4 + tl.arange(0, 4)[None, :]
         total = tl.zeros([BLOCK // 4], tl.int64)
@@ -336,7 +340,7 @@ def _workspace(rows: int, parts: int, device: torch.device) -> Workspace:
         partial=torch.empty(rows, parts, 4, dtype=torch.int64, device=device),
         listed=torch.empty(rows, dtype=torch.int32, device=device),
         tokens=torch.empty(rows, LISTED, dtype=torch.int64, device=device),
-        scratch=torch.empty(rows, _FEWER, dtype=torch.int32, device=device),
+        scratch=torch.empty(rows, FEWER, dtype=torch.int32, device=device),
     )
 
 
@@ -344,7 +348,7 @@ def parts_of(vocab: int) -> tuple[int, int]:
     """(programs a row, columns a program), whole blocks each. The number of rows does not matter: nothing is compiled
     anew for it, and a row is cut the same in every batch."""
     blocks = triton.cdiv(vocab, _BLOCK)
-    each = triton.cdiv(blocks, _PARTS)
+    each = triton.cdiv(blocks, MOST_PARTS)
     return triton.cdiv(blocks, each), each * _BLOCK
 
 
@@ -402,8 +406,9 @@ def list_tokens(
         per_program,
         parts,
         SHARE=share,
-        LISTED=LISTED,
+        SMALL=FEWER,
         FEW=_FEW,
+        SPARE=_SPARE,
         AIMED=_AIMED,
         GROUPS=_GROUPS,
         TILE=triton.next_power_of_2(parts * _GROUPS),
@@ -432,7 +437,7 @@ def list_tokens(
         SHARE=share,
         LISTED=LISTED,
         BLOCK=_BLOCK,
-        DRAWN=1024,
+        DRAWN=min(_DRAWN, _BLOCK),
         num_warps=8,
         **EXACT,
     )
@@ -455,8 +460,8 @@ def filtered_candidates(
 
     logits float32 or bfloat16; temperature, top_p and min_p float32, top_k int32, seed int64, position any integers.
     The threshold may lie between scores; the survivors, score >= threshold, are those of filters.survival_threshold.
-    A greedy row keeps its largest. A row without finite logits, or with NaN or inf, has no candidate. Workspace: 150 KiB
-    a row, of 256 rows at most.
+    A greedy row keeps its largest. A row without finite logits, or with NaN or inf, has no candidate. Workspace:
+    150 KiB a row, of 256 rows at most.
     """
     rows, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
@@ -467,8 +472,8 @@ def filtered_candidates(
         threshold=torch.empty(rows, dtype=torch.float32, device=device),
         largest=torch.empty(rows, dtype=torch.float32, device=device),
     )
-    for begin in range(0, rows, _PIECE):
-        piece = slice(begin, begin + _PIECE)
+    for begin in range(0, rows, PIECE):
+        piece = slice(begin, begin + PIECE)
         columns = [c[piece] for c in (temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B)]
         logits_RV = logits_BV[piece]
         space = list_tokens(logits_RV, vocab_start, vocab, *columns, purpose=purpose, share=False)
@@ -483,10 +488,10 @@ def filtered_candidates(
             vocab_start,
             parts_of(vocab)[0],
             PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
-            PARTS=_PARTS,
+            PARTS=MOST_PARTS,
             LISTED=LISTED,
-            BLOCK=min(1024, _FEWER),
-            TILE=_FEWER,
+            BLOCK=SWEPT,
+            TILE=FEWER,
             num_warps=8,
             **EXACT,
         )

@@ -27,8 +27,7 @@ from runtime.execute.sampling.limits_triton import is_finite, limits
 
 @triton.jit
 def highest_reaching(rank, amount, target, low, high):
-    """The highest t in [low, high] (int64) such that the amounts of ranks >= t sum to the target; low if there is none.
-    """
+    """The highest t in [low, high] (int64) whose ranks >= t reach the target together; low if there is none."""
     while low < high:
         middle = low + ((high - low + 1) >> 1)
         if tl.sum(tl.where(rank >= middle.to(tl.int32), amount, 0), 0) >= target:
@@ -58,7 +57,7 @@ def best_survivor(token, threshold, low, high, is_random):
 def _settle_few(tokens_ptr, listed, floor, least, largest, k, p, total, above, number, TILE: tl.constexpr):
     """(whether the list holds the threshold, the threshold), of at most TILE listed tokens.
 
-    ``number`` tokens of weight ``above`` lie over the list's. Everything at or above the floor is in the list or over it.
+    ``number`` tokens of weight ``above`` lie over the list's. What is not under the floor is in the list or over it.
     """
     slot = tl.arange(0, TILE)
     there = slot < listed
@@ -88,7 +87,7 @@ def _settle_few(tokens_ptr, listed, floor, least, largest, k, p, total, above, n
 
 
 @triton.jit
-def _block_of(source_ptr, start, size, factor, vocab_start, LIST: tl.constexpr, BLOCK: tl.constexpr):
+def block_of(source_ptr, start, size, factor, vocab_start, LIST: tl.constexpr, BLOCK: tl.constexpr):
     """A block of tokens, from a list or made of logits; those past ``size`` are below every token."""
     index = start + tl.arange(0, BLOCK)
     if LIST:
@@ -135,10 +134,18 @@ def _reach(
         first = low + step
         second = tl.minimum(first + step, high)
         third = tl.minimum(second + step, high)
-        amount_1, amount_2, amount_3 = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-        count_1, count_2, count_3 = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+        amount_1, amount_2, amount_3 = (
+            tl.zeros([BLOCK], tl.int64),
+            tl.zeros([BLOCK], tl.int64),
+            tl.zeros([BLOCK], tl.int64),
+        )
+        count_1, count_2, count_3 = (
+            tl.zeros([BLOCK], tl.int32),
+            tl.zeros([BLOCK], tl.int32),
+            tl.zeros([BLOCK], tl.int32),
+        )
         for start in range(0, size, BLOCK):
-            rank = (_block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
             amount = _amounts(rank, largest, floor, BY_WEIGHT)
             amount_1 += tl.where(rank >= first.to(tl.int32), amount, 0)
             amount_2 += tl.where(rank >= second.to(tl.int32), amount, 0)
@@ -159,7 +166,7 @@ def _reach(
     if low < high:
         gathered = tl.zeros([], tl.int32)
         for start in range(0, size, BLOCK):
-            rank = (_block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
             inside = (rank >= low.to(tl.int32)) & (rank <= high.to(tl.int32))
             place = gathered + tl.cumsum(inside.to(tl.int32), 0) - 1
             tl.store(scratch_ptr + place, rank, mask=inside & (place < TILE))
@@ -199,7 +206,7 @@ def _settle_many(
     else:
         smallest = tl.full([BLOCK], 2147483647, tl.int32)
         for start in range(0, size, BLOCK):
-            rank = (_block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
             smallest = tl.minimum(smallest, tl.where(rank == -2147483648, 2147483647, rank))
         bottom = tl.min(smallest, 0).to(tl.int64)
     reached = tl.full([], -2139095041, tl.int64)
@@ -210,13 +217,25 @@ def _settle_many(
             holds = number < k
             lowest = tl.full([], -2147483647, tl.int32)
             reached = _reach(
-                source_ptr, size, scratch_ptr, factor, largest, lowest, k - number, bottom, top, False, LIST, BLOCK, TILE
+                source_ptr,
+                size,
+                scratch_ptr,
+                factor,
+                largest,
+                lowest,
+                k - number,
+                bottom,
+                top,
+                False,
+                LIST,
+                BLOCK,
+                TILE,
             )
     if (p < 1.0) & holds:
         cut = reached.to(tl.int32)
         weight = tl.zeros([BLOCK], tl.int64)
         for start in range(0, size, BLOCK):
-            rank = (_block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
             weight += _amounts(rank, largest, cut, True)
         here = tl.sum(weight, 0)
         if (k > 0) | (not LIST):
@@ -234,11 +253,13 @@ def _settle_many(
 
 
 @triton.jit
-def _draw(source_ptr, size, factor, vocab_start, threshold, low, high, is_random, LIST: tl.constexpr, BLOCK: tl.constexpr):
+def _draw(
+    source_ptr, size, factor, vocab_start, threshold, low, high, is_random, LIST: tl.constexpr, BLOCK: tl.constexpr
+):
     """The best survivor among a source's tokens."""
     best = tl.full([], -9223372036854775808, tl.int64)
     for start in range(0, size, BLOCK):
-        token = _block_of(source_ptr, start, size, factor, vocab_start, LIST, BLOCK)
+        token = block_of(source_ptr, start, size, factor, vocab_start, LIST, BLOCK)
         best = tl.maximum(best, best_survivor(token, threshold, low, high, is_random))
     return best
 
@@ -301,7 +322,7 @@ def settle_kernel(
         if ceiling == float("-inf"):
             threshold = ceiling  # every token survives, and the best of all was drawn
         else:
-            k, p, min_p = limits(
+            k, p, _min_p = limits(
                 temperature,
                 tl.load(top_k_ptr + row * top_k_stride),
                 tl.load(top_p_ptr + row * top_p_stride),
@@ -319,7 +340,21 @@ def settle_kernel(
                 holds, threshold = _settle_few(tokens, listed, floor, least, largest, k, p, total, above, number, TILE)
             elif holds:
                 holds, threshold = _settle_many(
-                    tokens, listed, scratch, factor, floor, least, largest, k, p, total, above, number, True, BLOCK, TILE
+                    tokens,
+                    listed,
+                    scratch,
+                    factor,
+                    floor,
+                    least,
+                    largest,
+                    k,
+                    p,
+                    total,
+                    above,
+                    number,
+                    True,
+                    BLOCK,
+                    TILE,
                 )
             if holds:
                 drawn = _draw(tokens, listed, factor, vocab_start, threshold, low, high, is_random, True, BLOCK)
@@ -327,7 +362,21 @@ def settle_kernel(
             else:
                 none = tl.zeros([], tl.int32)
                 holds, threshold = _settle_many(
-                    row_ptr, vocab, scratch, factor, floor, least, largest, k, p, total, total * 0, none, False, BLOCK, TILE
+                    row_ptr,
+                    vocab,
+                    scratch,
+                    factor,
+                    floor,
+                    least,
+                    largest,
+                    k,
+                    p,
+                    total,
+                    total * 0,
+                    none,
+                    False,
+                    BLOCK,
+                    TILE,
                 )
                 best = _draw(row_ptr, vocab, factor, vocab_start, threshold, low, high, is_random, False, BLOCK)
     tl.store(keys_ptr + row, best)
