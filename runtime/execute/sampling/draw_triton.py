@@ -17,8 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 NO_CANDIDATE = -(2**63)
+# Numbers and pointers of which the kernels' code does not depend: their being 1, or divisible by 16, is not compiled in,
+# so that any number of rows, and parameters as columns of records or as tensors of their own, run the same code.
+COLUMNS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "position", "stop_ids", "min_length", "max_length", "finished"),
+    *("repetition", "frequency", "presence", "tokens", "evidence"),
+)
+ANY_NUMBER = [*(f"{column}_stride" for column in COLUMNS), "stop_id_stride", "keys_stride", "parts", "vocab_start"]
+ANY_NUMBER += ["candidates", "stop_ids", "entries", "whole_vocab", "top", "top_n"]
+ANY_POINTER = [f"{name}_ptr" for name in (*COLUMNS, "token", "ok", "count", "finish", "threshold", "largest", "keys")]
 EXACT = {"enable_fp_fusion": False}  # a * b + c must round twice, as it does in torch
 _BLOCK = 2048
+_CANDIDATES = 128  # that one program of conclude reads at least: as many as rows of 262,144 logits are cut into
 _PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
 PURPOSE_STEP = 0xDA942042E4DD58B5
 
@@ -133,7 +143,7 @@ def inverse_temperature(temperature):
     return factor, is_random.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["position_stride"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _best_kernel(
     logits_ptr,
     keys_ptr,
@@ -176,7 +186,7 @@ def _best_kernel(
     tl.store(keys_ptr + row * tl.num_programs(1) + part, tl.max(keys, 0))
 
 
-@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["evidence_ptr", "finish_ptr"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _conclude_kernel(
     keys_ptr,
     evidence_ptr,
@@ -329,7 +339,7 @@ def conclude(
         LENGTH=codes[1],
         ERROR=codes[2],
         HAS_EVIDENCE=evidence_B is not None,
-        CANDIDATES=triton.next_power_of_2(candidates),
+        CANDIDATES=max(_CANDIDATES, triton.next_power_of_2(candidates)),
         STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])),
         num_warps=1,
     )

@@ -29,6 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import (
+    ANY_NUMBER,
+    ANY_POINTER,
     EXACT,
     PURPOSE_STEP,
     exp_weights,
@@ -78,7 +80,7 @@ class Filtered(NamedTuple):
     largest: Tensor
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _survey_kernel(
     logits_ptr,
     maxima_ptr,
@@ -128,7 +130,7 @@ def _crossing(top, top_mass, top_count, body, body_mass, body_count, mass, count
     return unordered(low.to(tl.int32)), unordered(high.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["parts", "whole_vocab"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _bound_kernel(
     maxima_ptr,
     others_ptr,
@@ -240,13 +242,13 @@ def _bound_kernel(
     tl.store(listed_ptr + row, 0)
 
 
-@triton.jit(do_not_specialize=["position_stride", "vocab_start", "parts"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _collect_kernel(
     logits_ptr,
     bounds_ptr,
     partial_ptr,
     listed_ptr,
-    tokens_ptr,
+    list_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -307,7 +309,7 @@ def _collect_kernel(
                 one = listed.to(tl.int32)
                 places = place[:, None] + tl.cumsum(one, 1) - one
                 key = (ordered(score).to(tl.int64) << 32) | (0x7FFFFFFF - (column + vocab_start)).to(tl.int64)
-                tl.store(tokens_ptr + row.to(tl.int64) * LISTED + places, key, mask=listed & (places < LISTED))
+                tl.store(list_ptr + row.to(tl.int64) * LISTED + places, key, mask=listed & (places < LISTED))
                 place += tl.sum(one, 1)
         number = tl.zeros([DRAWN], tl.int32)
         best = tl.full([DRAWN], -2147483648, tl.int32)

@@ -159,13 +159,15 @@ NARROWER_FEATURES = (  # what is offered where there is no memory for every feat
 )
 
 # Together these launch every sampling kernel in every form: logits as they are or reshaped in float32, with and without
-# noise and thresholds, and each number of likely tokens. Run once at start-up, so that no request waits for a compiler.
+# noise and filters, on one rank or shared by several. Run once at start-up, so that no request waits for a compiler.
+# Neither the number of rows nor that of likely tokens makes another form.
 KERNEL_VARIANTS = (
     SamplingVariant(random=True),
-    SamplingVariant(random=True, filters=True),
-    SamplingVariant(min_tokens=True),
+    SamplingVariant(penalties=True),
     SamplingVariant(random=True, min_tokens=True),
-    SamplingVariant(random=True, filters=True, penalties=True),
+    SamplingVariant(random=True, filters=True),
     SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True),
-    *(SamplingVariant(logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
+    SamplingVariant(random=True, filters=True, unbounded=True),
+    SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, unbounded=True),
+    SamplingVariant(logprobs=True),
 )

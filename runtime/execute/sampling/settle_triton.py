@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from runtime.execute.sampling.draw_triton import (
+    ANY_NUMBER,
+    ANY_POINTER,
     exp_weights,
     gumbel,
     inverse_temperature,
@@ -54,14 +56,14 @@ def best_survivor(token, threshold, low, high, is_random):
 
 
 @triton.jit
-def _settle_few(tokens_ptr, listed, floor, least, largest, k, p, total, above, number, TILE: tl.constexpr):
+def _settle_few(list_ptr, listed, floor, least, largest, k, p, total, above, number, TILE: tl.constexpr):
     """(whether the list holds the threshold, the threshold), of at most TILE listed tokens.
 
     ``number`` tokens of weight ``above`` lie over the list's. What is not under the floor is in the list or over it.
     """
     slot = tl.arange(0, TILE)
     there = slot < listed
-    rank = (tl.load(tokens_ptr + slot, mask=there, other=-9223372036854775808) >> 32).to(tl.int32)
+    rank = (tl.load(list_ptr + slot, mask=there, other=-9223372036854775808) >> 32).to(tl.int32)
     bottom, top = ordered(floor).to(tl.int64), ordered(largest).to(tl.int64)
     reached = tl.full([], -2139095041, tl.int64)  # the rank of -inf: nothing is cut
     holds = tl.full([], 1, tl.int1)
@@ -264,13 +266,13 @@ def _draw(
     return best
 
 
-@triton.jit(do_not_specialize=["position_stride", "vocab_start", "parts"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def settle_kernel(
     logits_ptr,
     bounds_ptr,
     partial_ptr,
     listed_ptr,
-    tokens_ptr,
+    list_ptr,
     scratch_ptr,
     keys_ptr,
     threshold_ptr,
@@ -332,7 +334,7 @@ def settle_kernel(
             seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
             low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
             row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-            tokens = tokens_ptr + row.to(tl.int64) * LISTED
+            tokens = list_ptr + row.to(tl.int64) * LISTED
             scratch = scratch_ptr + row * TILE
             listed = tl.load(listed_ptr + row)
             holds = listed <= LISTED

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import (
+    ANY_NUMBER,
+    ANY_POINTER,
     EXACT,
     PURPOSE_STEP,
     exp_weights,
@@ -41,13 +43,13 @@ def _noisy(token, low, high, is_random):
     return tl.where(token == -9223372036854775808, token, packed)
 
 
-@triton.jit(do_not_specialize=["position_stride", "vocab_start", "parts"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _distinct_kernel(
     logits_ptr,
     bounds_ptr,
     partial_ptr,
     listed_ptr,
-    tokens_ptr,
+    list_ptr,
     share_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -96,7 +98,7 @@ def _distinct_kernel(
         place = tl.zeros([], tl.int32)
         if (listed <= TILE) & ((listed >= k) | (floor <= -3.4028234663852886e38)):
             slot = tl.arange(0, TILE)
-            tokens = tokens_ptr + row.to(tl.int64) * LISTED + slot
+            tokens = list_ptr + row.to(tl.int64) * LISTED + slot
             token = tl.load(tokens, mask=slot < listed, other=-9223372036854775808)
             rank = (token >> 32).to(tl.int32)
             drawn = _noisy(token, low, high, is_random)
@@ -135,7 +137,7 @@ def _distinct_kernel(
     tl.store(share + SIZE, keys)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _merge_kernel(
     shares_ptr,
     keys_ptr,
