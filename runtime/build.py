@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ def build_engine(
         executor = Executor(
             opened,
             model,
-            _limits(config, served, agree_min, share, kernel_cache, exchange),
+            _limits(config, served, agree_min, share, kernel_cache, exchange, collectives.size),
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
@@ -163,6 +163,7 @@ def _limits(
     share: Callable[[Callable[[], str]], str] | None,
     kernel_cache: Path | None,
     exchange: TokenExchange | None,
+    ranks: int,
 ) -> ExecutorLimits:
     return ExecutorLimits(
         rows=config.max_num_seqs,
@@ -178,13 +179,20 @@ def _limits(
         agree_min=agree_min,
         share=share,
         kernel_cache=kernel_cache,
-        warm_variants=tuple(WARM_VARIANTS[kind] for kind in config.warm),
+        warm_variants=warm_variants(config.warm, ranks),
         exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
         prefill_buckets=_prefill_buckets(config) if exchange is None else (),
         mixed=config.mixed_steps
         and exchange is None
         and config.max_prefill_tokens > config.max_num_seqs * config.width,
     )
+
+
+def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ...]:
+    """What is captured for ``kinds``. Ranks that share a row's vocabulary filter it in two forms: see ``unbounded``."""
+    bounded = [WARM_VARIANTS[kind] for kind in kinds]
+    both = (form for variant in bounded for form in (variant, replace(variant, unbounded=variant.filters)))
+    return tuple(dict.fromkeys(form.on_ranks(ranks) for form in both))
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ class Executor:
             role.warm_up()
         self._roles = {role.name: role for role in roles}
         ladders = Ladders(limits.decode_buckets, self.prefill.graphs.buckets, limits.exchanges)
-        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles)
+        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range

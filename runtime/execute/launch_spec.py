@@ -94,11 +94,15 @@ class Serving(Protocol):
 
 
 class LaunchResolver:
-    """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan."""
+    """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan.
 
-    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving]) -> None:
+    ``ranks``: of the tensor-parallel group, which share a row's vocabulary.
+    """
+
+    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1) -> None:
         self._ladders = ladders
         self._roles = roles
+        self._ranks = ranks
         self._slot_variants = [GREEDY] * slots
         self._row_variant = GREEDY
         self._variant_of: tuple[int, ...] | None = None
@@ -143,7 +147,7 @@ class LaunchResolver:
     def _variant(self, plan: StepPlan) -> SamplingVariant:
         """The sampling variant that serves every row; worked out again only when the rows changed."""
         for write in plan.slot_writes:
-            self._slot_variants[write.slot] = SamplingVariant.covering([write.sampling])
+            self._slot_variants[write.slot] = SamplingVariant.covering([write.sampling]).on_ranks(self._ranks)
         if plan.slots is not self._variant_of:
             self._variant_of = plan.slots
             self._row_variant = GREEDY

@@ -58,5 +58,13 @@ class DpStepSync:
 
 def _variant_of(numbers: Sequence[int]) -> SamplingVariant:
     """The variant that covers every group's, from the maxima of ``astuple``."""
-    random, filters, penalties, min_tokens, logprobs, top_logprobs = numbers
-    return SamplingVariant(bool(random), bool(filters), bool(penalties), bool(min_tokens), bool(logprobs), top_logprobs)
+    random, filters, penalties, min_tokens, logprobs, top_logprobs, unbounded = numbers
+    return SamplingVariant(
+        bool(random),
+        bool(filters),
+        bool(penalties),
+        bool(min_tokens),
+        bool(logprobs),
+        top_logprobs,
+        bool(unbounded),
+    )

@@ -9,6 +9,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,15 @@ from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_
-from runtime.execute.sampling.sampler import Draw, Verdict, local_best, merge_and_check, sample, sample_and_check
+from runtime.execute.sampling.sampler import (
+    Draw,
+    Verdict,
+    local_share,
+    merge_best,
+    merge_shares,
+    sample,
+    sample_and_check,
+)
 from runtime.schedule.request import SamplingParams
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
@@ -27,7 +36,7 @@ from tests.runtime.execute.sampling.sampling_cases import random_params, rows_fo
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
-from runtime.execute.sampling import filters_triton as sampling_filters_triton  # noqa: E402
+from runtime.execute.sampling import filters_triton, shares_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -116,41 +125,142 @@ def test_tokens_and_verdicts_are_those_of_the_cpu(vocab: int, features: Sampling
     assert verdict.count_B.dtype == verdict.finish_B.dtype == torch.int32
 
 
-@pytest.mark.parametrize("tp", [2, 8])
-def test_shares_of_the_vocabulary(tp: int) -> None:
-    vocab = VOCABS[-1] - 1
-    logits, rows, _ = _mixture(3, vocab)
-    features = SamplingVariant(random=True)
-    wanted, _ = _on_cpu(logits, rows, features)
+def _split(logits: torch.Tensor, rows: SamplingInputs, features: SamplingVariant, tp: int) -> Draw:
+    """The draw of ``tp`` ranks, each with a share of the vocabulary."""
+    vocab = logits.shape[1]
     share = -(-vocab // tp)
     padded = torch.nn.functional.pad(logits, (0, share * tp - vocab), value=1e9).to(DEVICE)
-    moved = _moved(rows, DEVICE)
-    keys = [
-        local_best(padded[:, r * share : (r + 1) * share], r * share, moved, features, vocab_size=vocab)
+    parts = [
+        local_share(padded[:, r * share : (r + 1) * share], r * share, rows, features, vocab_size=vocab)
         for r in range(tp)
     ]
-    draw, _ = merge_and_check(torch.stack(keys, 1), rows=moved)
-    assert draw.token_B.tolist() == wanted.token_B.tolist()
+    draw, _ = merge_shares(torch.cat(parts, 1), rows, features)
+    return draw
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_survivors_are_those_of_the_sort(vocab: int, tied: bool) -> None:
+@pytest.mark.parametrize("tp", [2, 8])
+def test_shares_of_the_vocabulary(tp: int) -> None:
+    logits, rows, _ = _mixture(3, VOCABS[-1] - 1)
+    features = SamplingVariant(random=True)
+    wanted, _ = _on_cpu(logits, rows, features)
+    assert _split(logits, _moved(rows, DEVICE), features, tp).token_B.tolist() == wanted.token_B.tolist()
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("kind", ["normal", "tied", "equal"])
+def test_shares_of_the_vocabulary_with_filters(tp: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each filtered row has a small top_k. So many ties are not listed, they are searched for."""
+    if INTERPRETED:
+        for module, name, size in (
+            *((filters_triton, "FEWER", 256), (shares_triton, "FEWER", 256)),
+            *((filters_triton, "_SPARE", 40), (filters_triton, "_BLOCK", 512)),
+        ):
+            monkeypatch.setattr(module, name, size)
+    rng = np.random.default_rng(tp)
+    vocab = 1201 if INTERPRETED else VOCABS[-1] - 1
+    logits = torch.from_numpy(_distribution(rng, kind, ROWS, vocab))
+    params = [random_params(rng, top_k=int(k)) for k in rng.choice([1, 3, 20, 63, 64], ROWS)]
+    params[:2] = [SamplingParams(seed=5), SamplingParams(temperature=0.0, top_k=70)]
+    rows = rows_for(params, [7] * ROWS)
+    logits[2, vocab // 3], logits[3, : vocab // 2] = float("nan"), float("-inf")
+    features = SamplingVariant(random=True, filters=True)
+    wanted, _ = _on_cpu(logits, rows, features)
+    got = _split(logits, _moved(rows, DEVICE), features, tp)
+    assert got.token_B.tolist() == wanted.token_B.tolist()
+    assert got.ok_B.tolist() == wanted.ok_B.tolist()
+
+
+def _distribution(rng: np.random.Generator, kind: str, rows: int, vocab: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Logits of one kind."""
+    logits = rng.normal(0, 3, (rows, vocab))
+    if kind == "tied":
+        logits = np.round(logits)
+    elif kind == "equal":
+        logits = np.full((rows, vocab), -1.25)
+    elif kind == "flat":
+        logits = logits / 10
+    elif kind == "bimodal":
+        logits = logits / 6 + 5 * (rng.random((rows, vocab)) < 0.1)
+    elif kind == "peaked":
+        logits[:, rng.integers(0, vocab, 5)] += 15
+    elif kind == "masked":  # all but a few, some of them by a number
+        logits[rng.random((rows, vocab)) < 0.99] = -np.inf
+        logits[rng.random((rows, vocab)) < 0.05] = -1e9
+    elif kind == "descending":
+        logits = -np.sort(-logits)
+    return logits.astype(np.float32)
+
+
+KINDS = ["normal", "tied", "equal", "flat", "bimodal", "peaked", "masked", "descending"]
+
+
+def _survivors(logits: torch.Tensor, params: list[SamplingParams]) -> None:
+    """Thresholds and draws of the kernels against the sort's."""
+    rows, features = rows_for(params, range(len(params))), SamplingVariant(random=True, filters=True)
+    scaled = sampler._scaled(logits, rows, features)
+    threshold, largest = survival_threshold(scaled, rows)
+    moved = _moved(rows, DEVICE)
+    columns = (moved.temperature, moved.top_k, moved.top_p, moved.min_p, moved.seed, moved.position)
+    found = filters_triton.filtered_candidates(logits.to(DEVICE), 0, *columns)
+    assert torch.equal(found.largest.cpu(), largest)
+    survive = scaled >= found.threshold.cpu()[:, None]
+    for row, one in enumerate(params):
+        assert one.greedy or torch.equal(survive[row], scaled[row] >= threshold[row]), one
+    wanted, _ = _on_cpu(logits, rows, features)
+    assert merge_best(found.keys, found.largest).token_B.tolist() == wanted.token_B.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_are_those_of_the_sort(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are so small, interpreted, that rows go every way: few listed, many, none held, all drawn."""
+    if INTERPRETED:
+        for name, size in {
+            "LISTED": 512,
+            "_FEW": 300,
+            "_AIMED": 120,
+            "_SPARE": 40,
+            "FEWER": 128,
+            "_BLOCK": 1024,
+        }.items():
+            monkeypatch.setattr(filters_triton, name, size)
+    rng = np.random.default_rng(KINDS.index(kind))
+    vocab = 4001 if INTERPRETED else VOCABS[-1]
+    params = [random_params(rng) for _ in range(ROWS - 4)]
+    params += [SamplingParams(top_p=0.9), SamplingParams(top_k=vocab // 3), SamplingParams(top_k=vocab // 2, top_p=0.9)]
+    params += [SamplingParams(min_p=0.001, temperature=2.0)]
+    _survivors(torch.from_numpy(_distribution(rng, kind, ROWS, vocab)), params)
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat", "peaked"])
+def test_few_tokens_are_listed_and_the_threshold_is_among_them(kind: str) -> None:
+    """What is missed is searched for, and takes longer: ordinary rows of a large vocabulary are never missed."""
+    rng = np.random.default_rng(7)
+    params = [SamplingParams(top_k=50, top_p=0.95), *(SamplingParams(top_p=p) for p in (0.5, 0.9, 0.99))]
+    rows = rows_for(params, [3] * len(params))
+    logits = torch.from_numpy(_distribution(rng, kind, len(params), 151_936))
+    threshold, _ = survival_threshold(logits, rows)
+    moved = _moved(rows, DEVICE)
+    columns = (moved.temperature, moved.top_k, moved.top_p, moved.min_p, moved.seed, moved.position)
+    space = filters_triton.list_tokens(logits.to(DEVICE), 0, 151_936, *columns, purpose=0, share=False)
+    floor, ceiling = space.bounds.cpu()[:, :2].T
+    assert (floor <= threshold).all()
+    assert (threshold < ceiling).all()
+    assert space.listed.tolist() == [int(n) for n in ((logits >= floor[:, None]) & (logits < ceiling[:, None])).sum(1)]
+    assert (space.listed <= filters_triton.LISTED).all()
+    if kind == "peaked":
+        assert space.listed[:3].max() < filters_triton.FEWER
+
+
+@pytest.mark.parametrize("vocab", [1, 97, 2049] if INTERPRETED else VOCABS)
+def test_extreme_filters(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
-    logits = torch.from_numpy(rng.normal(0, 3, (ROWS, vocab)).astype(np.float32))
-    if tied:
-        logits = (logits * 4).round() / 4
-    params = [random_params(rng, temperature=1.0) for _ in range(ROWS - 4)]
-    params += [SamplingParams(top_k=2**31 - 1), SamplingParams(top_p=1e-30), SamplingParams(min_p=1.0)]
-    params += [SamplingParams(top_k=max(1, vocab - 1), top_p=0.999999, min_p=1e-30)]
-    rows = rows_for(params, [0] * ROWS)
-    threshold, largest = survival_threshold(logits, rows)
-    moved, device_logits = _moved(rows, DEVICE), logits.to(DEVICE)
-    got, got_largest = sampling_filters_triton.survival_threshold(
-        device_logits, moved.temperature, moved.top_k, moved.top_p, moved.min_p
-    )
-    assert torch.equal(got_largest.cpu(), largest)
-    assert torch.equal((device_logits >= got[:, None]).cpu(), logits >= threshold[:, None])
+    extremes = [
+        *(SamplingParams(top_k=2**31 - 1), SamplingParams(top_p=1e-30), SamplingParams(min_p=1.0)),
+        *(SamplingParams(top_k=max(1, vocab - 1), top_p=0.999999, min_p=1e-30), SamplingParams(top_k=1)),
+        *(SamplingParams(temperature=1e-5, top_k=5, top_p=0.5), SamplingParams(temperature=1e5, min_p=0.999)),
+        *(SamplingParams(top_p=0.0, top_k=3), SamplingParams()),
+    ]
+    _survivors(torch.from_numpy(_distribution(rng, "normal", len(extremes), vocab)), extremes)
 
 
 def test_constants_are_those_of_the_reference() -> None:

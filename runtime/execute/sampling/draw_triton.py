@@ -17,10 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 NO_CANDIDATE = -(2**63)
+# Numbers and pointers of which the kernels' code does not depend: their being 1, or divisible by 16, is not compiled in,
+# so that any number of rows, and parameters as columns of records or as tensors of their own, run the same code.
+COLUMNS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "position", "stop_ids", "min_length", "max_length", "finished"),
+    *("repetition", "frequency", "presence", "tokens", "evidence"),
+)
+ANY_NUMBER = [*(f"{column}_stride" for column in COLUMNS), "stop_id_stride", "keys_stride", "parts", "vocab_start"]
+ANY_NUMBER += ["candidates", "stop_ids", "entries", "whole_vocab", "top", "top_n"]
+ANY_POINTER = [f"{name}_ptr" for name in (*COLUMNS, "token", "ok", "count", "finish", "threshold", "largest", "keys")]
 EXACT = {"enable_fp_fusion": False}  # a * b + c must round twice, as it does in torch
 _BLOCK = 2048
+_CANDIDATES = 128  # that one program of conclude reads at least: as many as rows of 262,144 logits are cut into
 _PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
-_PURPOSE_STEP = 0xDA942042E4DD58B5
+PURPOSE_STEP = 0xDA942042E4DD58B5
 
 
 @triton.jit
@@ -53,10 +63,19 @@ def log(x):
 
 @triton.jit
 def exp_weights(x):
-    """exact_math.exp_weights."""
+    """exact_math.exp_weights of x <= 0, the same bits without slow conversions.
+
+    Adding 1.5 * 2**23 rounds to the nearest integer and shows it in the low bits; floor is one less where that went up.
+    Doublings times ln 2's high part is exact, so one rounding may do for both. A mantissa is an integer as it lies.
+    """
     x = tl.where(x > -40.0, x, -40.0)
-    doublings = tl.floor(x * 1.44269502162933349609375 + 0.5)
-    r = x - doublings * 0.693359375
+    scaled = x * 1.44269502162933349609375 + 0.5
+    shown = scaled + 12582912.0
+    nearest = shown - 12582912.0
+    went_up = nearest > scaled
+    doublings = tl.where(went_up, nearest - 1.0, nearest)
+    halvings = 0x4B400000 - shown.to(tl.int32, bitcast=True) + went_up.to(tl.int32)
+    r = tl.fma(-doublings, 0.693359375, x)
     r = r - doublings * -2.12194440e-4
     series = r * 0.0013843538472428918 + 0.00837425421923399
     series = series * r + 0.041668009012937546
@@ -64,7 +83,9 @@ def exp_weights(x):
     series = series * r + 0.4999999403953552
     series = series * r + 1.0
     series = series * r + 1.0
-    return ((series * 16777216.0).to(tl.int64) << 20) >> (-doublings).to(tl.int64)
+    bits = series.to(tl.int32, bitcast=True)  # in (0.5, 2): the exponent is 126 or 127
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    return (mantissa << 21) >> (127 - (bits >> 23) + halvings).to(tl.int64)
 
 
 @triton.jit
@@ -83,7 +104,7 @@ def lowbias(x):
 
 @triton.jit
 def row_key(seed, position, PURPOSE: tl.constexpr):
-    """(low, high) halves, uint32, of counter_rng.row_keys. ``PURPOSE`` is (purpose + 1) * _PURPOSE_STEP mod 2**64."""
+    """(low, high) halves, uint32, of counter_rng.row_keys. ``PURPOSE`` is (purpose + 1) * PURPOSE_STEP mod 2**64."""
     seeded = splitmix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
     key = splitmix(seeded ^ (position.to(tl.uint64) * 0xD1342543DE82EF95 + PURPOSE))
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -109,6 +130,12 @@ def ordered(score):
 
 
 @triton.jit
+def unordered(rank):
+    """The score of an ordered int32."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def inverse_temperature(temperature):
     """(factor of the logits, 1.0 or 0.0: whether the row is random)."""
     is_random = temperature >= 1e-6
@@ -116,14 +143,13 @@ def inverse_temperature(temperature):
     return factor, is_random.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["position_stride"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _best_kernel(
     logits_ptr,
     keys_ptr,
     temperature_ptr,
     seed_ptr,
     position_ptr,
-    threshold_ptr,
     logits_stride,
     temperature_stride,
     seed_stride,
@@ -133,7 +159,6 @@ def _best_kernel(
     per_program,
     PURPOSE: tl.constexpr,
     RANDOM: tl.constexpr,
-    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
@@ -142,8 +167,6 @@ def _best_kernel(
         factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
         seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
         low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
-    if FILTERED:
-        threshold = tl.load(threshold_ptr + row)
     best = tl.full([BLOCK], -2147483648, tl.int32)  # below every score: lanes that saw nothing
     best_column = tl.zeros([BLOCK], tl.int32)
     for start in range(part * per_program, tl.minimum((part + 1) * per_program, vocab), BLOCK):
@@ -155,8 +178,6 @@ def _best_kernel(
         noisy = score
         if RANDOM:
             noisy = score + gumbel(low, high, column + vocab_start) * is_random
-        if FILTERED:
-            noisy = tl.where(score >= threshold, noisy, float("-inf"))
         rank = ordered(noisy)
         better = (rank > best) & inside
         best = tl.where(better, rank, best)
@@ -165,7 +186,7 @@ def _best_kernel(
     tl.store(keys_ptr + row * tl.num_programs(1) + part, tl.max(keys, 0))
 
 
-@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["evidence_ptr", "finish_ptr"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _conclude_kernel(
     keys_ptr,
     evidence_ptr,
@@ -238,12 +259,10 @@ def best_candidates(
     *,
     random: bool,
     purpose: int = 0,
-    threshold_B: Tensor | None = None,
 ) -> Tensor:
     """Candidates int64 [B, P], of which the largest of a row is its best; P depends on the shape alone.
 
     temperature float32, seed int64, position any integer type; with ``random`` False they are not read.
-    ``threshold_B`` float32, contiguous: only scores (before noise) at or above it survive.
     """
     rows, vocab = logits_BV.shape
     if vocab == 0:
@@ -258,7 +277,6 @@ def best_candidates(
         temperature_B,
         seed_B,
         position_B,
-        temperature_B if threshold_B is None else threshold_B,
         logits_BV.stride(0),
         temperature_B.stride(0),
         seed_B.stride(0),
@@ -266,9 +284,8 @@ def best_candidates(
         vocab,
         vocab_start,
         per_program,
-        PURPOSE=(_PURPOSE_STEP * (purpose + 1)) % 2**64,
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
         RANDOM=random,
-        FILTERED=threshold_B is not None,
         BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,
@@ -322,7 +339,7 @@ def conclude(
         LENGTH=codes[1],
         ERROR=codes[2],
         HAS_EVIDENCE=evidence_B is not None,
-        CANDIDATES=triton.next_power_of_2(candidates),
+        CANDIDATES=max(_CANDIDATES, triton.next_power_of_2(candidates)),
         STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])),
         num_warps=1,
     )

@@ -1,256 +1,500 @@
-"""Top-k, top-p and min-p thresholds by radix search: no sort, no [B, V] temporary.
+"""Top-k, top-p and min-p in two passes over the logits: no sort, no [B, V] temporary, the reference's tokens.
 
 Knows: the definitions of runtime/execute/sampling/filters.py, its torch reference, whose survivors it finds exactly:
-counts and weights are integers, so the order in which atomics add them does not matter.
-Does not know: noise, who asked.
+counts and weights are integers, so no order of reduction matters, and a row's token does not depend on its batch.
+Does not know: who asked; how few tokens settle a row (settle_triton.py), what ranks exchange (shares_triton.py).
 
-A threshold is the largest score t such that what is at or above t (their number, or their probability weight) reaches a
-target. Scores are searched as order-preserving 32-bit integers, 11, 11 and 10 bits at a time: every program adds its
-columns to a histogram of the row by their next digit, then one program a row picks the digit and goes on below it.
+Four launches:
+
+  survey   pass 1: the maxima of strided groups of columns, and one more column of each group
+  bound    a row's program estimates from them where its threshold lies: a floor and a ceiling
+  collect  pass 2: lists the few tokens between the two, draws among those above, and sums exactly what decides
+  settle   a row's program finds the threshold among the listed tokens and draws among them
+
+Only the last one decides anything. If the sums show that the threshold is not among the listed tokens, or if more were
+found than a list holds, the row is searched again in its logits: exact, but several passes by one program. Estimates
+leave a margin that random rows miss less than once in a hundred thousand; what misses it are contrived rows (modes far
+apart with the threshold between them, ten thousand equal logits), and top_k over 7,000 together with top_p.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.sampling.draw_triton import EXACT, exp_weights, inverse_temperature, log, ordered, split_rows
+from runtime.execute.sampling.draw_triton import (
+    ANY_NUMBER,
+    ANY_POINTER,
+    EXACT,
+    PURPOSE_STEP,
+    exp_weights,
+    gumbel,
+    inverse_temperature,
+    ordered,
+    row_key,
+    unordered,
+)
+from runtime.execute.sampling.limits_triton import is_finite, limits, min_p_threshold
+from runtime.execute.sampling.settle_triton import settle_kernel
 
-_BINS = 2048
-_DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, width) of each digit of a 32-bit score
+LISTED = 16384  # tokens a row that the last launch can settle; 8 bytes each
+_SPARE = 400  # tokens that are listed beyond those that a threshold needs, at least
+_AIMED = 6000  # tokens that a floor lies below, and a ceiling above, an estimated threshold deep in a row
+_FEW = 11000  # up to so many tokens are listed up to the largest one, without a ceiling
+SWEPT = 1024  # tokens at a time of a search through many
+FEWER = 2048  # so many tokens are settled in registers
+_GROUPS = 128  # groups of columns a program of the survey
+MOST_PARTS = 16  # most programs a row; the same for any number of rows
 _BLOCK = 2048
+_DRAWN = 1024  # of a block, where noise is added
+PIECE = 256  # rows whose workspace exists at once
 
 
-@triton.jit
-def unordered(rank):
-    """The score of an ordered int32."""
-    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+class Workspace(NamedTuple):
+    """What the launches leave for one another, for B rows of P parts.
+
+    bounds float32 [B, 4]: floor, ceiling, min-p threshold, largest score. partial int64 [B, P, 4]: of a part's tokens,
+    the weight of all, weight and number of those at or above the ceiling, and the best of these. listed int32 [B]:
+    tokens in [floor, ceiling), of which ``tokens`` int64 [B, LISTED] has as many as it holds, (score, id) packed in no
+    order. scratch int32 [B, FEWER], of the last launch alone.
+    """
+
+    bounds: Tensor
+    partial: Tensor
+    listed: Tensor
+    tokens: Tensor
+    scratch: Tensor
 
 
-@triton.jit
-def _largest(maxima_ptr, row, parts, PARTS: tl.constexpr):
-    """The row's largest score from the programs' own; NaN if there was one."""
-    index = tl.arange(0, PARTS)
-    ranks = tl.load(maxima_ptr + row * parts + index, mask=index < parts, other=-2147483648)
-    return unordered(tl.max(ranks, 0))
+class Filtered(NamedTuple):
+    """``keys`` int64 [B, 1]: each row's best surviving candidate. ``threshold`` and ``largest`` float32 [B]."""
+
+    keys: Tensor
+    threshold: Tensor
+    largest: Tensor
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["floor_ptr"])
-def _histogram_kernel(
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
+def _survey_kernel(
     logits_ptr,
-    histogram_ptr,
     maxima_ptr,
-    prefix_ptr,
-    floor_ptr,
+    others_ptr,
     temperature_ptr,
-    bound_ptr,
     logits_stride,
     temperature_stride,
-    bound_stride,
     vocab,
     per_program,
     parts,
-    BY_WEIGHT: tl.constexpr,
-    FIRST: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BINS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add this program's columns to the row's histogram. ``bound`` is top_p (BY_WEIGHT) or top_k.
-
-    The first pass over a row by number also leaves its largest score, whether or not the row uses top-k.
-    """
+    """A part's groups, each every GROUPS-th column: their largest scores, as ordered integers, and one score more."""
     row, part = tl.program_id(0), tl.program_id(1)
-    bound = tl.load(bound_ptr + row * bound_stride)
-    if BY_WEIGHT:
-        active = bound < 1.0
-        largest = _largest(maxima_ptr, row, parts, PARTS)
-        floor = tl.load(floor_ptr + row)
-    else:
-        active = (bound > 0) & (bound < vocab)
-        floor = tl.where(active, -2147483648, 2147483647)  # nothing counts in a row that is only read for its largest
-    if not FIRST:
-        prefix = tl.load(prefix_ptr + row).to(tl.uint32, bitcast=True)
-    if active | (FIRST and not BY_WEIGHT):
-        factor, _ = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
-        best = tl.full([BLOCK], -2147483648, tl.int32)
-        for start in range(part * per_program, tl.minimum((part + 1) * per_program, vocab), BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < vocab
-            score = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + column, mask=inside, other=0.0)
-            score = score.to(tl.float32) * factor
-            rank = ordered(score)
-            unsigned = rank.to(tl.uint32, bitcast=True) ^ 0x80000000
-            counted = inside & (rank >= floor)
-            if FIRST:
-                best = tl.maximum(best, tl.where(inside, rank, -2147483648))
-            else:
-                counted &= (unsigned >> (SHIFT + WIDTH)) == prefix
-            digit = ((unsigned >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
-            if BY_WEIGHT:
-                amount = exp_weights(score - largest)
-                counted &= amount > 0
-            else:
-                amount = tl.full([BLOCK], 1, tl.int64)
-            tl.atomic_add(histogram_ptr + row.to(tl.int64) * BINS + digit, amount, mask=counted, sem="relaxed")
-        if FIRST and not BY_WEIGHT:
-            tl.store(maxima_ptr + row * parts + part, tl.max(best, 0))
-
-
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["floor_ptr", "largest_ptr"])
-def _select_kernel(
-    histogram_ptr,
-    maxima_ptr,
-    prefix_ptr,
-    target_ptr,
-    floor_ptr,
-    bound_ptr,
-    min_p_ptr,
-    threshold_ptr,
-    largest_ptr,
-    bound_stride,
-    min_p_stride,
-    vocab,
-    parts,
-    BY_WEIGHT: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Pick the row's digit and clear its histogram; the last pass writes the floor, or everything that is asked for."""
-    row = tl.program_id(0)
-    bound = tl.load(bound_ptr + row * bound_stride)
-    if BY_WEIGHT:
-        active = bound < 1.0
-    else:
-        active = (bound > 0) & (bound < vocab)
-    floor = tl.full([], -2147483648, tl.int32)
-    if BY_WEIGHT:
-        floor = tl.load(floor_ptr + row)
-    if active:
-        bins = tl.arange(0, BINS)
-        row_histogram = histogram_ptr + row.to(tl.int64) * BINS + bins
-        amounts = tl.load(row_histogram)
-        tl.store(row_histogram, tl.zeros([BINS], tl.int64))
-        at_or_above = tl.sum(amounts, 0) - tl.cumsum(amounts, 0) + amounts
-        if FIRST:
-            prefix = tl.zeros([], tl.uint32)
-            if BY_WEIGHT:
-                limit = tl.sum(amounts, 0).to(tl.float64) * bound.to(tl.float64)
-                target = tl.maximum(tl.ceil(limit).to(tl.int64), 1)
-            else:
-                target = bound.to(tl.int64)
-        else:
-            prefix = tl.load(prefix_ptr + row).to(tl.uint32, bitcast=True)
-            target = tl.load(target_ptr + row)
-        digit = tl.max(tl.where(at_or_above >= target, bins, 0), 0)
-        prefix = (prefix << WIDTH) | digit.to(tl.uint32)
-        tl.store(prefix_ptr + row, prefix.to(tl.int32, bitcast=True))
-        tl.store(target_ptr + row, target - tl.sum(tl.where(bins > digit, amounts, 0), 0))
-        if LAST:
-            floor = (prefix ^ 0x80000000).to(tl.int32, bitcast=True)
-    if LAST and not BY_WEIGHT:
-        tl.store(floor_ptr + row, floor)
-    if LAST and BY_WEIGHT:
-        largest = _largest(maxima_ptr, row, parts, PARTS)
-        min_p = tl.load(min_p_ptr + row * min_p_stride)
-        threshold = tl.where(floor == -2147483648, float("-inf"), unordered(floor))
-        if min_p > 0.0:
-            threshold = tl.maximum(threshold, _min_p_threshold(largest, min_p))
-        tl.store(threshold_ptr + row, threshold)
-        tl.store(largest_ptr + row, largest)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    first = part * per_program
+    width = tl.minimum(per_program, vocab - first)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(first, first + width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        score = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+    factor, _ = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
+    group = tl.arange(0, GROUPS)
+    place = (row * parts + part) * GROUPS + group
+    tl.store(maxima_ptr + place, tl.max(tl.reshape(ordered(best * factor), [BLOCK // GROUPS, GROUPS]), 0))
+    held = (width - group + (GROUPS - 1)) // GROUPS
+    picked = ((group * 40503 + part * 9973) & 0xFFFF) % tl.maximum(held, 1)
+    column = first + group + GROUPS * picked
+    other = tl.load(row_ptr + column, mask=held > 0, other=float("-inf")).to(tl.float32)
+    tl.store(others_ptr + place, other * factor)
 
 
 @triton.jit
-def _min_p_threshold(largest, min_p):
-    """The smallest score whose distance from the largest is at least log(min_p); at most the largest itself."""
-    gap = log(tl.maximum(min_p, 1.1754943508222875e-38))
-    low = tl.full([], -2139095041, tl.int64)  # the rank of -inf
-    high = ordered(largest).to(tl.int64)
-    while low < high:
+def _crossing(top, top_mass, top_count, body, body_mass, body_count, mass, count, low, high):
+    """(score that estimated mass and count at or above it reach, the next one tried that they do not)."""
+    low, high = ordered(low).to(tl.int64), ordered(high).to(tl.int64)
+    for _ in range(20):
         middle = (low + high) >> 1
-        if unordered(middle.to(tl.int32)) - largest >= gap:
-            high = middle
-        else:
-            low = middle + 1
-    return unordered(high.to(tl.int32))
+        score = unordered(middle.to(tl.int32))
+        above = tl.sum(tl.where(top >= score, top_mass, 0.0) + tl.where(body >= score, body_mass, 0.0), 0)
+        number = tl.sum(tl.where(top >= score, top_count, 0.0) + tl.where(body >= score, body_count, 0.0), 0)
+        reached = (above >= mass) & (number >= count)
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    return unordered(low.to(tl.int32)), unordered(high.to(tl.int32))
 
 
-def survival_threshold(
-    logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(threshold_B, largest_B) float32 of logits / temperature: a token survives if its score is >= the threshold.
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
+def _bound_kernel(
+    maxima_ptr,
+    others_ptr,
+    bounds_ptr,
+    listed_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    vocab,
+    whole_vocab,
+    per_program,
+    parts,
+    SHARE: tl.constexpr,
+    SMALL: tl.constexpr,
+    FEW: tl.constexpr,
+    SPARE: tl.constexpr,
+    AIMED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Where the row's threshold lies, by estimate. With SHARE, of top-k alone: the rest is for the whole row to decide.
 
-    As filters.survival_threshold, from logits before temperature (float32 or bfloat16). The threshold may lie between
-    scores; the survivors are the same. Workspace: 16 KiB a row.
+    Groups are a sample: their maxima stand for themselves, the other column of each for the rest of its group.
     """
+    row = tl.program_id(0)
+    slot = tl.arange(0, TILE)
+    there = slot < parts * GROUPS
+    rank = tl.load(maxima_ptr + row * parts * GROUPS + slot, mask=there, other=-2139095041)
+    largest = unordered(tl.max(rank, 0))
+    k, p, m = limits(
+        tl.load(temperature_ptr + row * temperature_stride),
+        tl.load(top_k_ptr + row * top_k_stride),
+        tl.load(top_p_ptr + row * top_p_stride),
+        tl.load(min_p_ptr + row * min_p_stride),
+        whole_vocab,
+    )
+    floor = tl.full([], float("inf"), tl.float32)  # as it stays where the row cannot be drawn from: nothing to collect
+    ceiling = tl.full([], float("inf"), tl.float32)
+    least = tl.full([], float("-inf"), tl.float32)
+    if is_finite(largest):
+        if not SHARE:
+            least = min_p_threshold(largest, m)
+        bottom = tl.where((k > 0) & (p < 1.0), float("-inf"), least)  # top-p's mass is that of all top-k survivors
+        by_mass = (p < 1.0) & (k == 0) & (not SHARE)
+        if (k == 0) & (not by_mass) & (least == float("-inf")):
+            floor = tl.full([], float("-inf"), tl.float32)  # every token survives
+            ceiling = tl.full([], float("-inf"), tl.float32)
+        elif vocab <= SMALL:
+            floor = bottom
+        else:
+            top = tl.where(there, unordered(rank), float("-inf"))
+            body = tl.load(others_ptr + row * parts * GROUPS + slot, mask=there, other=float("-inf"))
+            part = slot // GROUPS
+            width = tl.minimum(per_program, vocab - part * per_program)
+            held = (width - slot % GROUPS + (GROUPS - 1)) // GROUPS
+            top_count = tl.where(top > float("-inf"), 1.0, 0.0)
+            body_count = tl.where((body < top) & (body > float("-inf")), (held - 1).to(tl.float32), 0.0)
+            top_mass = tl.exp(top - largest) * top_count
+            body_mass = tl.exp(body - largest) * body_count
+            total = tl.sum(top_mass + body_mass, 0)
+            every = tl.sum(top_count + body_count, 0)
+            finite = tl.minimum(
+                tl.min(tl.where(top_count > 0, top, largest), 0), tl.min(tl.where(body_count > 0, body, largest), 0)
+            )
+            mass, count = total * 0.0, k.to(tl.float32) * 1.5 + SPARE
+            if by_mass:
+                mass = total * tl.minimum(p * 1.6, 1.0 - (1.0 - p) / 1.6)
+                count = tl.full([], SPARE, tl.float32)
+                finite = tl.maximum(finite, largest - 45.0)  # nothing below has any weight
+            floor = bottom
+            if (k > 0) | by_mass:
+                reached, _ = _crossing(
+                    top, top_mass, top_count, body, body_mass, body_count, mass, count, finite, largest
+                )
+                floor = tl.maximum(bottom, tl.where(every >= count, reached, -3.4028234663852886e38))
+            number = tl.sum(tl.where(top >= floor, top_count, 0.0) + tl.where(body >= floor, body_count, 0.0), 0)
+            if number > FEW:
+                if (k > 0) & (p < 1.0) & (not SHARE):  # two thresholds deep in one row: for the last launch to search
+                    floor = tl.full([], float("inf"), tl.float32)
+                elif (k > 0) | by_mass:
+                    middle = k.to(tl.float32)
+                    if by_mass:
+                        score, _ = _crossing(
+                            top, top_mass, top_count, body, body_mass, body_count, total * p, 1.0, finite, largest
+                        )
+                        middle = tl.sum(
+                            tl.where(top >= score, top_count, 0.0) + tl.where(body >= score, body_count, 0.0), 0
+                        )
+                    zero = total * 0.0
+                    floor, _ = _crossing(
+                        top, top_mass, top_count, body, body_mass, body_count, zero, middle + AIMED, finite, largest
+                    )
+                    _, ceiling = _crossing(
+                        top, top_mass, top_count, body, body_mass, body_count, zero, middle - AIMED, finite, largest
+                    )
+                    floor = tl.maximum(floor, bottom)
+                    ceiling = tl.where(middle > AIMED, tl.maximum(ceiling, floor), float("inf"))
+                else:
+                    ceiling = floor  # min-p alone: the floor is the threshold
+    tl.store(bounds_ptr + row * 4, floor)
+    tl.store(bounds_ptr + row * 4 + 1, ceiling)
+    tl.store(bounds_ptr + row * 4 + 2, least)
+    tl.store(bounds_ptr + row * 4 + 3, largest)
+    tl.store(listed_ptr + row, 0)
+
+
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
+def _collect_kernel(
+    logits_ptr,
+    bounds_ptr,
+    partial_ptr,
+    listed_ptr,
+    list_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    seed_ptr,
+    position_ptr,
+    logits_stride,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    seed_stride,
+    position_stride,
+    vocab,
+    vocab_start,
+    per_program,
+    parts,
+    PURPOSE: tl.constexpr,
+    SHARE: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    """List the part's tokens in [floor, ceiling), draw among those at or above the ceiling, and sum for top-p."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    floor = tl.load(bounds_ptr + row * 4)
+    if floor < float("inf"):
+        ceiling = tl.load(bounds_ptr + row * 4 + 1)
+        largest = tl.load(bounds_ptr + row * 4 + 3)
+        factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
+        by_mass = tl.load(top_k_ptr + row * top_k_stride) <= 0
+        by_mass |= tl.load(top_k_ptr + row * top_k_stride) >= vocab
+        by_mass &= (tl.load(top_p_ptr + row * top_p_stride) < 1.0) & (is_random > 0) & (not SHARE)
+        row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+        first, last = part * per_program, tl.minimum((part + 1) * per_program, vocab)
+        # A thread has four neighbouring columns of a block, a lane: sums of four, and places in the list, are its own.
+        lane = tl.arange(0, BLOCK // 4)
+        columns = first + lane[:, None] * 4 + tl.arange(0, 4)[None, :]
+        total = tl.zeros([BLOCK // 4], tl.int64)
+        above = tl.zeros([BLOCK // 4], tl.int64)
+        counted = tl.zeros([BLOCK // 4], tl.int32)
+        ahead = tl.load(row_ptr + columns, mask=columns < last, other=float("nan"))
+        for start in range(0, last - first, BLOCK):
+            score = ahead.to(tl.float32) * factor
+            after = columns + (start + BLOCK)
+            ahead = tl.load(row_ptr + after, mask=after < last, other=float("nan"))
+            counted += tl.sum(((score >= floor) & (score < ceiling)).to(tl.int32), 1)
+            if by_mass:
+                weight = exp_weights(score - largest)
+                total += tl.sum(weight, 1)
+                above += tl.sum(tl.where(score >= ceiling, weight, 0), 1)
+        found = tl.sum(counted, 0)
+        if found > 0:
+            begin = tl.atomic_add(listed_ptr + row, found, sem="relaxed")
+            place = begin + tl.cumsum(counted, 0) - counted
+            for start in range(0, last - first, BLOCK):  # of what the loop before has just brought into the caches
+                column = columns + start
+                score = tl.load(row_ptr + column, mask=column < last, other=float("nan")).to(tl.float32) * factor
+                listed = (score >= floor) & (score < ceiling)
+                one = listed.to(tl.int32)
+                places = place[:, None] + tl.cumsum(one, 1) - one
+                key = (ordered(score).to(tl.int64) << 32) | (0x7FFFFFFF - (column + vocab_start)).to(tl.int64)
+                tl.store(list_ptr + row.to(tl.int64) * LISTED + places, key, mask=listed & (places < LISTED))
+                place += tl.sum(one, 1)
+        number = tl.zeros([DRAWN], tl.int32)
+        best = tl.full([DRAWN], -2147483648, tl.int32)
+        best_column = tl.zeros([DRAWN], tl.int32)
+        if ceiling < float("inf"):
+            seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
+            low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
+            for start in range(first, last, DRAWN):
+                drawn = start + tl.arange(0, DRAWN)
+                inside = drawn < last
+                candidate = tl.load(row_ptr + drawn, mask=inside, other=float("nan")).to(tl.float32) * factor
+                survives = candidate >= ceiling
+                number += survives.to(tl.int32)
+                noisy = candidate + gumbel(low, high, drawn + vocab_start) * is_random
+                rank = ordered(tl.where(survives, noisy, float("-inf")))
+                better = (rank > best) & inside
+                best = tl.where(better, rank, best)
+                best_column = tl.where(better, drawn, best_column)
+        keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - (best_column + vocab_start)).to(tl.int64)
+        place = (row * parts + part) * 4
+        tl.store(partial_ptr + place, tl.sum(total, 0))
+        tl.store(partial_ptr + place + 1, tl.sum(above, 0))
+        tl.store(partial_ptr + place + 2, tl.sum(number, 0).to(tl.int64))
+        tl.store(partial_ptr + place + 3, tl.max(keys, 0))
+
+
+def _workspace(rows: int, parts: int, device: torch.device) -> Workspace:
+    return Workspace(
+        bounds=torch.empty(rows, 4, dtype=torch.float32, device=device),
+        partial=torch.empty(rows, parts, 4, dtype=torch.int64, device=device),
+        listed=torch.empty(rows, dtype=torch.int32, device=device),
+        tokens=torch.empty(rows, LISTED, dtype=torch.int64, device=device),
+        scratch=torch.empty(rows, FEWER, dtype=torch.int32, device=device),
+    )
+
+
+def parts_of(vocab: int) -> tuple[int, int]:
+    """(programs a row, columns a program), whole blocks each. The number of rows does not matter: nothing is compiled
+    anew for it, and a row is cut the same in every batch."""
+    blocks = triton.cdiv(vocab, _BLOCK)
+    each = triton.cdiv(blocks, MOST_PARTS)
+    return triton.cdiv(blocks, each), each * _BLOCK
+
+
+def list_tokens(
+    logits_BV: Tensor,
+    vocab_start: int,
+    whole_vocab: int,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    *,
+    purpose: int,
+    share: bool,
+) -> Workspace:
+    """The first three launches. ``share``: the logits are one rank's of ``whole_vocab``, and only top-k bounds them."""
     rows, vocab = logits_BV.shape
     device = logits_BV.device
+    parts, per_program = parts_of(vocab)
+    space = _workspace(rows, parts, device)
+    maxima_BG = torch.empty(rows, parts * _GROUPS, dtype=torch.int32, device=device)
+    others_BG = torch.empty(rows, parts * _GROUPS, dtype=torch.float32, device=device)
+    _survey_kernel[(rows, parts)](
+        logits_BV,
+        maxima_BG,
+        others_BG,
+        temperature_B,
+        logits_BV.stride(0),
+        temperature_B.stride(0),
+        vocab,
+        per_program,
+        parts,
+        GROUPS=_GROUPS,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        **EXACT,
+    )
+    _bound_kernel[(rows,)](
+        maxima_BG,
+        others_BG,
+        space.bounds,
+        space.listed,
+        temperature_B,
+        top_k_B,
+        top_p_B,
+        min_p_B,
+        temperature_B.stride(0),
+        top_k_B.stride(0),
+        top_p_B.stride(0),
+        min_p_B.stride(0),
+        vocab,
+        whole_vocab,
+        per_program,
+        parts,
+        SHARE=share,
+        SMALL=FEWER,
+        FEW=_FEW,
+        SPARE=_SPARE,
+        AIMED=_AIMED,
+        GROUPS=_GROUPS,
+        TILE=triton.next_power_of_2(parts * _GROUPS),
+        num_warps=8,
+        **EXACT,
+    )
+    _collect_kernel[(rows, parts)](
+        logits_BV,
+        *space[:-1],
+        temperature_B,
+        top_k_B,
+        top_p_B,
+        seed_B,
+        position_B,
+        logits_BV.stride(0),
+        temperature_B.stride(0),
+        top_k_B.stride(0),
+        top_p_B.stride(0),
+        seed_B.stride(0),
+        position_B.stride(0),
+        vocab,
+        vocab_start,
+        per_program,
+        parts,
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
+        SHARE=share,
+        LISTED=LISTED,
+        BLOCK=_BLOCK,
+        DRAWN=min(_DRAWN, _BLOCK),
+        num_warps=8,
+        **EXACT,
+    )
+    return space
+
+
+def filtered_candidates(
+    logits_BV: Tensor,
+    vocab_start: int,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    *,
+    purpose: int = 0,
+) -> Filtered:
+    """The best candidate of each row among what survives its filters, from logits before temperature.
+
+    logits float32 or bfloat16; temperature, top_p and min_p float32, top_k int32, seed int64, position any integers.
+    The threshold may lie between scores; the survivors, score >= threshold, are those of filters.survival_threshold.
+    A greedy row keeps its largest. A row without finite logits, or with NaN or inf, has no candidate. Workspace:
+    150 KiB a row, of 256 rows at most.
+    """
+    rows, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
-    parts, per_program = split_rows(rows, vocab, _BLOCK)
-    histogram_BD = torch.zeros(rows, _BINS, dtype=torch.int64, device=device)
-    maxima_BP = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    prefix_B, floor_B = torch.empty(2, rows, dtype=torch.int32, device=device)
-    target_B = torch.empty(rows, dtype=torch.int64, device=device)
-    threshold_B, largest_B = torch.empty(2, rows, dtype=torch.float32, device=device)
-    most_parts = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))  # for any number of rows: one compilation
-    for by_weight, bound_B in ((False, top_k_B), (True, top_p_B)):
-        for shift, width in _DIGITS:
-            first, last = shift + width == 32, shift == 0
-            _histogram_kernel[(rows, parts)](
-                logits_BV,
-                histogram_BD,
-                maxima_BP,
-                prefix_B,
-                floor_B,
-                temperature_B,
-                bound_B,
-                logits_BV.stride(0),
-                temperature_B.stride(0),
-                bound_B.stride(0),
-                vocab,
-                per_program,
-                parts,
-                BY_WEIGHT=by_weight,
-                FIRST=first,
-                SHIFT=shift,
-                WIDTH=width,
-                PARTS=most_parts,
-                BINS=_BINS,
-                BLOCK=_BLOCK,
-                num_warps=8,
-                **EXACT,
-            )
-            _select_kernel[(rows,)](
-                histogram_BD,
-                maxima_BP,
-                prefix_B,
-                target_B,
-                floor_B,
-                bound_B,
-                min_p_B,
-                threshold_B,
-                largest_B,
-                bound_B.stride(0),
-                min_p_B.stride(0),
-                vocab,
-                parts,
-                BY_WEIGHT=by_weight,
-                FIRST=first,
-                LAST=last,
-                WIDTH=width,
-                PARTS=most_parts,
-                BINS=_BINS,
-                num_warps=4,
-                **EXACT,
-            )
-    return threshold_B, largest_B
+    device = logits_BV.device
+    found = Filtered(
+        keys=torch.empty(rows, 1, dtype=torch.int64, device=device),
+        threshold=torch.empty(rows, dtype=torch.float32, device=device),
+        largest=torch.empty(rows, dtype=torch.float32, device=device),
+    )
+    for begin in range(0, rows, PIECE):
+        piece = slice(begin, begin + PIECE)
+        columns = [c[piece] for c in (temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B)]
+        logits_RV = logits_BV[piece]
+        space = list_tokens(logits_RV, vocab_start, vocab, *columns, purpose=purpose, share=False)
+        settle_kernel[(len(logits_RV),)](
+            logits_RV,
+            *space,
+            *(out[piece] for out in found),
+            *columns,
+            logits_RV.stride(0),
+            *(column.stride(0) for column in columns),
+            vocab,
+            vocab_start,
+            parts_of(vocab)[0],
+            PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
+            PARTS=MOST_PARTS,
+            LISTED=LISTED,
+            BLOCK=SWEPT,
+            TILE=FEWER,
+            num_warps=8,
+            **EXACT,
+        )
+    return found

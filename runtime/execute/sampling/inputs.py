@@ -7,13 +7,14 @@ Knows: the per-row parameters as device tensors (SamplingInputs) and the static 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from runtime.schedule.request import MAX_TOP_LOGPROBS, SamplingParams
 
+MOST_SHARED_TOP_K = 64  # up to this top_k, ranks exchange a fixed number of candidates instead of logits
 TOP_LOGPROBS = (0, 1, 5, MAX_TOP_LOGPROBS)  # variants there are: one for each number would mean 21 times the captures
 
 
@@ -81,7 +82,8 @@ class SamplingVariant:
     A feature that is on never changes a row that does not ask for it; a feature that is off must not be asked for by
     any row. ``random``: noise and temperature. ``filters``: top-k, top-p, min-p. ``penalties``: token counts.
     ``min_tokens``: stop ids masked under min_length. ``logprobs``: chosen token's log-probability and rank, and the
-    ``top_logprobs`` most likely tokens (0..20).
+    ``top_logprobs`` most likely tokens (0..20). ``unbounded``: some row filters without a top_k of at most
+    MOST_SHARED_TOP_K, so that ranks need whole rows of logits; without ranks to share them with it means nothing.
     """
 
     random: bool = False
@@ -90,6 +92,7 @@ class SamplingVariant:
     min_tokens: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    unbounded: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -102,18 +105,20 @@ class SamplingVariant:
         """
         features = cls()
         for p in params:
+            filters = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
             features |= cls(
                 random=not p.greedy,
-                filters=not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0),
+                filters=filters,
                 penalties=p.penalised,
                 min_tokens=p.min_tokens > 0,
                 logprobs=p.logprobs is not None,
                 top_logprobs=_room_for(p.logprobs or 0),
+                unbounded=filters and not 0 < p.top_k <= MOST_SHARED_TOP_K,
             )
         return features
 
     def __str__(self) -> str:
-        on = [f.name.replace("_", " ") for f in fields(self) if getattr(self, f.name) is True]
+        on = [f.name.replace("_", " ") for f in fields(self) if getattr(self, f.name) is True and f.name != "unbounded"]
         if self.top_logprobs:
             on.append(f"up to {self.top_logprobs} likely tokens")
         return ", ".join(on) if on else "greedy sampling"
@@ -129,6 +134,7 @@ class SamplingVariant:
             min_tokens=self.min_tokens or other.min_tokens,
             logprobs=self.logprobs or other.logprobs,
             top_logprobs=max(self.top_logprobs, other.top_logprobs),
+            unbounded=self.unbounded or other.unbounded,
         )
 
     def covers(self, other: SamplingVariant) -> bool:
@@ -137,25 +143,31 @@ class SamplingVariant:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether each rank can reduce its own share of the vocabulary to one candidate a row."""
-        return not self.filters and not self.logprobs
+        """Whether each rank can reduce its own share of the vocabulary to a fixed number of candidates a row."""
+        return not self.unbounded and not self.logprobs
+
+    def on_ranks(self, ranks: int) -> SamplingVariant:
+        """The variant that is captured where so many ranks share a row: one rank draws all filters alike."""
+        return replace(self, unbounded=self.unbounded and ranks > 1)
 
 
-EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS)
+EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True)
 NARROWER_FEATURES = (  # what is offered where there is no memory for every feature at once
-    SamplingVariant(random=True, filters=True, min_tokens=True, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS),
-    SamplingVariant(random=True, filters=True, min_tokens=True),
+    replace(EVERY_FEATURE, penalties=False),
+    SamplingVariant(random=True, filters=True, min_tokens=True, unbounded=True),
     SamplingVariant(random=True),
 )
 
 # Together these launch every sampling kernel in every form: logits as they are or reshaped in float32, with and without
-# noise and thresholds, and each number of likely tokens. Run once at start-up, so that no request waits for a compiler.
+# noise and filters, on one rank or shared by several. Run once at start-up, so that no request waits for a compiler.
+# Neither the number of rows nor that of likely tokens makes another form.
 KERNEL_VARIANTS = (
     SamplingVariant(random=True),
-    SamplingVariant(random=True, filters=True),
-    SamplingVariant(min_tokens=True),
+    SamplingVariant(penalties=True),
     SamplingVariant(random=True, min_tokens=True),
-    SamplingVariant(random=True, filters=True, penalties=True),
+    SamplingVariant(random=True, filters=True),
     SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True),
-    *(SamplingVariant(logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
+    SamplingVariant(random=True, filters=True, unbounded=True),
+    SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, unbounded=True),
+    SamplingVariant(logprobs=True),
 )

@@ -13,11 +13,13 @@ from torch import Tensor
 
 
 class SamplingKernels(NamedTuple):
-    """Entry points of models/kernels/{sampling,sampling_filters,penalties,logprobs}_triton.py."""
+    """Entry points of {draw,filters,shares,penalties,logprobs}_triton.py."""
 
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
-    survival_threshold: Callable[..., tuple[Tensor, Tensor]]
+    filtered_candidates: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    local_share: Callable[..., Tensor]
+    merge_shares: Callable[..., tuple[Tensor, Tensor]]
     shape_logits: Callable[..., Tensor]
     token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
@@ -31,13 +33,21 @@ def kernels_for(tensor: Tensor) -> SamplingKernels | None:
 def triton_kernels() -> SamplingKernels | None:
     """The Triton kernels, None without Triton."""
     try:
-        from runtime.execute.sampling import draw_triton, filters_triton, logprobs_triton, penalties_triton
+        from runtime.execute.sampling import (
+            draw_triton,
+            filters_triton,
+            logprobs_triton,
+            penalties_triton,
+            shares_triton,
+        )
     except ImportError:
         return None
     return SamplingKernels(
         best_candidates=draw_triton.best_candidates,
         conclude=draw_triton.conclude,
-        survival_threshold=filters_triton.survival_threshold,
+        filtered_candidates=filters_triton.filtered_candidates,
+        local_share=shares_triton.local_share,
+        merge_shares=shares_triton.merge_shares,
         shape_logits=penalties_triton.shape_logits,
         token_logprobs=logprobs_triton.token_logprobs,
     )

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.sampling.draw_triton import EXACT, exp_weights, log, ordered
+from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT, exp_weights, log, ordered
+from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 _BLOCK = 2048  # columns a program; it keeps them in registers while it takes its best tokens out one by one
 
@@ -26,7 +27,7 @@ def _score(key):
     return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _gather_kernel(
     logits_ptr,
     tokens_ptr,
@@ -52,7 +53,7 @@ def _gather_kernel(
         keys = tl.where(keys == best, -9223372036854775808, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _weigh_kernel(
     logits_ptr,
     keys_ptr,
@@ -73,7 +74,7 @@ def _weigh_kernel(
     tl.store(weights_ptr + row * parts + part, tl.sum(exp_weights(logits.to(tl.float32) - largest), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _report_kernel(
     logits_ptr,
     tokens_ptr,
@@ -152,7 +153,7 @@ def token_logprobs(logits_BV: Tensor, tokens_B: Tensor, top_n: int) -> tuple[Ten
         top,
         top_n,
         PARTS=padded,
-        KEYS=triton.next_power_of_2(parts * top),
+        KEYS=triton.next_power_of_2(parts * max(top, MAX_TOP_LOGPROBS)),  # the same for any number of likely tokens
         num_warps=4,
         **EXACT,
     )

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.sampling.draw_triton import EXACT
+from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT
 
 _BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["position_stride"])
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _shape_kernel(
     logits_ptr,
     out_ptr,

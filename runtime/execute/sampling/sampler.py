@@ -6,7 +6,7 @@ Does not know: slots, steps, the ranks' exchange; how noise is made (counter_rng
 
 Every function is graph-safe: fixed shapes, nothing is read back by the host. A row's token is a function of its own
 logits and parameters: neither the batch, its place there, the feature variant nor the tensor-parallel degree matters.
-On CUDA the Triton kernels of models/kernels do the same arithmetic in a few launches; without Triton, torch does it.
+On CUDA the Triton kernels beside this file do the same arithmetic in a few launches; without Triton, torch does it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runtime.execute.sampling import shares
 from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
 from runtime.execute.sampling.filters import survival_threshold
-from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.inputs import MOST_SHARED_TOP_K, SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import SeenTokens, apply_penalties, mask_stop_ids
@@ -60,7 +61,7 @@ def sample_and_check(
     return merge_and_check(*_candidates(logits_BV, 0, rows, features, seen), rows=rows)
 
 
-def local_best(
+def local_share(
     logits_BV: Tensor,
     vocab_start: int,
     rows: SamplingInputs,
@@ -68,23 +69,50 @@ def local_best(
     seen: SeenTokens | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The best candidate of each row within one share of the vocabulary: int64 [B], packed (score, global id).
+    """What a rank with one share of the vocabulary tells the others, int64 [B, X]; X depends on ``features`` only.
 
     logits_BV are the logits of ids [vocab_start, vocab_start + V); those at or past ``vocab_size`` are padding and
-    ignored. ``seen`` covers the same ids. Gather the results of all ranks as [B, tp] and give them to ``merge_best``
-    or ``merge_and_check``: the token is the one that ``sample`` draws from the full logits.
+    ignored. ``seen`` covers the same ids. Gather the results of all ranks along the last dim, in any order, and give
+    them to ``merge_shares``: the token is the one that ``sample`` draws from the full logits. Without filters a share
+    is the best candidate of the row (packed score and global id), with bounded ones what shares.py says.
     Raises ValueError when a feature needs the whole row.
     """
-    if features.filters:
-        raise ValueError("top-k, top-p and min-p need whole rows of logits: gather them and call sample()")
+    if not features.vocabulary_parallel:
+        raise ValueError(f"{features}: needs whole rows of logits: gather them and call sample()")
     if vocab_size is not None:
         real = max(0, vocab_size - vocab_start)
         logits_BV = logits_BV[:, :real]
         seen = SeenTokens(seen.counts[:, :real], seen.prompt[:, :real]) if seen else None
+    size = 2 * MOST_SHARED_TOP_K if features.filters else 1
     if logits_BV.shape[1] == 0:
-        return torch.full((logits_BV.shape[0],), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
-    keys_BP, _ = _candidates(logits_BV, vocab_start, rows, features, seen)
-    return keys_BP.amax(dim=1) if keys_BP.shape[1] > 1 else keys_BP[:, 0]
+        return torch.full((logits_BV.shape[0], size), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
+    if not features.filters:
+        keys_BP, _ = _candidates(logits_BV, vocab_start, rows, features, seen)
+        return keys_BP.amax(dim=1, keepdim=True) if keys_BP.shape[1] > 1 else keys_BP
+    if (kernels := kernels_for(logits_BV)) is not None:
+        logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen)
+        return kernels.local_share(
+            logits_BV,
+            vocab_start,
+            rows.temperature,
+            rows.top_k,
+            rows.seed,
+            rows.position,
+            purpose=int(Purpose.TOKEN),
+        )
+    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen)
+    return shares.local_share(scaled_BV, noisy_BV, vocab_start, _bounded_top_k(rows))
+
+
+def merge_shares(shares_BX: Tensor, rows: SamplingInputs, features: SamplingVariant) -> tuple[Draw, Verdict]:
+    """The draw and its verdict from all ranks' ``local_share``, one after the other in any order."""
+    if not features.filters:
+        return merge_and_check(shares_BX, rows=rows)
+    if (kernels := kernels_for(shares_BX)) is not None:
+        merged = kernels.merge_shares(shares_BX, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    else:
+        merged = shares.merge_shares(shares_BX, _bounded_top_k(rows), rows)
+    return merge_and_check(*merged, rows=rows)
 
 
 def merge_best(keys_BP: Tensor, evidence_B: Tensor | None = None) -> Draw:
@@ -140,13 +168,7 @@ def _candidates(
         raise ValueError("penalties need the rows' token counts: pass seen")
     if (kernels := kernels_for(logits_BV)) is not None:
         return _triton_candidates(kernels, logits_BV, vocab_start, rows, features, seen)
-    logits_BV = logits_BV.to(torch.float32)
-    if features.penalties and seen is not None:
-        logits_BV = apply_penalties(logits_BV, seen, rows)
-    if features.min_tokens:
-        logits_BV = mask_stop_ids(logits_BV, rows, vocab_start)
-    scaled_BV = _scaled(logits_BV, rows, features)
-    noisy_BV = scaled_BV + _noise(scaled_BV, vocab_start, rows) if features.random else scaled_BV
+    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen)
     largest_B = None
     if features.filters:
         threshold_B, largest_B = survival_threshold(scaled_BV, rows)
@@ -164,22 +186,20 @@ def _triton_candidates(
     seen: SeenTokens | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``_candidates`` in a few launches; makes float32 logits only where they are changed."""
-    if features.penalties or features.min_tokens:
-        logits_BV = kernels.shape_logits(
+    logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen)
+    if features.filters:
+        keys_B1, _, largest_B = kernels.filtered_candidates(
             logits_BV,
             vocab_start,
-            seen=seen if features.penalties else None,
-            penalties=(rows.repetition_penalty, rows.frequency_penalty, rows.presence_penalty),
-            min_tokens=features.min_tokens,
-            stop_ids_BK=rows.stop_ids,
-            position_B=rows.position,
-            min_length_B=rows.min_length,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seed,
+            rows.position,
+            purpose=int(Purpose.TOKEN),
         )
-    threshold_B = largest_B = None
-    if features.filters:
-        threshold_B, largest_B = kernels.survival_threshold(
-            logits_BV, rows.temperature, rows.top_k, rows.top_p, rows.min_p
-        )
+        return keys_B1, largest_B
     keys_BP = kernels.best_candidates(
         logits_BV,
         vocab_start,
@@ -188,13 +208,53 @@ def _triton_candidates(
         rows.position,
         random=features.random,
         purpose=int(Purpose.TOKEN),
-        threshold_B=threshold_B,
     )
-    return keys_BP, largest_B
+    return keys_BP, None
+
+
+def _shaped(
+    kernels: SamplingKernels,
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None,
+) -> Tensor:
+    """Logits behind penalties and the min_tokens mask; as they are where there is neither."""
+    if not features.penalties and not features.min_tokens:
+        return logits_BV
+    return kernels.shape_logits(
+        logits_BV,
+        vocab_start,
+        seen=seen if features.penalties else None,
+        penalties=(rows.repetition_penalty, rows.frequency_penalty, rows.presence_penalty),
+        min_tokens=features.min_tokens,
+        stop_ids_BK=rows.stop_ids,
+        position_B=rows.position,
+        min_length_B=rows.min_length,
+    )
+
+
+def _scores(
+    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None
+) -> tuple[Tensor, Tensor]:
+    """Float32 scores (behind penalties, mask and temperature) without and with noise, in torch."""
+    logits_BV = logits_BV.to(torch.float32)
+    if features.penalties and seen is not None:
+        logits_BV = apply_penalties(logits_BV, seen, rows)
+    if features.min_tokens:
+        logits_BV = mask_stop_ids(logits_BV, rows, vocab_start)
+    scaled_BV = _scaled(logits_BV, rows, features)
+    return scaled_BV, scaled_BV + _noise(scaled_BV, vocab_start, rows) if features.random else scaled_BV
 
 
 def _is_random(rows: SamplingInputs) -> Tensor:
     return rows.temperature >= MIN_TEMPERATURE
+
+
+def _bounded_top_k(rows: SamplingInputs) -> Tensor:
+    """top_k of rows that are filtered by it, 1 of greedy ones, 0 of those without a filter."""
+    return torch.where(_is_random(rows), rows.top_k.clamp(min=0), 1)
 
 
 def _scaled(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Tensor:

@@ -26,18 +26,12 @@ class DecodeRole(RowRole):
         self._tail = Tail(parts.model, parts.tables, parts.ring)
 
     def compile_sampling(self) -> None:
-        """Run every sampling kernel once in every form, so that no request waits for a compiler.
-
-        Kernels are compiled anew for one row and for numbers of rows that 8 or 16 divide; how many parts a row is cut
-        into goes by the number of rows. Nothing on a CPU.
-        """
-        buckets = self._parts.limits.decode_buckets
+        """Run every sampling kernel once in every form, so that no request waits for a compiler; nothing on a CPU."""
         if self._parts.device.torch_device.type == "cpu":
             return
-        for rows in sorted({1, 2, 8, *buckets}, reverse=True):
-            whole = rows in (1, 2, 8, buckets[-1])
-            for variant in KERNEL_VARIANTS if whole else KERNEL_VARIANTS[1:2]:
-                self._tail.rehearse(rows, variant)
+        ranks = self._parts.model.collectives.size
+        for variant in dict.fromkeys(variant.on_ranks(ranks) for variant in KERNEL_VARIANTS):
+            self._tail.rehearse(self._parts.limits.decode_buckets[0], variant)
 
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
         """One token for every row; ghost and padding rows are masked."""

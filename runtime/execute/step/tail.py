@@ -1,7 +1,7 @@
 """The tail of every step: from final hidden states to drawn tokens, written back by slot and appended to the ring.
 
 Knows: the order logits -> draw -> stop check -> count tokens -> write back -> append, for one token a row and for a
-window of W, and that ranks exchange one candidate a row where that is exact. Does not know: what a step gathers, the
+window of W, and that ranks exchange a few candidates a row where that is exact. Does not know: what a step gathers, the
 forward pass, plans, graphs. Everything is graph-safe: fixed shapes, nothing is read by the host.
 """
 
@@ -16,7 +16,7 @@ from runtime.execute.sampling.acceptance import Acceptance, accept
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_window
-from runtime.execute.sampling.sampler import Draw, Verdict, local_best, merge_and_check, sample_and_check
+from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.step.step_io import Window, write_back, write_back_window
 
@@ -79,12 +79,12 @@ class Tail:
         self, local_BV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, seen: SeenTokens | None
     ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
         collectives = self._model.collectives
-        if variant.vocabulary_parallel and collectives.size > 1:  # exchange one candidate a row, not all logits
+        if variant.vocabulary_parallel and collectives.size > 1:  # exchange a few candidates a row, not all logits
             shard = self._model.vocab_shard
             if seen is not None:
                 seen = SeenTokens(seen.counts[:, shard.start : shard.end], seen.prompt[:, shard.start : shard.end])
-            best_B = local_best(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size)
-            return *merge_and_check(collectives.all_gather(best_B[:, None]), rows=sampling), None
+            share_BX = local_share(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size)
+            return *merge_shares(collectives.all_gather(share_BX), sampling, variant), None
         logits_BV = self._model.gather_logits(local_BV)
         draw, verdict = sample_and_check(logits_BV, sampling, variant, seen)
         logprobs = token_logprobs(logits_BV, draw.token_B, variant.top_logprobs) if variant.logprobs else None

@@ -38,6 +38,7 @@ from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
 from tests.models.kernels.rank_without_gpu import (
+    BOUNDED,
     BUCKETS,
     META,
     MOST_PREFILL,
@@ -61,7 +62,9 @@ def dense(driver: CompilingDriver) -> None:
         rank.prefill(tokens)
     rank.several_queries(32, 16)
     Rank(driver, "8b", tp=4).decode(1)
-    Rank(driver, "8b", tp=2).decode(32)
+    two = Rank(driver, "8b", tp=2)
+    two.decode(32)
+    two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     products(driver, likeliest_wide())
     driver.where = "doctor, reading"

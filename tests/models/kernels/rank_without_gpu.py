@@ -52,13 +52,16 @@ BUCKETS = default_buckets(DEVICE_DEFAULTS["max_num_seqs"]["cuda"])
 PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
 MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
 GREEDY = SamplingVariant()
+BOUNDED = SamplingVariant(random=True, filters=True)  # ranks exchange candidates
 _ALL = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True)
 SAMPLING = (
     SamplingVariant(random=True),
-    SamplingVariant(random=True, filters=True),
+    BOUNDED,
+    dataclasses.replace(BOUNDED, unbounded=True),
     SamplingVariant(random=True, penalties=True),
     SamplingVariant(min_tokens=True),
     _ALL,
+    dataclasses.replace(_ALL, unbounded=True),
     *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
 )
 

@@ -151,7 +151,7 @@ class Others:
         return tuple(map(max, zip(numbers, *self.others, strict=True)))
 
 
-IDLE = (0, 0, 0, 0, 0, 0, 0, 0)
+IDLE = (0,) * 9
 
 
 def joined(
@@ -188,11 +188,11 @@ def test_nobody_launches_where_nobody_has_work() -> None:
 
 
 def test_every_group_replays_the_widest_bucket_and_variant() -> None:
-    curious = (4, 0, 1, 0, 1, 0, 1, 5)
+    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1)
     spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
     assert spec is not None
     assert (spec.bucket, spec.plan.slots, spec.exchange_rows) == (4, (1, 2), 4)
-    assert spec.variant == SamplingVariant(True, True, True, False, True, 5)
+    assert spec.variant == SamplingVariant(True, True, True, False, True, 5, True)
     idle = joined(None, curious)
     assert idle is not None
     assert (idle.plan.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
@@ -202,7 +202,7 @@ def test_every_group_replays_the_widest_bucket_and_variant() -> None:
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 4), (4, 4), (5, 16), (17, 64), (64, 64)])
 def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
     """Of 4, 16 and 64: the ladder of 64 tokens."""
-    spec = joined(decode(2), (0, tokens, 0, 0, 0, 0, 0, 0))
+    spec = joined(decode(2), (0, tokens, *IDLE[2:]))
     assert spec is not None
     assert (spec.bucket, spec.exchange_rows, spec.shared_bucket) == (2, rows, 2)
     chunk = Chunk(3, 0, (1,) * tokens, True)
@@ -210,7 +210,7 @@ def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
     alone_in_it = joined(mine)
     assert alone_in_it is not None
     assert (alone_in_it.bucket, alone_in_it.exchange_rows, alone_in_it.shared_bucket) == (1, rows, 1)
-    beside_a_wide_decode = joined(mine, (8, 0, 0, 0, 0, 0, 0, 0))
+    beside_a_wide_decode = joined(mine, (8, *IDLE[1:]))
     assert beside_a_wide_decode is not None
     assert beside_a_wide_decode.exchange_rows == max(rows, 16)
 

@@ -15,9 +15,10 @@ from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import count_tokens_, load_tokens_, reset_slots_
 from runtime.execute.sampling.sampler import (
-    local_best,
+    local_share,
     merge_and_check,
     merge_best,
+    merge_shares,
     sample,
     sample_and_check,
     stop_check,
@@ -165,15 +166,22 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab", [7, 64, 1001])
-def test_shares_of_the_vocabulary_give_the_token_of_the_whole(tp: int, vocab: int) -> None:
+@pytest.mark.parametrize("filtered", [False, True])
+def test_shares_of_the_vocabulary_give_the_token_of_the_whole(tp: int, vocab: int, filtered: bool) -> None:
     logits, params, positions = _mixture(tp * vocab, 32, vocab)
     logits = (logits * 2).round() / 2  # plenty of ties
-    params = [replace(p, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.25, min_tokens=9) for p in params]
+    params = [replace(p, repetition_penalty=1.25, min_tokens=9) for p in params]
+    for row, p in enumerate(params):
+        if not filtered or row % 8 == 7:  # rows without a filter beside the others
+            params[row] = replace(p, top_k=0, top_p=1.0, min_p=0.0)
+        elif not p.top_k:
+            params[row] = replace(p, top_k=row * 2 + 1)
     stop_ids = [[i % vocab, vocab - 1] for i in range(32)]
     rows = rows_for(params, [p % 16 for p in positions], stop_ids=stop_ids)
     seen = seen_for(vocab, [[i % vocab] for i in range(32)], [[0, vocab // 2]] * 32)
     features = SamplingVariant.covering(params)
     assert features.vocabulary_parallel
+    assert features.filters == filtered
     whole = sample(logits, rows, features, seen)
 
     share = -(-vocab // tp)  # the last ranks hold padding, or nothing but padding
@@ -183,27 +191,42 @@ def test_shares_of_the_vocabulary_give_the_token_of_the_whole(tp: int, vocab: in
     for rank in range(tp):
         part = slice(rank * share, (rank + 1) * share)
         own = type(seen)(counts[:, part], prompt[:, part])
-        keys.append(local_best(padded[:, part], rank * share, rows, features, own, vocab_size=vocab))
-    merged = merge_best(torch.stack(keys, 1))
-    assert torch.equal(merged.token_B, whole.token_B)
-    assert torch.equal(merged.ok_B, whole.ok_B)
-    shuffled = torch.stack(keys, 1)[:, torch.randperm(tp, generator=torch.Generator().manual_seed(0))]
-    assert torch.equal(merge_best(shuffled).token_B, whole.token_B)
+        keys.append(local_share(padded[:, part], rank * share, rows, features, own, vocab_size=vocab))
+    for order in (range(tp), reversed(range(tp))):
+        merged, _ = merge_shares(torch.cat([keys[rank] for rank in order], 1), rows, features)
+        assert torch.equal(merged.token_B, whole.token_B)
+        assert torch.equal(merged.ok_B, whole.ok_B)
 
 
-def test_a_bad_share_ends_only_its_row() -> None:
-    logits = torch.zeros(4, 16)
-    logits[1, 3], logits[2, 12] = float("nan"), float("inf")
-    rows = rows_for([SamplingParams(temperature=0.0), *[SamplingParams(seed=1)] * 3], [0] * 4)
-    features = SamplingVariant(random=True)
-    keys = torch.stack([local_best(logits[:, s : s + 4], s, rows, features) for s in range(0, 16, 4)], 1)
-    assert merge_best(keys).ok_B.tolist() == [True, False, False, True]
-    assert torch.equal(merge_best(keys).token_B, sample(logits, rows, features).token_B)
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_bad_share_ends_only_its_row(filters: bool) -> None:
+    logits = torch.zeros(5, 16)
+    logits[1, 3], logits[2, 12], logits[3] = float("nan"), float("inf"), float("-inf")
+    params = [SamplingParams(temperature=0.0), *[SamplingParams(seed=1, top_k=7 if filters else 0)] * 4]
+    rows, features = rows_for(params, [0] * 5), SamplingVariant.covering(params)
+    keys = torch.cat([local_share(logits[:, s : s + 4], s, rows, features) for s in range(0, 16, 4)], 1)
+    draw, _ = merge_shares(keys, rows, features)
+    assert draw.ok_B.tolist() == [True, False, False, False, True]
+    assert torch.equal(draw.token_B, sample(logits, rows, features).token_B)
 
 
-def test_filters_refuse_a_share() -> None:
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(top_p=0.5), SamplingParams(min_p=0.5), SamplingParams(top_k=65), SamplingParams(logprobs=1)],
+    ids=["top-p", "min-p", "top-k", "logprobs"],
+)
+def test_what_needs_whole_rows_refuses_a_share(params: SamplingParams) -> None:
+    features = SamplingVariant.covering([params, SamplingParams(top_k=3)])
     with pytest.raises(ValueError, match="gather them and call sample"):
-        local_best(torch.zeros(1, 4), 0, SamplingInputs.neutral(1, 1), SamplingVariant(filters=True))
+        local_share(torch.zeros(1, 4), 0, SamplingInputs.neutral(1, 1), features)
+
+
+def test_one_rank_draws_all_filters_in_one_variant() -> None:
+    bounded, unbounded = (SamplingVariant.covering([SamplingParams(top_k=k, top_p=0.9)]) for k in (64, 65))
+    assert bounded.on_ranks(2) == bounded != unbounded == unbounded.on_ranks(2)
+    assert bounded.on_ranks(1) == unbounded.on_ranks(1)
+    assert unbounded.covers(bounded)
+    assert not bounded.covers(unbounded)
 
 
 def test_candidates_order_as_scores_then_lowest_id() -> None:
@@ -302,7 +325,7 @@ def test_the_fused_forms_are_the_two_steps() -> None:
     features = SamplingVariant.covering(params)
     draw = sample(logits, rows, features)
     verdict = stop_check(draw.token_B, rows, draw.ok_B)
-    keys = local_best(logits, 0, rows, SamplingVariant(random=True))[:, None]
+    keys = local_share(logits, 0, rows, SamplingVariant(random=True))
     merged = merge_best(keys)
     for got, wanted in (
         (sample_and_check(logits, rows, features), (draw, verdict)),
@@ -339,9 +362,11 @@ def test_sampling_reads_nothing_back() -> None:
     rows = rows_for(params, positions, stop_ids=[[1, 2]] * 5, finished=[False] * 4 + [True])
     seen = seen_for(64, [[1]] * 5, [[2]] * 5)
     slots, live = torch.arange(5), torch.ones(5, dtype=torch.bool)
+    bounded = SamplingVariant(random=True, filters=True)
     with _NoReadBack():
+        merge_shares(local_share(logits, 0, rows, bounded), rows, bounded)
         draw, verdict = sample_and_check(logits, rows.select(slots), EVERYTHING, seen.select(slots))
-        merge_and_check(local_best(logits, 0, rows, SamplingVariant(random=True))[:, None], rows=rows)
+        merge_and_check(local_share(logits, 0, rows, SamplingVariant(random=True)), rows=rows)
         token_logprobs(logits, draw.token_B, 3)
         count_tokens_(seen, slots, draw.token_B, verdict.count_B > 0)
         reset_slots_(seen, slots[:2])
@@ -355,7 +380,8 @@ def test_features_cover_what_requests_ask_for() -> None:
     covering = SamplingVariant.covering
     assert covering([]) == covering([SamplingParams(temperature=0.0, top_k=5, top_p=0.5)]) == SamplingVariant()
     assert covering([SamplingParams(), SamplingParams(temperature=0.0)]) == SamplingVariant(random=True)
-    assert covering([SamplingParams(min_p=0.1)]) == SamplingVariant(random=True, filters=True)
+    assert covering([SamplingParams(min_p=0.1)]) == SamplingVariant(random=True, filters=True, unbounded=True)
+    assert covering([SamplingParams(top_k=20, top_p=0.8)]) == SamplingVariant(random=True, filters=True)
     mixed = covering([SamplingParams(logprobs=0), SamplingParams(logprobs=7), SamplingParams(min_tokens=1)])
     assert mixed == SamplingVariant(random=True, min_tokens=True, logprobs=True, top_logprobs=20)
     assert not mixed.vocabulary_parallel

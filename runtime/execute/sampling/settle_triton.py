@@ -1,0 +1,386 @@
+"""Which of a row's tokens survive top-k, top-p and min-p, and which survivor is drawn: one program a row.
+
+Knows: thresholds as searches over exact sums of integers: of a few listed tokens in registers, of many, or of all of a
+row's logits, a quarter of the range a pass until few are left. filters.py is the torch reference.
+Does not know: how tokens were chosen for the list (filters_triton.py), ranks.
+
+A token is a packed (score, id); the score's part, as an ordered integer, is called its rank here.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from runtime.execute.sampling.draw_triton import (
+    ANY_NUMBER,
+    ANY_POINTER,
+    exp_weights,
+    gumbel,
+    inverse_temperature,
+    ordered,
+    row_key,
+    unordered,
+)
+from runtime.execute.sampling.limits_triton import is_finite, limits
+
+
+@triton.jit
+def highest_reaching(rank, amount, target, low, high):
+    """The highest t in [low, high] (int64) whose ranks >= t reach the target together; low if there is none."""
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        if tl.sum(tl.where(rank >= middle.to(tl.int32), amount, 0), 0) >= target:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def mass_limit(total, p):
+    """filters.mass_limit of a row whose top-p is on."""
+    return tl.maximum(tl.ceil(total.to(tl.float64) * p.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def best_survivor(token, threshold, low, high, is_random):
+    """The best of those tokens whose score is at least the threshold, packed with its noise."""
+    score = unordered((token >> 32).to(tl.int32))
+    ids = (0x7FFFFFFF - (token & 0xFFFFFFFF)).to(tl.int32)
+    noisy = score + gumbel(low, high, ids) * is_random
+    drawn = (ordered(noisy).to(tl.int64) << 32) | (token & 0xFFFFFFFF)
+    return tl.max(tl.where(score >= threshold, drawn, -9223372036854775808), 0)
+
+
+@triton.jit
+def _settle_few(list_ptr, listed, floor, least, largest, k, p, total, above, number, TILE: tl.constexpr):
+    """(whether the list holds the threshold, the threshold), of at most TILE listed tokens.
+
+    ``number`` tokens of weight ``above`` lie over the list's. What is not under the floor is in the list or over it.
+    """
+    slot = tl.arange(0, TILE)
+    there = slot < listed
+    rank = (tl.load(list_ptr + slot, mask=there, other=-9223372036854775808) >> 32).to(tl.int32)
+    bottom, top = ordered(floor).to(tl.int64), ordered(largest).to(tl.int64)
+    reached = tl.full([], -2139095041, tl.int64)  # the rank of -inf: nothing is cut
+    holds = tl.full([], 1, tl.int1)
+    if k > 0:
+        if number + listed < k:  # the k-th lies under the floor, where min-p ends the row, or nothing but -inf is left
+            holds = ((least >= floor) & (p >= 1.0)) | (floor <= -3.4028234663852886e38)
+        else:
+            holds = number < k
+            reached = highest_reaching(rank, there.to(tl.int64), k - number, bottom, top)
+    if p < 1.0:
+        weight = exp_weights(unordered(rank) - largest)
+        weight = tl.where(there & (rank >= reached.to(tl.int32)), weight, 0)
+        here = tl.sum(weight, 0)
+        if k > 0:
+            total = here
+        limit = mass_limit(total, p)
+        if above + here < limit:
+            holds &= least >= floor
+        else:
+            holds &= above < limit
+            reached = highest_reaching(rank, weight, limit - above, tl.maximum(bottom, reached), top)
+    return holds, tl.maximum(unordered(reached.to(tl.int32)), least)
+
+
+@triton.jit
+def block_of(source_ptr, start, size, factor, vocab_start, LIST: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of tokens, from a list or made of logits; those past ``size`` are below every token."""
+    index = start + tl.arange(0, BLOCK)
+    if LIST:
+        token = tl.load(source_ptr + index, mask=index < size, other=-9223372036854775808)
+    else:
+        score = tl.load(source_ptr + index, mask=index < size, other=0.0).to(tl.float32) * factor
+        token = (ordered(score).to(tl.int64) << 32) | (0x7FFFFFFF - (index + vocab_start)).to(tl.int64)
+        token = tl.where(index < size, token, -9223372036854775808)
+    return token
+
+
+@triton.jit
+def _amounts(rank, largest, floor, BY_WEIGHT: tl.constexpr):
+    """Each token's weight, or 1; 0 under the floor."""
+    counts = rank >= floor
+    if BY_WEIGHT:
+        amount = tl.where(counts, exp_weights(unordered(rank) - largest), 0)
+    else:
+        amount = counts.to(tl.int64)
+    return amount
+
+
+@triton.jit
+def _reach(
+    source_ptr,
+    size,
+    scratch_ptr,
+    factor,
+    largest,
+    floor,
+    target,
+    low,
+    high,
+    BY_WEIGHT: tl.constexpr,
+    LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """``highest_reaching`` of a source of any size, whose tokens under ``floor`` do not count; ``low`` reaches it."""
+    over = tl.zeros([], tl.int64)  # the amount above high
+    at_or_above_low, above_high = size, tl.zeros([], tl.int32)
+    while (low < high) & (at_or_above_low - above_high > TILE):
+        step = tl.maximum((high - low + 1) >> 2, 1)
+        first = low + step
+        second = tl.minimum(first + step, high)
+        third = tl.minimum(second + step, high)
+        amount_1, amount_2, amount_3 = (
+            tl.zeros([BLOCK], tl.int64),
+            tl.zeros([BLOCK], tl.int64),
+            tl.zeros([BLOCK], tl.int64),
+        )
+        count_1, count_2, count_3 = (
+            tl.zeros([BLOCK], tl.int32),
+            tl.zeros([BLOCK], tl.int32),
+            tl.zeros([BLOCK], tl.int32),
+        )
+        for start in range(0, size, BLOCK):
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            amount = _amounts(rank, largest, floor, BY_WEIGHT)
+            amount_1 += tl.where(rank >= first.to(tl.int32), amount, 0)
+            amount_2 += tl.where(rank >= second.to(tl.int32), amount, 0)
+            amount_3 += tl.where(rank >= third.to(tl.int32), amount, 0)
+            count_1 += (rank >= first.to(tl.int32)).to(tl.int32)
+            count_2 += (rank >= second.to(tl.int32)).to(tl.int32)
+            count_3 += (rank >= third.to(tl.int32)).to(tl.int32)
+        if tl.sum(amount_3, 0) >= target:
+            low, at_or_above_low = third, tl.sum(count_3, 0)
+        elif tl.sum(amount_2, 0) >= target:
+            low, at_or_above_low = second, tl.sum(count_2, 0)
+            high, above_high, over = third - 1, tl.sum(count_3, 0), tl.sum(amount_3, 0)
+        elif tl.sum(amount_1, 0) >= target:
+            low, at_or_above_low = first, tl.sum(count_1, 0)
+            high, above_high, over = second - 1, tl.sum(count_2, 0), tl.sum(amount_2, 0)
+        else:
+            high, above_high, over = first - 1, tl.sum(count_1, 0), tl.sum(amount_1, 0)
+    if low < high:
+        gathered = tl.zeros([], tl.int32)
+        for start in range(0, size, BLOCK):
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            inside = (rank >= low.to(tl.int32)) & (rank <= high.to(tl.int32))
+            place = gathered + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(scratch_ptr + place, rank, mask=inside & (place < TILE))
+            gathered += tl.sum(inside.to(tl.int32), 0)
+        tl.debug_barrier()  # other threads wrote what this one reads
+        slot = tl.arange(0, TILE)
+        rank = tl.load(scratch_ptr + slot, mask=slot < gathered, other=-2147483648)
+        amount = tl.where(slot < gathered, _amounts(rank, largest, floor, BY_WEIGHT), 0)
+        low = highest_reaching(rank, amount, target - over, low, high)
+        tl.debug_barrier()  # they all have read it
+    return low
+
+
+@triton.jit
+def _settle_many(
+    source_ptr,
+    size,
+    scratch_ptr,
+    factor,
+    floor,
+    least,
+    largest,
+    k,
+    p,
+    total,
+    above,
+    number,
+    LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """``_settle_few`` of a list of any length, or of all of a row's logits, which always hold the threshold."""
+    top = ordered(largest).to(tl.int64)
+    holds = tl.full([], 1, tl.int1)
+    if LIST:
+        bottom = ordered(floor).to(tl.int64)
+    else:
+        smallest = tl.full([BLOCK], 2147483647, tl.int32)
+        for start in range(0, size, BLOCK):
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            smallest = tl.minimum(smallest, tl.where(rank == -2147483648, 2147483647, rank))
+        bottom = tl.min(smallest, 0).to(tl.int64)
+    reached = tl.full([], -2139095041, tl.int64)
+    if k > 0:
+        if number + size < k:
+            holds = ((least >= floor) & (p >= 1.0)) | (floor <= -3.4028234663852886e38)
+        else:
+            holds = number < k
+            lowest = tl.full([], -2147483647, tl.int32)
+            reached = _reach(
+                source_ptr,
+                size,
+                scratch_ptr,
+                factor,
+                largest,
+                lowest,
+                k - number,
+                bottom,
+                top,
+                False,
+                LIST,
+                BLOCK,
+                TILE,
+            )
+    if (p < 1.0) & holds:
+        cut = reached.to(tl.int32)
+        weight = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, size, BLOCK):
+            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
+            weight += _amounts(rank, largest, cut, True)
+        here = tl.sum(weight, 0)
+        if (k > 0) | (not LIST):
+            total = here
+        limit = mass_limit(total, p)
+        if above + here < limit:
+            holds = least >= floor
+        else:
+            holds = above < limit
+            low = tl.maximum(bottom, reached)
+            reached = _reach(
+                source_ptr, size, scratch_ptr, factor, largest, cut, limit - above, low, top, True, LIST, BLOCK, TILE
+            )
+    return holds, tl.maximum(unordered(reached.to(tl.int32)), least)
+
+
+@triton.jit
+def _draw(
+    source_ptr, size, factor, vocab_start, threshold, low, high, is_random, LIST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The best survivor among a source's tokens."""
+    best = tl.full([], -9223372036854775808, tl.int64)
+    for start in range(0, size, BLOCK):
+        token = block_of(source_ptr, start, size, factor, vocab_start, LIST, BLOCK)
+        best = tl.maximum(best, best_survivor(token, threshold, low, high, is_random))
+    return best
+
+
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
+def settle_kernel(
+    logits_ptr,
+    bounds_ptr,
+    partial_ptr,
+    listed_ptr,
+    list_ptr,
+    scratch_ptr,
+    keys_ptr,
+    threshold_ptr,
+    largest_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    position_ptr,
+    logits_stride,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    seed_stride,
+    position_stride,
+    vocab,
+    vocab_start,
+    parts,
+    PURPOSE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A row's threshold and best survivor."""
+    row = tl.program_id(0)
+    floor = tl.load(bounds_ptr + row * 4)
+    ceiling = tl.load(bounds_ptr + row * 4 + 1)
+    least = tl.load(bounds_ptr + row * 4 + 2)
+    largest = tl.load(bounds_ptr + row * 4 + 3)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    factor, is_random = inverse_temperature(temperature)
+    threshold = largest
+    best = tl.full([], -9223372036854775808, tl.int64)
+    if is_finite(largest):
+        total = tl.zeros([], tl.int64)
+        above = tl.zeros([], tl.int64)
+        number = tl.zeros([], tl.int32)
+        if floor < float("inf"):
+            part = tl.arange(0, PARTS)
+            partial = partial_ptr + (row * parts + part) * 4
+            total = tl.sum(tl.load(partial, mask=part < parts, other=0), 0)
+            above = tl.sum(tl.load(partial + 1, mask=part < parts, other=0), 0)
+            number = tl.sum(tl.load(partial + 2, mask=part < parts, other=0), 0).to(tl.int32)
+            if ceiling < float("inf"):
+                best = tl.max(tl.load(partial + 3, mask=part < parts, other=-9223372036854775808), 0)
+        if ceiling == float("-inf"):
+            threshold = ceiling  # every token survives, and the best of all was drawn
+        else:
+            k, p, _min_p = limits(
+                temperature,
+                tl.load(top_k_ptr + row * top_k_stride),
+                tl.load(top_p_ptr + row * top_p_stride),
+                tl.load(min_p_ptr + row * min_p_stride),
+                vocab,
+            )
+            seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
+            low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
+            row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+            tokens = list_ptr + row.to(tl.int64) * LISTED
+            scratch = scratch_ptr + row * TILE
+            listed = tl.load(listed_ptr + row)
+            holds = listed <= LISTED
+            if listed <= TILE:
+                holds, threshold = _settle_few(tokens, listed, floor, least, largest, k, p, total, above, number, TILE)
+            elif holds:
+                holds, threshold = _settle_many(
+                    tokens,
+                    listed,
+                    scratch,
+                    factor,
+                    floor,
+                    least,
+                    largest,
+                    k,
+                    p,
+                    total,
+                    above,
+                    number,
+                    True,
+                    BLOCK,
+                    TILE,
+                )
+            if holds:
+                drawn = _draw(tokens, listed, factor, vocab_start, threshold, low, high, is_random, True, BLOCK)
+                best = tl.maximum(best, drawn)
+            else:
+                none = tl.zeros([], tl.int32)
+                holds, threshold = _settle_many(
+                    row_ptr,
+                    vocab,
+                    scratch,
+                    factor,
+                    floor,
+                    least,
+                    largest,
+                    k,
+                    p,
+                    total,
+                    total * 0,
+                    none,
+                    False,
+                    BLOCK,
+                    TILE,
+                )
+                best = _draw(row_ptr, vocab, factor, vocab_start, threshold, low, high, is_random, False, BLOCK)
+    tl.store(keys_ptr + row, best)
+    tl.store(threshold_ptr + row, threshold)
+    tl.store(largest_ptr + row, largest)
