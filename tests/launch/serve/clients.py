@@ -110,7 +110,7 @@ with tempfile.TemporaryDirectory() as folder:
     for extra in ([], ["--request-cancellation-rate", "50", "--request-cancellation-delay", "0.05"]):
         command = str(pathlib.Path(sys.executable).with_name("aiperf"))
         subprocess.run([command, "profile", "--model", "demo", "--url", URL, "--endpoint-type", "chat", "--streaming",
-            "--tokenizer", "MODEL", "--concurrency", "4", "--request-count", "24",
+            "--tokenizer", "models/demo", "--concurrency", "4", "--request-count", "24",
             "--synthetic-input-tokens-mean", "20", "--output-tokens-mean", "8", "--ui", "none",
             "--artifact-dir", folder, *extra], check=True)
 """
@@ -173,10 +173,10 @@ async def run(names: list[str], folder: Path) -> dict[str, str]:
             script = f"URL = 'http://127.0.0.1:{server.port}'\n" + client.script.replace(
                 "MODEL", str(ROOT / "models/demo")
             )
-            environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "0"}
+            environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
             words = [str(python), "-c", script]
             ran = await asyncio.to_thread(
-                subprocess.run, words, env=environ, cwd=folder, capture_output=True, text=True, timeout=PATIENCE
+                subprocess.run, words, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
             )
             told[name] = (
                 "ok" if ran.returncode == 0 else f"exit code {ran.returncode}: {(ran.stdout + ran.stderr)[-2500:]}"

@@ -34,6 +34,7 @@ class Server:
     def __init__(self, running: Running, port: int) -> None:
         self.running = running
         self.port = port
+        self._clients: list[openai.OpenAI] = []
 
     def get(self, path: str, timeout: float = 10.0) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -52,8 +53,16 @@ class Server:
 
     @property
     def client(self) -> openai.OpenAI:
+        return self.client_with(_strict_response_validation=True)
+
+    def client_with(self, **options: Any) -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, _strict_response_validation=True)
+        self._clients.append(openai.OpenAI(**{"base_url": url, "api_key": KEY, "max_retries": 0, **options}))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
 
     def api_process(self) -> int:
         """Its process id; that of rank 0 is its parent's."""
@@ -118,7 +127,10 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
         assert address.exists(), running.wait().said
         server = Server(running, int(address.read_text().rpartition(":")[2]))
         until(lambda: server.get("/ready")[0] == 200, "it does not become ready")
-        yield server
+        try:
+            yield server
+        finally:
+            server.close()
 
 
 def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
@@ -127,9 +139,9 @@ def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-key-file", str(key_file), "--drain-seconds", "60") as server:
         client = server.client
         models_are_listed(client)
-        completions_come_whole_and_streamed(client)
+        completions_come_whole_and_streamed(client, server.client_with())
         chats_come_whole_and_streamed(client)
-        log_probabilities_are_the_model_s(client)
+        log_probabilities_are_the_model_s(server.client_with())
         the_document_s_example_runs(server, tmp_path)
         errors_are_the_client_s_own_classes(server)
         the_client_s_own_disconnect_cancels(server)
@@ -144,13 +156,13 @@ def models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve("alias").object == "model"
 
 
-def completions_come_whole_and_streamed(client: openai.OpenAI) -> None:
+def completions_come_whole_and_streamed(client: openai.OpenAI, loose: openai.OpenAI) -> None:
+    """``loose`` does not validate: the package's type wants a finish_reason in every chunk."""
     asked: dict[str, Any] = {"model": "demo", "prompt": "def gcd(a, b):", "max_tokens": 24, "temperature": 0}
     whole = client.completions.create(**asked)
     assert whole.choices[0].finish_reason in ("stop", "length")
     assert whole.usage is not None
     assert whole._request_id is not None
-    loose = openai.OpenAI(base_url=client.base_url, api_key=KEY)  # its type wants a finish_reason in every chunk
     chunks = list(loose.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert len(chunks) - 1 == whole.usage.completion_tokens
@@ -186,9 +198,8 @@ def chats_come_whole_and_streamed(client: openai.OpenAI) -> None:
     assert all(score is not None and score.content is not None and len(score.content) == 1 for score in scores)
 
 
-def log_probabilities_are_the_model_s(client: openai.OpenAI) -> None:
+def log_probabilities_are_the_model_s(loose: openai.OpenAI) -> None:
     """As lm-eval asks: echo, one token more, and the sum over the continuation."""
-    loose = openai.OpenAI(base_url=client.base_url, api_key=KEY)
     ids = [[311, 437, 4046, 12], [311, 437]]
     scored = loose.completions.create(
         model="demo", prompt=ids, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
@@ -213,7 +224,7 @@ def the_document_s_example_runs(server: Server, folder: Path) -> None:
     script.write_text(example.replace(":8000", f":{server.port}").replace('"none"', f'"{KEY}"'))
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        runpy.run_path(str(script))
+        runpy.run_path(str(script))["client"].close()
     assert "GCD" in shown.getvalue()
 
 
@@ -229,7 +240,7 @@ def errors_are_the_client_s_own_classes(server: Server) -> None:
         client.completions.create(model="demo", prompt=[5] * 5000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0).models.list()
+        server.client_with(api_key="wrong").models.list()
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: " + b"b" * 200_000 + b"\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 431")
