@@ -35,7 +35,7 @@ from tests.faults.cases import LIMIT, LOAD_LIMIT, Fault, Phase
 
 NOTE = "fault.json"
 PASS_BY = "pass-by"  # instead of a fault: the moment is noted, and the rank goes on slowly
-_STEPS_BEFORE = {StepKind.PREFILL: 2, StepKind.DECODE: 12}
+_STEPS_BEFORE = {StepKind.PREFILL: 2, StepKind.DECODE: 12}  # a step that prefills beside decode rows is a prefill
 _FULL_AT = 1000  # bytes that still fit into a file on a full disk
 _SLOW_STEP = 0.03  # some ten times what a step takes
 
@@ -119,9 +119,10 @@ def inject(fault: str, phase: Phase, folder: Path) -> None:
 
     def stepping(self: Executor, spec: LaunchSpec) -> None:
         plan = spec.plan
-        if plan.kind.name.lower() == phase.value:
-            seen[plan.kind] += 1
-            if seen[plan.kind] == _STEPS_BEFORE[plan.kind]:
+        kind = StepKind.PREFILL if plan.chunks else StepKind.DECODE
+        if kind.name.lower() == phase.value:
+            seen[kind] += 1
+            if seen[kind] == _STEPS_BEFORE[kind]:
                 injection.strike(0.75 * LIMIT)
         if injection.slow:
             time.sleep(_SLOW_STEP)
