@@ -174,7 +174,7 @@ def test_the_model_s_eos_ids_count_among_the_stop_ids() -> None:
 
 def test_what_there_is_no_memory_for_is_refused_and_says_what_to_type() -> None:
     """Its graphs would be captured in the middle of other requests, and take the job with them."""
-    small = replace(MODEL, widest=SamplingVariant(random=True, filters=True))
+    small = replace(MODEL, widest=SamplingVariant(random=True, filters=True, unbounded=True))
     plain = Request(1, (5, 6), SamplingParams(temperature=0.7, top_p=0.9, seed=1))
     assert checked_request(plain, small).sampling.top_p == 0.9
     wide = replace(plain, sampling=replace(plain.sampling, presence_penalty=1.0, logprobs=20))
