@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 NO_CANDIDATE = -(2**63)
-# Numbers and pointers of which the kernels' code does not depend: their being 1, or divisible by 16, is not compiled in,
-# so that any number of rows, and parameters as columns of records or as tensors of their own, run the same code.
+# Numbers and pointers that make no other code by being 1 or divisible by 16, so that any number of rows, and parameters
+# as columns of records or as tensors of their own, run what was compiled once.
 COLUMNS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "position", "stop_ids", "min_length", "max_length", "finished"),
     *("repetition", "frequency", "presence", "tokens", "evidence"),
