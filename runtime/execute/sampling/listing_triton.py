@@ -31,8 +31,10 @@ from runtime.execute.sampling.draw_triton import (
     PURPOSE_STEP,
     exp_weights,
     gumbel,
+    gumbel_bound,
     inverse_temperature,
     ordered,
+    random_words,
     row_key,
     unordered,
 )
@@ -53,13 +55,15 @@ class Workspace(NamedTuple):
     """What the launches leave for one another, for B rows of P parts.
 
     bounds float32 [B, 4]: floor, ceiling, min-p threshold, largest score. partial int64 [B, P, 4]: of a part's tokens,
-    the weight of all, weight and number of those at or above the ceiling, and the best of these. listed int32 [B]:
-    tokens in [floor, ceiling), of which ``tokens`` int64 [B, LISTED] has as many as it holds, (score, id) packed in no
+    the weight of all, weight and number of those at or above the ceiling, and the best of these; reached int32 [B]: the
+    best score with noise among these so far, as an ordered integer. listed int32 [B]: tokens in [floor, ceiling), of
+    which ``tokens`` int64 [B, LISTED] has as many as it holds, (score, id) packed in no
     order. scratch int32 [B, FEWER], of the last launch alone.
     """
 
     bounds: Tensor
     partial: Tensor
+    reached: Tensor
     listed: Tensor
     tokens: Tensor
     scratch: Tensor
@@ -120,6 +124,7 @@ def _bound_kernel(
     maxima_ptr,
     others_ptr,
     bounds_ptr,
+    reached_ptr,
     listed_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -224,6 +229,7 @@ def _bound_kernel(
     tl.store(bounds_ptr + row * 4 + 1, ceiling)
     tl.store(bounds_ptr + row * 4 + 2, least)
     tl.store(bounds_ptr + row * 4 + 3, largest)
+    tl.store(reached_ptr + row, -2139095041)  # -inf
     tl.store(listed_ptr + row, 0)
 
 
@@ -232,6 +238,7 @@ def _collect_kernel(
     logits_ptr,
     bounds_ptr,
     partial_ptr,
+    reached_ptr,
     listed_ptr,
     list_ptr,
     temperature_ptr,
@@ -304,17 +311,23 @@ def _collect_kernel(
         if ceiling < float("inf"):
             seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
             low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
+            reached = unordered(tl.load(reached_ptr + row))  # by other parts so far: it saves work and changes nothing
             for start in range(first, last, DRAWN):
                 drawn = start + tl.arange(0, DRAWN)
                 inside = drawn < last
                 candidate = tl.load(row_ptr + drawn, mask=inside, other=float("nan")).to(tl.float32) * factor
                 survives = candidate >= ceiling
                 number += survives.to(tl.int32)
-                noisy = candidate + gumbel(low, high, drawn + vocab_start) * is_random
-                rank = ordered(tl.where(survives, noisy, float("-inf")))
-                better = (rank > best) & inside
-                best = tl.where(better, rank, best)
-                best_column = tl.where(better, drawn, best_column)
+                words = random_words(low, high, drawn + vocab_start)
+                worth = survives & (candidate + gumbel_bound(words) * is_random >= reached)
+                if tl.sum(worth.to(tl.int32), 0) > 0:
+                    noisy = candidate + gumbel(words) * is_random
+                    rank = ordered(tl.where(survives, noisy, float("-inf")))
+                    better = (rank > best) & inside
+                    best = tl.where(better, rank, best)
+                    best_column = tl.where(better, drawn, best_column)
+                    reached = tl.maximum(reached, unordered(tl.max(best, 0)))
+            tl.atomic_max(reached_ptr + row, ordered(reached), sem="relaxed")
         keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - (best_column + vocab_start)).to(tl.int64)
         place = (row * parts + part) * 4
         if not SHARE:
@@ -328,6 +341,7 @@ def _workspace(rows: int, parts: int, device: torch.device) -> Workspace:
     return Workspace(
         bounds=torch.empty(rows, 4, dtype=torch.float32, device=device),
         partial=torch.empty(rows, parts, 4, dtype=torch.int64, device=device),
+        reached=torch.empty(rows, dtype=torch.int32, device=device),
         listed=torch.empty(rows, dtype=torch.int32, device=device),
         tokens=torch.empty(rows, LISTED, dtype=torch.int64, device=device),
         scratch=torch.empty(rows, FEWER, dtype=torch.int32, device=device),
@@ -382,6 +396,7 @@ def list_tokens(
         maxima_BG,
         others_BG,
         space.bounds,
+        space.reached,
         space.listed,
         temperature_B,
         top_k_B,

@@ -24,6 +24,7 @@ from runtime.execute.sampling.draw_triton import (
     gumbel,
     inverse_temperature,
     ordered,
+    random_words,
     row_key,
     unordered,
 )
@@ -56,7 +57,7 @@ def best_survivor(token, threshold, low, high, is_random):
     """The best of those tokens whose score is at least the threshold, packed with its noise."""
     score = unordered((token >> 32).to(tl.int32))
     ids = (0x7FFFFFFF - (token & 0xFFFFFFFF)).to(tl.int32)
-    noisy = score + gumbel(low, high, ids) * is_random
+    noisy = score + gumbel(random_words(low, high, ids)) * is_random
     drawn = (ordered(noisy).to(tl.int64) << 32) | (token & 0xFFFFFFFF)
     return tl.max(tl.where(score >= threshold, drawn, -9223372036854775808), 0)
 
@@ -413,7 +414,11 @@ def settle(
     columns = temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B
     _settle_kernel[(rows,)](
         logits_BV,
-        *space,
+        space.bounds,
+        space.partial,
+        space.listed,
+        space.tokens,
+        space.scratch,
         keys_B1,
         threshold_B,
         largest_B,

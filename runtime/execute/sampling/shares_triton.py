@@ -22,6 +22,7 @@ from runtime.execute.sampling.draw_triton import (
     gumbel,
     inverse_temperature,
     ordered,
+    random_words,
     row_key,
     unordered,
 )
@@ -39,7 +40,7 @@ def _noisy(token, low, high, is_random):
     """Tokens packed with their noise; those below every token stay there."""
     score = unordered((token >> 32).to(tl.int32))
     ids = (0x7FFFFFFF - (token & 0xFFFFFFFF)).to(tl.int32)
-    noisy = score + gumbel(low, high, ids) * is_random
+    noisy = score + gumbel(random_words(low, high, ids)) * is_random
     packed = (ordered(noisy).to(tl.int64) << 32) | (token & 0xFFFFFFFF)
     return tl.where(token == -9223372036854775808, token, packed)
 
