@@ -113,7 +113,8 @@ PARTS = (
     Part("prefill-attention", 1, 100, "-m tests.bench.prefill --out {out}/results"),
     Part("host", 1, 120, "-m tests.runtime.engine.bench_host --device cuda"),
     Part("bare-chain", 1, 90, "-m tests.bench.device"),
-    Part("sampler", 1, 120, "-m tests.bench.sampler"),
+    Part("filters", 1, 90, "-m tests.bench.sampler"),
+    Part("sampler", 1, 120, "-m tests.bench.sampler --variants"),
     Part(
         "tune",
         1,
