@@ -127,7 +127,8 @@ PARTS = (
     Part("prefill-attention", 1, 100, "-m tests.bench.prefill --out {out}/results"),
     Part("host", 1, 120, "-m tests.runtime.engine.bench_host --device cuda"),
     Part("bare-chain", 1, 90, "-m tests.bench.device"),
-    Part("sampler", 1, 120, "-m tests.bench.sampler"),
+    Part("filters", 1, 90, "-m tests.bench.sampler"),
+    Part("sampler", 1, 120, "-m tests.bench.sampler --variants"),
     *(  # each leaves a table, which merge_choices.py takes over; what is cut off goes on in the next run
         Part(
             f"tune-{model}{f'-tp{ranks}' if ranks > 1 else ''}",

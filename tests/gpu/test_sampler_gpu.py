@@ -36,7 +36,7 @@ from tests.runtime.execute.sampling.sampling_cases import random_params, rows_fo
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
-from runtime.execute.sampling import filters_triton, shares_triton  # noqa: E402
+from runtime.execute.sampling import filters_triton, listing_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -151,11 +151,8 @@ def test_shares_of_the_vocabulary(tp: int) -> None:
 def test_shares_of_the_vocabulary_with_filters(tp: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each filtered row has a small top_k. So many ties are not listed, they are searched for."""
     if INTERPRETED:
-        for module, name, size in (
-            *((filters_triton, "FEWER", 256), (shares_triton, "FEWER", 256)),
-            *((filters_triton, "_SPARE", 40), (filters_triton, "_BLOCK", 512)),
-        ):
-            monkeypatch.setattr(module, name, size)
+        for name, size in {"FEWER": 256, "_SPARE": 40, "_BLOCK": 512}.items():
+            monkeypatch.setattr(listing_triton, name, size)
     rng = np.random.default_rng(tp)
     vocab = 1201 if INTERPRETED else VOCABS[-1] - 1
     logits = torch.from_numpy(_distribution(rng, kind, ROWS, vocab))
@@ -222,7 +219,7 @@ def test_survivors_are_those_of_the_sort(kind: str, monkeypatch: pytest.MonkeyPa
             "FEWER": 128,
             "_BLOCK": 1024,
         }.items():
-            monkeypatch.setattr(filters_triton, name, size)
+            monkeypatch.setattr(listing_triton, name, size)
     rng = np.random.default_rng(KINDS.index(kind))
     vocab = 4001 if INTERPRETED else VOCABS[-1]
     params = [random_params(rng) for _ in range(ROWS - 4)]
@@ -241,14 +238,14 @@ def test_few_tokens_are_listed_and_the_threshold_is_among_them(kind: str) -> Non
     threshold, _ = survival_threshold(logits, rows)
     moved = _moved(rows, DEVICE)
     columns = (moved.temperature, moved.top_k, moved.top_p, moved.min_p, moved.seed, moved.position)
-    space = filters_triton.list_tokens(logits.to(DEVICE), 0, 151_936, *columns, purpose=0, share=False)
+    space = listing_triton.list_tokens(logits.to(DEVICE), 0, 151_936, *columns, purpose=0, share=False)
     floor, ceiling = space.bounds.cpu()[:, :2].T
     assert (floor <= threshold).all()
     assert (threshold < ceiling).all()
     assert space.listed.tolist() == [int(n) for n in ((logits >= floor[:, None]) & (logits < ceiling[:, None])).sum(1)]
-    assert (space.listed <= filters_triton.LISTED).all()
+    assert (space.listed <= listing_triton.LISTED).all()
     if kind == "peaked":
-        assert space.listed[:3].max() < filters_triton.FEWER
+        assert space.listed[:3].max() < listing_triton.FEWER
 
 
 @pytest.mark.parametrize("vocab", [1, 97, 2049] if INTERPRETED else VOCABS)

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 NO_CANDIDATE = -(2**63)
-# Numbers and pointers of which the kernels' code does not depend: their being 1, or divisible by 16, is not compiled
-# in, so that any number of rows, and parameters as columns of records or as tensors of their own, run the same code.
+# Numbers and pointers that make no other code by being 1 or divisible by 16, so that any number of rows, and parameters
+# as columns of records or as tensors of their own, run what was compiled once.
 COLUMNS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "position", "stop_ids", "min_length", "max_length", "finished"),
     *("repetition", "frequency", "presence", "tokens", "evidence"),
@@ -111,14 +111,34 @@ def row_key(seed, position, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def gumbel(low, high, ids):
-    """counter_rng.gumbel_noise of int32 ids."""
-    words = lowbias(lowbias(ids.to(tl.uint32) ^ low) + high)
-    u = ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-    u = tl.minimum(u, 0.999999940395355224609375)
+def random_words(low, high, ids):
+    """counter_rng.token_bits of int32 ids."""
+    return lowbias(lowbias(ids.to(tl.uint32) ^ low) + high)
+
+
+@triton.jit
+def uniform(words):
+    """counter_rng.uniform_from_bits, but for its end: 1 is not cut to the number below."""
+    return ((words & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
+
+
+@triton.jit
+def gumbel(words):
+    """counter_rng.gumbel_noise of its random bits."""
+    u = tl.minimum(uniform(words), 0.999999940395355224609375)
     fraction, exponent = shift_log(1.0 - u)
     exponential = -finish_log(tl.where(exponent == 0, -u, fraction), exponent)
     return -log(exponential)
+
+
+@triton.jit
+def gumbel_bound(words):
+    """A number that gumbel of these words does not exceed, for a quarter of its price.
+
+    -log(-log(1 - u)) <= -log(u), and a float's bits, read as a fixed-point number, are its log2 with straight lines in
+    place of arcs: at most that. 200 units of 2**-23 are for what gumbel rounds.
+    """
+    return (1065353416 - uniform(words).to(tl.int32, bitcast=True)).to(tl.float32) * 8.262958294867817e-08
 
 
 @triton.jit
@@ -169,19 +189,30 @@ def _best_kernel(
         low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
     best = tl.full([BLOCK], -2147483648, tl.int32)  # below every score: lanes that saw nothing
     best_column = tl.zeros([BLOCK], tl.int32)
-    for start in range(part * per_program, tl.minimum((part + 1) * per_program, vocab), BLOCK):
+    reached = tl.full([], float("-inf"), tl.float32)
+    first = part * per_program
+    for start in range(first, tl.minimum(first + per_program, vocab), BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
         score = tl.load(row_ptr + column, mask=inside, other=0.0).to(tl.float32)
         if RANDOM:
             score = score * factor
-        noisy = score
-        if RANDOM:
-            noisy = score + gumbel(low, high, column + vocab_start) * is_random
-        rank = ordered(noisy)
-        better = (rank > best) & inside
-        best = tl.where(better, rank, best)
-        best_column = tl.where(better, column, best_column)
+            words = random_words(low, high, column + vocab_start)
+            worth = start == first
+            if not worth:  # few blocks have a score that its noise could make the best; a NaN is always worth a look
+                beaten = score + gumbel_bound(words) * is_random < reached
+                worth = tl.sum((inside & (beaten == 0)).to(tl.int32), 0) > 0
+            if worth:
+                rank = ordered(score + gumbel(words) * is_random)
+                better = (rank > best) & inside
+                best = tl.where(better, rank, best)
+                best_column = tl.where(better, column, best_column)
+                reached = unordered(tl.max(best, 0))
+        else:
+            rank = ordered(score)
+            better = (rank > best) & inside
+            best = tl.where(better, rank, best)
+            best_column = tl.where(better, column, best_column)
     keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - (best_column + vocab_start)).to(tl.int64)
     tl.store(keys_ptr + row * tl.num_programs(1) + part, tl.max(keys, 0))
 

@@ -2,7 +2,7 @@
 
 Knows: thresholds as searches over exact sums of integers: of a few listed tokens in registers, of many, or of all of a
 row's logits, a quarter of the range a pass until few are left. filters.py is the torch reference.
-Does not know: how tokens were chosen for the list (filters_triton.py), ranks.
+Does not know: how tokens were chosen for the list (listing_triton.py), ranks.
 
 A token is a packed (score, id); the score's part, as an ordered integer, is called its rank here.
 """
@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import (
     ANY_NUMBER,
     ANY_POINTER,
+    EXACT,
+    PURPOSE_STEP,
     exp_weights,
     gumbel,
     inverse_temperature,
     ordered,
+    random_words,
     row_key,
     unordered,
 )
 from runtime.execute.sampling.limits_triton import is_finite, limits
+from runtime.execute.sampling.listing_triton import MOST_PARTS, Workspace, parts_of
+
+SWEPT = 1024  # tokens at a time of a search through many
 
 
 @triton.jit
@@ -50,7 +57,7 @@ def best_survivor(token, threshold, low, high, is_random):
     """The best of those tokens whose score is at least the threshold, packed with its noise."""
     score = unordered((token >> 32).to(tl.int32))
     ids = (0x7FFFFFFF - (token & 0xFFFFFFFF)).to(tl.int32)
-    noisy = score + gumbel(low, high, ids) * is_random
+    noisy = score + gumbel(random_words(low, high, ids)) * is_random
     drawn = (ordered(noisy).to(tl.int64) << 32) | (token & 0xFFFFFFFF)
     return tl.max(tl.where(score >= threshold, drawn, -9223372036854775808), 0)
 
@@ -267,7 +274,7 @@ def _draw(
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
-def settle_kernel(
+def _settle_kernel(
     logits_ptr,
     bounds_ptr,
     partial_ptr,
@@ -384,3 +391,48 @@ def settle_kernel(
     tl.store(keys_ptr + row, best)
     tl.store(threshold_ptr + row, threshold)
     tl.store(largest_ptr + row, largest)
+
+
+def settle(
+    logits_BV: Tensor,
+    vocab_start: int,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    keys_B1: Tensor,
+    threshold_B: Tensor,
+    largest_B: Tensor,
+    *,
+    space: Workspace,
+    purpose: int,
+) -> None:
+    """Fill each row's best surviving candidate (int64), threshold and largest score (float32) from what was listed."""
+    rows, vocab = logits_BV.shape
+    columns = temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B
+    _settle_kernel[(rows,)](
+        logits_BV,
+        space.bounds,
+        space.partial,
+        space.listed,
+        space.tokens,
+        space.scratch,
+        keys_B1,
+        threshold_B,
+        largest_B,
+        *columns,
+        logits_BV.stride(0),
+        *(column.stride(0) for column in columns),
+        vocab,
+        vocab_start,
+        parts_of(vocab)[0],
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
+        PARTS=MOST_PARTS,
+        LISTED=space.tokens.shape[1],
+        BLOCK=SWEPT,
+        TILE=space.scratch.shape[1],
+        num_warps=8,
+        **EXACT,
+    )

@@ -1,6 +1,6 @@
 """What ranks exchange instead of logits, made and merged in Triton: a rank's share in four launches, the merge in one.
 
-Knows: the definitions of runtime/execute/sampling/shares.py, its torch reference; filters_triton.py lists a share's
+Knows: the definitions of runtime/execute/sampling/shares.py, its torch reference; listing_triton.py lists a share's
 tokens. Does not know: who carries the exchange.
 """
 
@@ -22,13 +22,15 @@ from runtime.execute.sampling.draw_triton import (
     gumbel,
     inverse_temperature,
     ordered,
+    random_words,
     row_key,
     unordered,
 )
-from runtime.execute.sampling.filters_triton import FEWER, LISTED, MOST_PARTS, PIECE, SWEPT, list_tokens, parts_of
+from runtime.execute.sampling.filters_triton import PIECE
 from runtime.execute.sampling.inputs import MOST_SHARED_TOP_K
 from runtime.execute.sampling.limits_triton import is_finite, limits, min_p_threshold
-from runtime.execute.sampling.settle_triton import block_of, highest_reaching, mass_limit
+from runtime.execute.sampling.listing_triton import MOST_PARTS, list_tokens, parts_of
+from runtime.execute.sampling.settle_triton import SWEPT, block_of, highest_reaching, mass_limit
 
 _NO_LIMIT = 2**31 - 1  # a vocabulary that no top_k reaches
 
@@ -38,7 +40,7 @@ def _noisy(token, low, high, is_random):
     """Tokens packed with their noise; those below every token stay there."""
     score = unordered((token >> 32).to(tl.int32))
     ids = (0x7FFFFFFF - (token & 0xFFFFFFFF)).to(tl.int32)
-    noisy = score + gumbel(low, high, ids) * is_random
+    noisy = score + gumbel(random_words(low, high, ids)) * is_random
     packed = (ordered(noisy).to(tl.int64) << 32) | (token & 0xFFFFFFFF)
     return tl.where(token == -9223372036854775808, token, packed)
 
@@ -238,10 +240,10 @@ def local_share(
             parts_of(vocab)[0],
             PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
             PARTS=MOST_PARTS,
-            LISTED=LISTED,
+            LISTED=space.tokens.shape[1],
             SIZE=MOST_SHARED_TOP_K,
             BLOCK=SWEPT,
-            TILE=FEWER,
+            TILE=space.scratch.shape[1],
             num_warps=8,
             **EXACT,
         )

@@ -135,6 +135,9 @@ class CompilingDriver:
         files, names = self._files[metadata.hash], source.fn.arg_names
         told = _tool(knobs.nvidia.cuobjdump, "--dump-resource-usage", files[".cubin"])
         words = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+        spilled = words["STACK"] + words["LOCAL"]
+        if spilled and not re.search(r"\b(LDL|STL)\b", _tool(knobs.nvidia.nvdisasm, "-c", files[".cubin"])):
+            spilled = 0  # LLVM asked for a byte of stack that no instruction touches
         params = source.fn.params  # an argument that happens to be 1 is a constant too, but none of ours
         constants = {
             names[number]: value for (number,), value in source.constants.items() if params[number].is_constexpr
@@ -156,7 +159,7 @@ class CompilingDriver:
             grid=grid,
             warps=metadata.num_warps,
             registers=words["REG"],
-            spills=(words["STACK"] + words["LOCAL"]) // 4,
+            spills=spilled // 4,
             shared=metadata.shared,
             stores=dict(Counter(re.findall(r"\bst\.global\.([\w.:]+)", ptx))),
             order=order,
