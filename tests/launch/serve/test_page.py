@@ -69,5 +69,5 @@ def test_a_browser_shows_the_model_and_streams_an_answer(tmp_path: Path) -> None
 def _dump(url: str, folder: Path) -> str:
     """The page after its scripts have run for some seconds of its own clock."""
     words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--dump-dom"]
-    words += ["--timeout=20000", "--virtual-time-budget=8000", url]
-    return subprocess.run(words, capture_output=True, text=True, timeout=90, check=False).stdout
+    words += ["--timeout=60000", "--virtual-time-budget=8000", url]
+    return subprocess.run(words, capture_output=True, text=True, timeout=180, check=False).stdout
