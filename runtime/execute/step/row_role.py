@@ -26,7 +26,7 @@ class RowRole(ABC):
         self.name = name
         self.width = width
         self._parts = parts
-        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.limits.decode_buckets}
+        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps)
 
     @abstractmethod
@@ -43,9 +43,9 @@ class RowRole(ABC):
         """Every bucket, the largest first, and that one with every variant that will be warmed up; on a CPU, where
         nothing is compiled or measured, greedy sampling of the largest only.
         """
-        limits, on_cpu = self._parts.limits, self._parts.device.torch_device.type == "cpu"
-        buckets = limits.decode_buckets[::-1]
-        steps = [(bucket, GREEDY) for bucket in buckets] + [(buckets[0], variant) for variant in limits.warm_variants]
+        config, on_cpu = self._parts.config, self._parts.device.torch_device.type == "cpu"
+        buckets = config.decode_buckets[::-1]
+        steps = [(bucket, GREEDY) for bucket in buckets] + [(buckets[0], variant) for variant in config.warm_variants]
         for bucket, variant in steps[:1] if on_cpu else steps:
             self.try_variant(bucket, variant)
 
@@ -55,7 +55,7 @@ class RowRole(ABC):
         self._parts.ring.undo()
 
     def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)
+        self.graphs.warm_up(self._parts.config.warm_variants, self._parts.config.exchanges)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
