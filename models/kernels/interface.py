@@ -239,6 +239,10 @@ class Kernels(Protocol):
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
         return self.gate_up(hidden_TN, gate_up_2IN), residual_TN
 
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """linear(gate_up(x), down, bias), [T, N]. May overwrite x."""
+        return self.linear(self.gate_up(x_TN, gate_up_2IN), down_NI, bias_N)
+
     def rope_cache_attend(
         self,
         qkv_TX: Tensor,

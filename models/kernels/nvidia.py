@@ -126,6 +126,9 @@ class NvidiaKernels(Kernels):
     ) -> tuple[Tensor, Tensor]:
         return self.matmul.add_norm_gate_up(x_TN, residual_TN, norm_N, eps, gate_up_2IN)
 
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        return self.matmul.gate_up_down(x_TN, gate_up_2IN, down_NI, bias_N)
+
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         return self.matmul.tune_seen(folder, share)
 

@@ -45,8 +45,9 @@ class PrefillRole:
     def compile_shorter(self) -> None:
         """Run smaller steps, too, so that no request waits for a compiler; on a CPU nothing is compiled."""
         if self._parts.device.torch_device.type != "cpu":
-            for tokens in shorter_prefills(self._parts.limits.max_prefill_tokens):
-                self._rehearse(tokens)
+            with self._parts.model.few_layers():
+                for tokens in shorter_prefills(self._parts.limits.max_prefill_tokens):
+                    self._rehearse(tokens)
 
     def warm_up(self) -> None:
         self.graphs.warm_up()

@@ -169,7 +169,8 @@ class PrefillGraphs:
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
             attention.plan(*lengths)
-            forward()
+            with self._model.few_layers():
+                forward()
 
         try:
             return self._device.capture(forward, name=f"prefill of {bucket} tokens", warmup=rehearse, warmups=1)
