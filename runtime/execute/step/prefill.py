@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
-from runtime.execute.role import ExecutorLimits, RoleParts
+from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import PADDING_SLOT
@@ -21,6 +21,7 @@ from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
 from runtime.execute.step.step_io import gather_packed, pieces_of
 from runtime.execute.step.tail import Tail
+from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import StepKind, StepPlan
 
 
@@ -152,12 +153,12 @@ class PrefillRole:
         """So many tokens on the padding slot: nothing but the trash block is written."""
         lengths = padding_lengths(tokens, self._parts.limits)
         chunks = _padding_chunks(lengths, self._parts.device.torch_device)
-        exchanges = self._parts.limits.exchanges
+        exchanges = self._parts.config.exchanges
         self.prefill(chunks, Lengths(lengths, lengths), GREEDY, exchange_rows=exchanges[-1] if exchanges else 0)
         self._parts.ring.undo()
 
 
-def padding_lengths(tokens: int, limits: ExecutorLimits) -> tuple[int, ...]:
+def padding_lengths(tokens: int, limits: StepLimits) -> tuple[int, ...]:
     """Rows that so many tokens fill, none over the longest sequence; those past the last row are left out."""
     lengths: list[int] = []
     while tokens and len(lengths) < limits.rows:

@@ -26,7 +26,7 @@ class RowRole(ABC):
         self.name = name
         self.width = width
         self._parts = parts
-        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.limits.decode_buckets}
+        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers)
 
     @abstractmethod
@@ -43,12 +43,12 @@ class RowRole(ABC):
         """The largest bucket, that one with every variant that will be warmed up, and a layer of each kind of the
         others; on a CPU, where nothing is compiled or measured, greedy sampling of the largest only.
         """
-        limits = self._parts.limits
-        largest, *others = limits.decode_buckets[::-1]
+        config = self._parts.config
+        largest, *others = config.decode_buckets[::-1]
         self.try_variant(largest, GREEDY)
         if self._parts.device.torch_device.type == "cpu":
             return
-        for variant in limits.warm_variants:
+        for variant in config.warm_variants:
             self.try_variant(largest, variant)
         with self._parts.model.few_layers():
             for bucket in others:
@@ -60,7 +60,7 @@ class RowRole(ABC):
         self._parts.ring.undo()
 
     def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)
+        self.graphs.warm_up(self._parts.config.warm_variants, self._parts.config.exchanges)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -44,6 +44,7 @@ from runtime.execute.step import step_io, step_io_kernels
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import Lengths
+from runtime.schedule.config import StepLimits
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
@@ -160,20 +161,21 @@ class Rank:
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
+        limits = StepLimits(BUCKETS[-1], 2 * BUCKETS[-1], block_size=PAGE, max_model_len=config.max_length)
         slots = SlotTables(
             device,
-            max_requests=2 * BUCKETS[-1],
-            max_blocks=-(-(config.max_length + 1) // PAGE),
+            max_requests=limits.slots,
+            max_blocks=limits.max_blocks,
             vocab_size=config.vocab_size,
         )
-        limits = cast(Any, SimpleNamespace(block_size=PAGE, decode_buckets=BUCKETS))
         staging = cast(
             Any, SimpleNamespace(row_map=lambda role, rows: torch.zeros(rows, dtype=torch.int64, device=META))
         )
         pool = CachePool(device, block_size=PAGE, blocks=63, slots=1)
         caches = pool.allocate(self.model.cache_layout)
         self._kv = pool.paged
-        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, limits)
+        sizes = cast(Any, SimpleNamespace(limits=limits, decode_buckets=BUCKETS))
+        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, sizes)
         self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:

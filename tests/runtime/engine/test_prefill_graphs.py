@@ -136,7 +136,7 @@ def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
     with rig(prefill_buckets=BUCKETS) as engine:
         role = engine.executor.prefill
         assert role.graphs.captured == 2 * len(BUCKETS), "those with split keys, too"
-        parts = replace(role._parts, limits=replace(role._parts.limits, agree_min=lambda mine: 0))
+        parts = replace(role._parts, config=replace(role._parts.config, agree_min=lambda mine: 0))
         other = PrefillGraphs(parts, role)
         other.warm_up()
         assert other.captured == 0
