@@ -148,6 +148,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
+        """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""
+        return False
+
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
@@ -170,7 +174,10 @@ class Kernels(Protocol):
 
     def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
         """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
-        out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
+        if isinstance(inputs.prefill, DecodeAttention):
+            out_THD = self.decode_attention(q_THD, kv_layer, inputs.prefill, scale)
+        else:
+            out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
         return self.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD)
 
     def route_top_k(

@@ -149,6 +149,13 @@ class Decoder(nn.Module):
         kv_layer = cast(Tensor, caches[number])
         return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, attention.kv_heads, kv_layer)
 
+    def splits_chunks(self, caches: Sequence[CacheView]) -> bool:
+        """Whether captured steps can split the keys of short chunks (Kernels.splits_chunks)."""
+        if (found := self._first_attention) is None:
+            return False
+        number, attention = found
+        return self.kernels.splits_chunks(attention.heads, cast(Tensor, caches[number]))
+
     @cached_property
     def _first_attention(self) -> tuple[int, Attention] | None:
         """One plan serves all layers of attention, so their shapes must be those of the first."""
@@ -188,7 +195,10 @@ class Decoder(nn.Module):
         attention, kv_layer = inputs.attention, cast(Tensor, caches[number])
         if isinstance(attention, MixedAttention):
             decode = self._planned_decode(attention.decode, mixer, kv_layer)
-            prefill = self._planned_prefill(attention.prefill, mixer, kv_layer)
+            prefill = attention.prefill
+            if isinstance(prefill, DecodeAttention):
+                return replace(inputs, attention=MixedAttention(decode, self._planned_decode(prefill, mixer, kv_layer)))
+            prefill = self._planned_prefill(prefill, mixer, kv_layer)
             return replace(inputs, attention=MixedAttention(decode, prefill))
         if isinstance(attention, DecodeAttention):
             return replace(inputs, attention=self._planned_decode(attention, mixer, kv_layer))

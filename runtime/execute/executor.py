@@ -93,7 +93,9 @@ class Executor:
         for role in (self.decode, *roles[:-2], self.prefill):
             role.warm_up()
         self._roles = {role.name: role for role in roles}
-        ladders = Ladders(config.decode_buckets, self.prefill.graphs.buckets, config.exchanges)
+        ladders = Ladders(
+            config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
+        )
         self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(

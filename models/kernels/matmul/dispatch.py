@@ -108,6 +108,7 @@ class MatmulDispatch:
             hidden_SI = self.gate_up(x_SN, gate_up_2IN)
             choice = self.choice(LinearShape(len(x_SN), down_NI.shape[0], down_NI.shape[1], x_SN.dtype))
             self._library_linear(hidden_SI, down_NI, choice, x_SN)  # nobody reads this slice of x again
+            del hidden_SI  # or it would stand beside the next one
         return x_TN
 
     def choice(self, shape: LinearShape) -> Choice:

@@ -26,7 +26,7 @@ from torch import Tensor
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.row_buckets import token_ladder
 from runtime.execute.device.protocol import DeviceError, Graph
-from runtime.execute.launch_spec import GREEDY, LaunchSpec
+from runtime.execute.launch_spec import GREEDY, MOST_SPLIT_TOKENS, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
@@ -60,7 +60,11 @@ class Lengths(NamedTuple):
 class PrefillWork(Protocol):
     """What is captured: prefill.py's PrefillRole."""
 
-    def hidden(self, chunks: Chunks, attention: PrefillAttention, *, mixed: bool) -> Tensor: ...
+    @property
+    def splits_keys(self) -> bool: ...
+    def hidden(
+        self, chunks: Chunks, attention: PrefillAttention, *, mixed: bool, split_keys: bool = False
+    ) -> Tensor: ...
     def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None: ...
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None: ...
 
@@ -81,6 +85,7 @@ class PrefillGraphs:
         self._config = parts.config
         self._model = parts.model
         self._graphs: dict[int, Graph] = {}
+        self._split_graphs: dict[int, Graph] = {}
         self._attention: RepeatedPrefill | None = None
 
     @cached_property
@@ -96,12 +101,20 @@ class PrefillGraphs:
         return tuple(sorted(self._graphs))
 
     @property
+    def split_buckets(self) -> tuple[int, ...]:
+        """Those of them that are captured with split keys, too."""
+        return tuple(sorted(self._split_graphs))
+
+    @property
     def captured(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._split_graphs)
 
     def launch(self, spec: LaunchSpec, lengths: Lengths) -> None:
         """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
-        self._replay(spec.padded_tokens, lengths)
+        if spec.split_keys:
+            self._split_graphs[spec.padded_tokens].replay()
+        else:
+            self._replay(spec.padded_tokens, lengths)
         self.tails.get(spec.bucket, spec.variant).replay()
 
     def _replay(self, bucket: int, lengths: Lengths) -> None:
@@ -125,6 +138,10 @@ class PrefillGraphs:
         largest = self._config.prefill_buckets[-1]
         for bucket in reversed(self._config.prefill_buckets):
             self._graphs[bucket] = self._capture(bucket)
+        if self._config.agree_min(int(self._work.splits_keys)):
+            longest = min(MOST_SPLIT_TOKENS, largest)
+            for bucket in reversed([b for b in self._config.prefill_buckets if b <= longest]):
+                self._split_graphs[bucket] = self._capture(bucket, split_keys=True)
         self.tails.warm_up(self._config.warm_variants)
         self._device.release_unused()  # of the rehearsals here
         self.rehearse(largest)
@@ -132,7 +149,7 @@ class PrefillGraphs:
         self._device.compute.submit(self._ring.undo)  # what the replay reports is nobody's
         log.info(
             "graphs: %d of steps with chunks of up to %d tokens captured in %.1f s",
-            len(self._graphs),
+            self.captured,
             largest,
             time.perf_counter() - began,
         )
@@ -155,7 +172,7 @@ class PrefillGraphs:
         self._hidden_RN = self._device.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
         return True
 
-    def _capture(self, bucket: int) -> Graph:
+    def _capture(self, bucket: int, *, split_keys: bool = False) -> Graph:
         work, attention = self._work, self._attention
         assert attention is not None  # or warm_up() had returned
         read = PrefillAttention(self._page_table_BP, (bucket,), (bucket,), attention)
@@ -165,7 +182,8 @@ class PrefillGraphs:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            self._hidden_RN[:rows].copy_(work.hidden(chunks, read, mixed=self._config.mixed))
+            hidden_RN = work.hidden(chunks, read, mixed=self._config.mixed, split_keys=split_keys)
+            self._hidden_RN[:rows].copy_(hidden_RN)
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
             attention.plan(*lengths)
