@@ -177,6 +177,7 @@ def _executor_config(
         exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
         prefill_buckets=_prefill_buckets(config) if exchange is None else (),
         mixed=exchange is None and _mixes(config, limits),
+        slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
 
 

@@ -63,6 +63,7 @@ class Kernels(Protocol):
     """
 
     name: str
+    slower: str | None = None  # why every operation is slower than it could be on its device; None where it is not
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         """Autotunes the matrix products seen so far; returns how many were measured.

@@ -254,8 +254,13 @@ class Executor:
 
     def _count_standing_fallbacks(self) -> None:
         """Those that every step takes from now on, counted once; of prefill attention each step is counted."""
-        if (reason := self._model.collectives.slower) is not None:
-            self.fallbacks.take("nccl_all_reduce", reason)
+        standing = {**self._config.slower, "nccl_all_reduce": self._model.collectives.slower}
+        standing["torch_kernels"] = self._model.kernels.slower
+        for name, reason in standing.items():
+            if reason is not None:
+                self.fallbacks.take(name, reason)
+        if self._config.mixed and not self.mixes:
+            self.fallbacks.take("separate_prefill", "steps with prompt chunks are not captured: no row decodes in them")
         if self.device.torch_device.type == "cuda" and kernels_for(self.tables.columns.records) is None:
             self.fallbacks.take("torch_sampling", "Triton cannot be imported: pip install triton")
 

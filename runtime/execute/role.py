@@ -10,7 +10,7 @@ and a new role touches no other one's file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +38,8 @@ class ExecutorConfig:
     measurement. ``kernel_cache``: folder in which those choices are kept.
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
     is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
-    empty. ``mixed``: rows may decode in these steps.
+    empty. ``mixed``: rows may decode in these steps. ``slower``: why a way that all steps take is not the usual one, by
+    what takes its place, as far as it was decided outside the executor.
     """
 
     limits: StepLimits
@@ -52,6 +53,7 @@ class ExecutorConfig:
     mixed: bool = False
     share: Callable[[Callable[[], str]], str] | None = None
     kernel_cache: Path | None = None
+    slower: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,12 @@ class PrefillRole:
             )
 
     def _count_fallback(self, spec: LaunchSpec) -> None:
-        """A prefill that is launched kernel by kernel although others are replayed."""
-        if not self.graphs.buckets:
+        """A prefill that is launched kernel by kernel although it was to be replayed."""
+        if not self._parts.config.prefill_buckets:
             return
-        if spec.plan.scored_tokens:
+        if not self.graphs.buckets:
+            reason = f"attention of {self._parts.model.kernels.prefill_name} cannot be captured on every rank"
+        elif spec.plan.scored_tokens:
             reason = "log-probabilities of prompt tokens need the last layer of every token"
         else:
             reason = f"{spec.plan.packed_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"

@@ -97,7 +97,7 @@ class _NoCublasLt:
     def can_run(self, *shape: object) -> bool:
         return True
 
-    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
+    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str, out_MO: Tensor | None = None) -> Tensor:
         return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
 
 
