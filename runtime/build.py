@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
+from models.batch_invariance import missing_invariance
 from models.config import DTYPES, ModelConfig
 from models.expert_load import start_counting
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
+from models.layers.decoder import Decoder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
@@ -102,12 +104,19 @@ def build_engine(
             device=opened.torch_device,
             collectives=collectives,
             kernels=select_kernels(
-                torch.device(device), dtype, model_config.head_dim, config.prefill_attention, flashinfer
+                torch.device(device),
+                dtype,
+                model_config.head_dim,
+                config.prefill_attention,
+                flashinfer,
+                deterministic=config.deterministic,
             ),
             experts=split,
             seed=config.seed,
             progress=progress,
         )
+        if config.deterministic:
+            _require_invariance(model)
         if config.expert_load is not None:
             start_counting(model)
         loaded = time.perf_counter()
@@ -137,6 +146,14 @@ def build_engine(
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+
+
+def _require_invariance(model: Decoder) -> None:
+    """Raises ConfigError where a part of the model gives other bits in another batch."""
+    if missing := missing_invariance(model):
+        raise ConfigError(
+            f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
+        )
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:

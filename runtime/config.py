@@ -94,6 +94,7 @@ class EngineConfig:
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
+    deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
     max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
@@ -130,6 +131,7 @@ class EngineConfig:
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
     prefix_caching: bool = True
+    deterministic: bool = False
     max_waiting: int = 100_000
     horizon: int = 2
     control_timeout_s: float = 10.0
@@ -191,6 +193,16 @@ class EngineConfig:
             raise ConfigError(
                 f"data_parallel is {self.data_parallel}, but expert_parallel is off: groups share the experts, which "
                 "then are whole: leave out --no-expert-parallel"
+            )
+        if self.deterministic and self.data_parallel > 1:
+            raise ConfigError(
+                f"data_parallel is {self.data_parallel}, but deterministic is on: sums between groups are not "
+                "batch-invariant: leave out --data-parallel-size or --deterministic"
+            )
+        if self.deterministic and self.prefill_attention == "flashinfer":
+            raise ConfigError(
+                "prefill_attention is 'flashinfer', but deterministic is on: its reduction is not batch-invariant: "
+                "leave out --prefill-attention or --deterministic"
             )
         if self.expert_map is not None and not self.expert_parallel:
             raise ConfigError(

@@ -69,8 +69,18 @@ def dense(driver: CompilingDriver) -> None:
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     products(driver, likeliest_wide())
+    same_bits(driver, "8b")
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:
+    """The deterministic mode: products in every tile, attention with a row's chunks in several programs and in one."""
+    rank = Rank(driver, shape, same_bits=True, **more)
+    for bucket in (1, 32, 64, 128):
+        rank.decode(bucket)
+    rank.prefill(MOST_PREFILL)
+    rank.several_queries(2, 16)
 
 
 def likeliest_wide() -> ChoiceTable:
@@ -207,10 +217,18 @@ def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tupl
         tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
 
 
+def more_same_bits(driver: CompilingDriver) -> None:
+    """The deterministic mode of float32 and of other heads."""
+    same_bits(driver, "0.6b")
+    same_bits(driver, "30b-a3b", tp=2)
+    same_bits(driver, "8b", dtype=torch.float32)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
     "rotation": rotation,
+    "same-bits": more_same_bits,
     "prefill": prefills,
     "more-prefill": more_prefills,
     "push": pushing,
