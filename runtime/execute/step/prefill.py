@@ -115,8 +115,10 @@ class PrefillRole:
         """
         size = self._parts.limits.block_size
         packed = gather_packed(self._parts.tables, chunks, size)
-        table_RP = attention.page_table_BP[: len(chunks.slots_R)]
-        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, table_RP.shape[1] * size, skip_empty=True)
+        could_decode = min(len(chunks.slots_R), len(chunks.slots_T))  # forks are rows without tokens
+        table_RP = attention.page_table_BP[:could_decode]
+        lengths_R = packed.kv_lengths_R[:could_decode]
+        decode = DecodeAttention(table_RP, lengths_R, 1, table_RP.shape[1] * size, skip_empty=True)
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,
