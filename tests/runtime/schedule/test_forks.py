@@ -10,7 +10,8 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Fork, StepPlan
 from runtime.schedule.request import FinishReason
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import Driver, Limits, prompt_of
+from tests.runtime.schedule.configs import Limits
+from tests.runtime.schedule.driver import Driver, prompt_of
 
 
 def forking(**more: Unpack[Limits]) -> Driver:
