@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.slot_state import NEWEST, PADDING_SLOT, SlotTables, fill_record
-from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
+from runtime.execute.slot_state import NEWEST, SlotTables, fill_record
+from runtime.schedule.plan import PADDING_SLOT, SlotWrite, StepKind, StepPlan
 
 _Array = npt.NDArray[Any]
 A = TypeVar("A")

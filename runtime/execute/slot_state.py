@@ -32,8 +32,6 @@ from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason
 
-PADDING_SLOT = 0
-TRASH_BLOCK = 0
 NEWEST = -1  # staged as a token's position: the slot's newest token, which only the device knows
 NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
 
