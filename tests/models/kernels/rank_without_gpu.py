@@ -54,6 +54,7 @@ PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
 MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
 GREEDY = SamplingVariant()
 BOUNDED = SamplingVariant(random=True, filters=True)  # ranks exchange candidates
+EDITED = SamplingVariant(random=True, penalties=True, min_tokens=True, edits=True)
 _ALL = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True)
 SAMPLING = (
     SamplingVariant(random=True),
@@ -61,6 +62,8 @@ SAMPLING = (
     dataclasses.replace(BOUNDED, unbounded=True),
     SamplingVariant(random=True, penalties=True),
     SamplingVariant(min_tokens=True),
+    EDITED,
+    dataclasses.replace(EDITED, penalties=False, min_tokens=False),
     _ALL,
     dataclasses.replace(_ALL, unbounded=True),
     *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),

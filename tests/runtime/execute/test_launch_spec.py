@@ -55,9 +55,9 @@ def test_prefill_is_filled_up_to_a_captured_number_of_tokens(tokens: int, padded
 @pytest.mark.parametrize(
     ("chunks", "split"),
     [
-        ([(2048, 3)], True),
-        ([(2047, 3)], False),
-        ([(2048, 17), (0, 5)], True),
+        ([(1024, 3)], True),
+        ([(1023, 3)], False),
+        ([(1024, 17), (0, 5)], True),
         ([(5000, 1)] * 16, True),
         ([(5000, 1)] * 17, False),
         ([(5000, 15 * 16 + 1)], True),
