@@ -28,7 +28,8 @@ from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
-from runtime.execute.slot_state import PADDING_SLOT, SlotTables
+from runtime.execute.slot_state import SlotTables
+from runtime.schedule.plan import PADDING_SLOT
 
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
