@@ -30,7 +30,7 @@ from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
 from runtime.execute.result_reader import StepTiming
-from runtime.execute.role import ExecutorLimits
+from runtime.execute.role import ExecutorConfig
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.gc_freeze import freeze_heap
@@ -41,8 +41,8 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
-from runtime.schedule.config import MixedSteps
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.schedule.scheduler import Scheduler
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
 
@@ -55,7 +55,6 @@ WARM_VARIANTS = {
     "filtered": SamplingVariant(random=True, filters=True),
     "penalised": SamplingVariant(random=True, filters=True, penalties=True),
 }
-SLOTS_PER_ROW = 2  # successors are seated while the last tokens of those before them are in flight
 
 
 def build_engine(
@@ -85,6 +84,7 @@ def build_engine(
     """
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
+    limits = config.step_limits(served.max_model_len)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -124,7 +124,7 @@ def build_engine(
         executor = Executor(
             opened,
             model,
-            _limits(config, served, agree_min, share, kernel_cache, exchange, collectives.size),
+            _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
@@ -138,7 +138,7 @@ def build_engine(
         opened.close()
         raise
     served = replace(served, widest=executor.widest)
-    scheduler = Scheduler(_schedule(config, served, executor, mixed_steps(config, model, executor, share)))
+    scheduler = Scheduler(_schedule(config, limits, executor, mixed_steps(config, model, executor, share)))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
@@ -173,23 +173,17 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _limits(
+def _executor_config(
     config: EngineConfig,
-    served: ServedModel,
+    limits: StepLimits,
     agree_min: Callable[[int], int],
     share: Callable[[Callable[[], str]], str] | None,
     kernel_cache: Path | None,
     exchange: TokenExchange | None,
     ranks: int,
-) -> ExecutorLimits:
-    return ExecutorLimits(
-        rows=config.max_num_seqs,
-        slots=SLOTS_PER_ROW * config.max_num_seqs,
-        block_size=config.block_size,
-        max_model_len=served.max_model_len,
-        depth=config.chain_depth,
-        width=config.width,
-        max_prefill_tokens=config.max_prefill_tokens,
+) -> ExecutorConfig:
+    return ExecutorConfig(
+        limits=limits,
         decode_buckets=config.decode_buckets,
         memory_fraction=config.memory_fraction,
         num_blocks=config.num_blocks,
@@ -199,9 +193,8 @@ def _limits(
         warm_variants=warm_variants(config.warm, ranks),
         exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
         prefill_buckets=_prefill_buckets(config) if exchange is None else (),
-        mixed=config.mixed_steps
-        and exchange is None
-        and config.max_prefill_tokens > config.max_num_seqs * config.width,
+        mixed=exchange is None and _mixes(config, limits),
+        slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
 
 
@@ -218,9 +211,9 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 
-def _mixes(config: EngineConfig) -> bool:
+def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
     """Where all rows of a full batch would fill a step, none is left for a prompt."""
-    return config.mixed_steps and config.max_prefill_tokens > config.max_num_seqs * config.width
+    return config.mixed_steps and limits.max_prefill_tokens > limits.rows * limits.width
 
 
 def _groups(
@@ -234,19 +227,13 @@ def _groups(
 
 
 def _schedule(
-    config: EngineConfig, served: ServedModel, executor: Executor, mixed: MixedSteps | None
+    config: EngineConfig, limits: StepLimits, executor: Executor, mixed: MixedSteps | None
 ) -> SchedulerConfig:
     if config.prefix_caching and not executor.restores_prefixes:
         log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
     return SchedulerConfig(
-        rows=config.max_num_seqs,
-        slots=SLOTS_PER_ROW * config.max_num_seqs,
+        limits=limits,
         blocks=executor.sizing.num_blocks,
-        block_size=config.block_size,
-        max_model_len=served.max_model_len,
-        depth=config.chain_depth,
-        widths=(config.width,),
-        max_prefill_tokens=config.max_prefill_tokens,
         prefill_burst=config.prefill_burst,
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,

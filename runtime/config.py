@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
+from runtime.schedule.config import LIMIT_RANGES, StepLimits
 
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -28,16 +29,24 @@ DEVICE_DEFAULTS: Final[dict[str, dict[str, int]]] = {
     "max_prefill_tokens": {"cuda": 8192, "cpu": 1024},
 }
 
+SLOTS_PER_ROW: Final = 2  # successors are seated while the last tokens of those before them are in flight
+
+# The options that are limits of a step, with their names there.
+_STEP_LIMITS: Final[dict[str, str]] = {
+    "max_num_seqs": "rows",
+    "block_size": "block_size",
+    "max_model_len": "max_model_len",
+    "chain_depth": "depth",
+    "width": "width",
+    "max_prefill_tokens": "max_prefill_tokens",
+}
+
 # Smallest and largest legal value of each whole-number option; None is "no upper limit".
 _RANGES: Final[dict[str, tuple[int, int | None]]] = {
+    **{option: LIMIT_RANGES[limit] for option, limit in _STEP_LIMITS.items()},
     "tensor_parallel": (1, None),
     "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
-    "max_model_len": (2, None),
-    "max_num_seqs": (1, 65_535),
-    "block_size": (1, 1024),
     "num_blocks": (1, None),
-    "max_prefill_tokens": (1, None),
-    "chain_depth": (0, 64),
     "width": (1, 1),  # wider steps need a proposer, and none is built in yet (runtime/execute/step/window.py)
     "max_waiting": (1, None),
     "prefill_burst": (1, None),
@@ -215,6 +224,11 @@ class EngineConfig:
     def running_seqs(self) -> int:
         """Requests that run at once, all groups together."""
         return self.max_num_seqs * self.data_parallel
+
+    def step_limits(self, max_model_len: int) -> StepLimits:
+        """What these options bound a step to, of a model whose sequences end at ``max_model_len`` tokens."""
+        given = {limit: getattr(self, option) for option, limit in _STEP_LIMITS.items()}
+        return StepLimits(**{**given, "max_model_len": max_model_len}, slots=SLOTS_PER_ROW * self.max_num_seqs)
 
     @property
     def digest(self) -> str:

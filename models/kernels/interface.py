@@ -63,6 +63,7 @@ class Kernels(Protocol):
     """
 
     name: str
+    slower: str | None = None  # why every operation is slower than it could be on its device; None where it is not
     # What a model calls, or what its compositions come down to.
     operations: ClassVar[tuple[str, ...]] = (
         "rms_norm",
@@ -168,6 +169,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
+        """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""
+        return False
+
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
@@ -190,7 +195,10 @@ class Kernels(Protocol):
 
     def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
         """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
-        out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
+        if isinstance(inputs.prefill, DecodeAttention):
+            out_THD = self.decode_attention(q_THD, kv_layer, inputs.prefill, scale)
+        else:
+            out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
         return self.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD)
 
     def route_top_k(
@@ -258,6 +266,10 @@ class Kernels(Protocol):
         """
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
         return self.gate_up(hidden_TN, gate_up_2IN), residual_TN
+
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """linear(gate_up(x), down, bias), [T, N]. May overwrite x."""
+        return self.linear(self.gate_up(x_TN, gate_up_2IN), down_NI, bias_N)
 
     def rope_cache_attend(
         self,

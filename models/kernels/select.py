@@ -39,12 +39,10 @@ def select_kernels(
     try:
         from models.kernels.nvidia import NvidiaKernels, unsupported  # here: triton exists on GPU machines only
     except ImportError as missing:
-        _warn_reference(device, f"{missing}; install the extra: pip install 'lockstride[cuda]'")
-        return ReferenceKernels()
+        return _reference(device, f"{missing}; install the extra: pip install 'lockstride[cuda]'")
     reason = unsupported(device)
     if reason is not None:
-        _warn_reference(device, reason)
-        return ReferenceKernels()
+        return _reference(device, reason)
     if deterministic:
         from models.kernels.deterministic import DeterministicKernels
 
@@ -54,5 +52,8 @@ def select_kernels(
     return kernels
 
 
-def _warn_reference(device: torch.device, reason: str) -> None:
+def _reference(device: torch.device, reason: str) -> ReferenceKernels:
     log.warning("every operation on %s runs in plain torch, several times slower than it could: %s", device, reason)
+    kernels = ReferenceKernels()
+    kernels.slower = reason
+    return kernels

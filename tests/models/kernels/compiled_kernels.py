@@ -40,6 +40,7 @@ from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
 from tests.models.kernels.rank_without_gpu import (
     BOUNDED,
     BUCKETS,
+    EDITED,
     META,
     MOST_PREFILL,
     SAMPLING,
@@ -58,6 +59,7 @@ def dense(driver: CompilingDriver) -> None:
     for bucket in (1, 128):
         Rank(driver, "8b", balanced=False).decode(bucket)
     rank.decode(32, SAMPLING[-1])
+    rank.decode(32, EDITED)
     for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens
         rank.prefill(tokens)
     rank.several_queries(32, 16)
