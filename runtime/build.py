@@ -102,7 +102,12 @@ def build_engine(
             device=opened.torch_device,
             collectives=collectives,
             kernels=select_kernels(
-                torch.device(device), dtype, model_config.head_dim, config.prefill_attention, flashinfer
+                torch.device(device),
+                dtype,
+                model_config.head_dim,
+                config.prefill_attention,
+                flashinfer,
+                depth=config.chain_depth,
             ),
             experts=split,
             seed=config.seed,

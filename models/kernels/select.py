@@ -22,11 +22,13 @@ def select_kernels(
     head_dim: int,
     prefill_attention: PrefillWanted = "auto",
     flashinfer: FlashInferSwitches = NO_SWITCHES,
+    depth: int = 2,
 ) -> Kernels:
     """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
     One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer
     (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
+    ``depth``: steps in flight beside the one that lands next, for which plans made on the host have places.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -40,7 +42,7 @@ def select_kernels(
     if reason is not None:
         _warn_reference(device, reason)
         return ReferenceKernels()
-    kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer)
+    kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer, depth=depth)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

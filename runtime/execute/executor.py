@@ -80,9 +80,10 @@ class Executor:
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
         )
         most_tokens = limits.max_prefill_tokens + (max_rows if limits.mixed else 0)
-        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows)
+        entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
+        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(
-            device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
+            device, entries=entries, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
         self.sizing = self._size(further_roles)
         self.pool = CachePool(device, block_size=limits.block_size, blocks=self.sizing.num_blocks, slots=limits.slots)
