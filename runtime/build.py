@@ -22,6 +22,7 @@ from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
+from runtime.chain_depth import deepest, settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.open_device import open_device
@@ -107,7 +108,7 @@ def build_engine(
                 model_config.head_dim,
                 config.prefill_attention,
                 flashinfer,
-                depth=config.chain_depth,
+                depth=deepest(config),
             ),
             experts=split,
             seed=config.seed,
@@ -134,7 +135,10 @@ def build_engine(
         opened.close()
         raise
     served = replace(served, widest=executor.widest)
-    scheduler = Scheduler(_schedule(config, served, executor, mixed_steps(config, model, executor, share)))
+    schedule = _schedule(config, served, executor, mixed_steps(config, model, executor, share))
+    depth, horizon = settled(config, executor, schedule, control.settle_horizon, share)
+    config = replace(config, chain_depth=depth, horizon=horizon)
+    scheduler = Scheduler(replace(schedule, depth=depth, horizon=horizon))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
@@ -175,7 +179,7 @@ def _limits(
         slots=SLOTS_PER_ROW * config.max_num_seqs,
         block_size=config.block_size,
         max_model_len=served.max_model_len,
-        depth=config.chain_depth,
+        depth=deepest(config),
         width=config.width,
         max_prefill_tokens=config.max_prefill_tokens,
         decode_buckets=config.decode_buckets,
@@ -232,7 +236,7 @@ def _schedule(
         blocks=executor.sizing.num_blocks,
         block_size=config.block_size,
         max_model_len=served.max_model_len,
-        depth=config.chain_depth,
+        depth=deepest(config),
         widths=(config.width,),
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_burst=config.prefill_burst,

@@ -27,6 +27,7 @@ DEVICE_DEFAULTS: Final[dict[str, dict[str, int]]] = {
     "block_size": {"cuda": 64, "cpu": 16},
     "max_prefill_tokens": {"cuda": 8192, "cpu": 1024},
 }
+CPU_CHAIN_DEPTH: Final = 2  # no step of a CPU is timed: it shares its cores with the host
 
 # Smallest and largest legal value of each whole-number option; None is "no upper limit".
 _RANGES: Final[dict[str, tuple[int, int | None]]] = {
@@ -41,7 +42,7 @@ _RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "width": (1, 1),  # wider steps need a proposer, and none is built in yet (runtime/execute/step/window.py)
     "max_waiting": (1, None),
     "prefill_burst": (1, None),
-    "horizon": (1, 64),
+    "horizon": (0, 64),
     "seed": (0, 2**63 - 1),
 }
 
@@ -79,13 +80,15 @@ class EngineConfig:
     that decode, where a step may hold both (not with data-parallel groups, whose prefill takes turns with decode, as
     all do without). itl_target_ms: how long such a step may take; None allows eight times the smallest step, or
     twice the decode step that it replaces, if that is more. prefill_burst: prefill steps in a row while others decode,
-    where they take turns. chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine).
+    where they take turns. chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine); None
+    takes the least that keeps the device busy, by times of this machine at start-up (chain_depth.py).
     width: W, tokens a row may gain in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a
     decode step; empty takes ``default_buckets``.
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
-    max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
+    max_waiting: requests that may queue. horizon: L, steps by which the leader announces events ahead; None
+    takes the least that hides what a record takes to the slowest rank.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
     symmetric_all_reduce: small sums and exchanges between GPUs go through memory that they share, not NCCL, where that
@@ -115,14 +118,14 @@ class EngineConfig:
     prefill_burst: int = 4
     mixed_steps: bool = True
     itl_target_ms: float | None = None
-    chain_depth: int = 2
+    chain_depth: int | None = None
     width: int = 1
     decode_buckets: tuple[int, ...] = ()
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
     prefix_caching: bool = True
     max_waiting: int = 100_000
-    horizon: int = 2
+    horizon: int | None = None
     control_timeout_s: float = 10.0
     seed: int = 0
     warm: tuple[str, ...] = ("greedy",)
@@ -144,6 +147,8 @@ class EngineConfig:
         for name, by_device in DEVICE_DEFAULTS.items():
             if getattr(self, name) is _FILLED_IN:
                 object.__setattr__(self, name, by_device[self.device])
+        if self.chain_depth is None and self.device == "cpu":
+            object.__setattr__(self, "chain_depth", CPU_CHAIN_DEPTH)
         for name, (low, high) in _RANGES.items():
             _check_whole(name, getattr(self, name), low, high)
         if not 0.0 < self.memory_fraction <= 1.0:

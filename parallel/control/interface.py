@@ -112,9 +112,13 @@ class ControlPlane(Protocol):
 
     rank: int
     world: int
-    horizon: int
     turns: int
     clock_offset_ns: int
+
+    @property
+    def horizon(self) -> int:
+        """Turns between the announcement of an event and its effect; fixed once the first turn begins."""
+        ...
 
     @property
     def stopped(self) -> bool:

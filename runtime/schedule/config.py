@@ -69,7 +69,8 @@ class SchedulerConfig:
     """All limits, the same on every rank. ``blocks`` counts usable KV blocks, without the trash block.
 
     ``rows`` sequences prefill or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor
-    is seated while the last tokens of its predecessor are in flight. ``depth`` is the chain depth D. ``widths`` are
+    is seated while the last tokens of its predecessor are in flight. ``depth`` is the chain depth D. ``horizon``: L, by
+    which events come early; no plan uses it, the digest holds it and D. ``widths`` are
     the widths W of decode steps in tokens a row, taken in turn: decode step n has ``widths[n % len(widths)]``.
     ``max_prefill_tokens`` is the most that the chunks of one step hold together. ``mixed``: prefill chunks run in the
     steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others decode.
@@ -82,6 +83,7 @@ class SchedulerConfig:
     block_size: int
     max_model_len: int
     depth: int = 2
+    horizon: int = 0
     widths: tuple[int, ...] = (1,)
     max_prefill_tokens: int = 8192
     prefill_burst: int = 4

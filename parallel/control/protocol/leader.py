@@ -95,7 +95,9 @@ class Leader:
     def set_horizon(self, horizon: int) -> None:
         """What the leader submits takes effect so many turns later. Before the first turn, else ValueError."""
         if horizon < 0 or self.step >= 0:
-            raise ValueError(f"control plane: horizon {horizon} at step {self.step}; it is 0 or more, set before step 0")
+            raise ValueError(
+                f"control plane: horizon {horizon} at step {self.step}; it is 0 or more, set before step 0"
+            )
         self.horizon = self.maxima.horizon = horizon
         self._record = FrameTemplate(self.codec, Kind.RECORD, EVERYONE, horizon)
         self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))

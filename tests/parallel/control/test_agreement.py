@@ -348,13 +348,14 @@ def test_with_a_horizon_of_zero_events_and_the_stop_take_effect_in_the_turn_that
     codec = Codec(1, 0, 2)
     leader, follower = Leader(codec, 0), Follower(codec, 1, 0)
     follower.turn(0, 7, 0.0)
-    assert follower.effect is None, "its record is not here: it may not plan"
+    early = follower.effect
+    assert early is None, "its record is not here: it may not plan"
     assert leader.turn(0, 7, b"now", 0.0) == b"now"
-    assert not leader.pending
+    before = leader.pending
     follower.receive(codec.decode(leader.outbox.pop()[1]), 0.0)
     assert follower.effect == b"now"
     leader.submit_stop()
-    assert leader.pending
+    assert (before, leader.pending) == (False, True)
     leader.turn(1, 8, b"last", 0.0)
     follower.turn(1, 8, 0.0)
     follower.receive(codec.decode(leader.outbox.pop()[1]), 0.0)

@@ -59,7 +59,8 @@ def test_the_horizon_is_settled_over_relays_too(place: Path) -> None:
         assert plane.settle_horizon(lambda hop_s: 2 if hop_s > 0.0 else 0) == plane.horizon == 2
         return take_turns(plane, submitted)
 
-    assert run_nodes(2, 3, place, body, horizon=0) == dict.fromkeys(range(6), [b"", b"", *submitted, b""])
+    expected = [b"", b"", *submitted, b""]
+    assert run_nodes(2, 3, place, body, horizon=0) == dict.fromkeys(range(6), expected)
 
 
 def paced(plane: ControlPlane, reached: list[int], step: int) -> None:

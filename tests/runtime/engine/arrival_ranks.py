@@ -1,4 +1,4 @@
-"""Where the steps between a request's arrival and its plan go, on every rank: ``-m tests.runtime.engine.arrival_ranks``.
+"""Where the steps between a request's arrival and its plan go, on every rank.
 
     torchrun --nproc-per-node 2 -m tests.runtime.engine.arrival_ranks FOLDER OUTPUT [OPTIONS]
 
