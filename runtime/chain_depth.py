@@ -36,7 +36,7 @@ from runtime.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-MARGIN = 4.0  # for what no start-up measures: the front end's share of a turn, garbage collection, a busy machine
+MARGIN = 3.0  # for what no start-up measures: the front end's share of a turn, garbage collection, a busy machine
 DEEPEST = 4  # that a measurement chooses; ``--chain-depth`` goes further
 RECORD_MARGIN = 2.0  # a record may take so many times as long as measured
 

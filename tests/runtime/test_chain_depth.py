@@ -30,14 +30,14 @@ NOBODY = cast(Executor, None)
     [
         (0.0, 5.0, 1),  # one step is always queued
         (0.4, 4.5, 1),
-        (1.0, 4.0, 1),
-        (1.1, 4.0, 2),
-        (0.3, 0.8, 2),
-        (0.3, 0.5, 3),
+        (1.0, 3.0, 1),
+        (1.1, 3.0, 2),
+        (0.31, 0.67, 2),
+        (0.3, 0.4, 3),
         (9.0, 1.0, DEEPEST),
     ],
 )
-def test_the_depth_gives_the_host_four_times_what_it_needs(host_ms: float, step_ms: float, depth: int) -> None:
+def test_the_depth_gives_the_host_three_times_what_it_needs(host_ms: float, step_ms: float, depth: int) -> None:
     assert smallest_depth([TurnTimes(1, host_ms, step_ms)]) == depth
     assert smallest_depth([TurnTimes(1, 0.1, 9.0), TurnTimes(256, host_ms, step_ms)]) == depth
 
@@ -87,7 +87,7 @@ def test_every_rank_takes_the_times_of_rank_0(
         found = ranks(monkeypatch, GPU, [TurnTimes(1, 0.4, 4.5)], [TurnTimes(1, 9.9, 4.5)], 10e-6)
     assert found == [(1, 0)] * 2
     said = [record.getMessage() for record in caplog.records]
-    assert "chain depth: 1 is the least that gives the host 4 times what it needs of a step: 0.40 of 4.50 ms" in said[0]
+    assert "chain depth: 1 is the least that gives the host 3 times what it needs of a step: 0.40 of 4.50 ms" in said[0]
     assert any("horizon: 0" in text and "0.010 ms" in text for text in said)
 
 
