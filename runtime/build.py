@@ -189,11 +189,13 @@ def _limits(
         share=share,
         kernel_cache=kernel_cache,
         warm_variants=warm_variants(config.warm, ranks),
-        exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
-        prefill_buckets=_prefill_buckets(config) if exchange is None else (),
-        mixed=config.mixed_steps
-        and exchange is None
-        and config.max_prefill_tokens > config.max_num_seqs * config.width,
+        exchanges=()
+        if exchange is None
+        else exchange_ladder(
+            config.decode_buckets, config.max_prefill_tokens, config.max_num_seqs if _mixes(config) else 0
+        ),
+        prefill_buckets=_prefill_buckets(config),
+        mixed=_mixes(config),
     )
 
 
@@ -205,8 +207,7 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Captured on GPUs; a CPU would compute the padding and gain nothing. Not where groups prefill by turns, either:
-    each step's rows of the exchange would be one more dimension of graphs."""
+    """Captured on GPUs; a CPU would compute the padding and gain nothing."""
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 

@@ -77,11 +77,11 @@ class EngineConfig:
     max_num_seqs: slots, that is, requests that run at once in a group. block_size: tokens a KV block. num_blocks: KV
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step. mixed_steps: prompts are prefilled in the steps of the rows
-    that decode, where a step may hold both (not with data-parallel groups, whose prefill takes turns with decode, as
-    all do without). itl_target_ms: how long such a step may take; None allows eight times the smallest step, or
-    twice the decode step that it replaces, if that is more. prefill_burst: prefill steps in a row while others decode,
-    where they take turns. chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine); None
-    takes the least that keeps the device busy, by times of this machine at start-up (chain_depth.py).
+    that decode, where a step may hold both; without, prefill and decode take turns. itl_target_ms: how long such a step
+    may take; None allows eight times the smallest step, or twice the decode step that it replaces, if that is more.
+    prefill_burst: prefill steps in a row while others decode, where they take turns. chain_depth: D, steps in flight
+    beyond the one that lands (0 is the serial engine); None takes the least that keeps the device busy, by times of
+    this machine at start-up (chain_depth.py).
     width: W, tokens a row may gain in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a
     decode step; empty takes ``default_buckets``.
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.

@@ -91,8 +91,7 @@ class Executor:
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
-        for role in (self.decode, *roles[:-2], self.prefill):
-            role.warm_up()
+        self._warm_up(roles[:-2])
         self._roles = {role.name: role for role in roles}
         ladders = Ladders(limits.decode_buckets, self.prefill.graphs.buckets, limits.exchanges)
         self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
@@ -103,6 +102,19 @@ class Executor:
         self.widest = self._widest_variant()
         self._count_standing_fallbacks()
         self._count_from_here()
+
+    def _warm_up(self, further_roles: Sequence[Role]) -> None:
+        """Decode first, except in groups: where steps with chunks are captured, no group replays a decode graph while
+        another one has chunks, and decode graphs need no wider exchanges than their own."""
+        if self._limits.exchanges:
+            self.prefill.warm_up()
+            if self.prefill.graphs.buckets:
+                self.decode.exchanges = (0,)
+        self.decode.warm_up()
+        for role in further_roles:
+            role.warm_up()
+        if not self._limits.exchanges:
+            self.prefill.warm_up()
 
     def _count_from_here(self) -> None:
         """What was allocated and captured until now belongs to the start."""

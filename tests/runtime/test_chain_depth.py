@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import cast
 
 import pytest
 
+from parallel.layers.experts import ExpertSplit
 from runtime import chain_depth
 from runtime.chain_depth import DEEPEST, TurnTimes, deepest, settled, smallest_depth, smallest_horizon, turn_times
 from runtime.config import EngineConfig
@@ -17,8 +19,10 @@ from runtime.execute.executor import Executor
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import StepObserver
 from runtime.schedule.config import SchedulerConfig
+from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.engine.test_experts import EXPERTS
 
 GPU = EngineConfig(model="m", device="cuda", tensor_parallel=2)
 SCHEDULE = SchedulerConfig(rows=8, slots=16, blocks=100, block_size=16, max_model_len=64)
@@ -130,6 +134,23 @@ def test_turns_are_timed_and_nothing_of_them_is_left(warm: str) -> None:
             if not name.startswith(("late_captures", "graph_captures", "device_allocs")):
                 assert engine.counters[name] == count, name
         assert len(timed) == engine.counters["steps"]
+
+
+def test_groups_are_timed_together() -> None:
+    """Each runs the same turns, so their exchanges match; then they go on with requests of their own."""
+    device, host = Meeting(2), Meeting(2)
+    config = EngineConfig(model="m", device="cpu", max_num_seqs=8, data_parallel=2)
+
+    def group(index: int) -> tuple[list[int], list[int]]:
+        exchange = MetExchange(device, index)
+        split = ExpertSplit(whole=True, exchange=exchange)
+        with rig(shape=EXPERTS, experts=split, groups=MetAgreement(host, index)) as engine:
+            return [each.rows for each in turn_times(config, engine.executor, engine.scheduler.config)], exchange.rows
+
+    with ThreadPoolExecutor(2) as threads:
+        (rows, exchanges), (others, their_exchanges) = threads.map(group, range(2))
+    assert rows == others == [1, 8]
+    assert exchanges == their_exchanges
 
 
 @pytest.mark.parametrize("schedule", [replace(SCHEDULE, blocks=2), replace(SCHEDULE, max_model_len=16)])
