@@ -95,6 +95,11 @@ _ENGINE: dict[str, _Option] = {
         get_args(PrefillWanted),
     ),
     "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
+    "deterministic": _Option(
+        "the same tokens and log-probabilities for a request, bit for bit, whatever else runs: batch, order, chunks, "
+        "prefix hits, evictions, chain depth; slower",
+        "switch",
+    ),
     "max_waiting": _Option("maximum number of requests in the engine's queue", "requests"),
     "horizon": _Option(
         "steps between rank 0's announcement of an event and its effect: so many later a new request runs, and so "

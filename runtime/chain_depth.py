@@ -78,11 +78,6 @@ def smallest_horizon(times: Sequence[TurnTimes], depth: int, hop_ms: float) -> i
 # ---- what is fixed at start-up ----
 
 
-def deepest(config: EngineConfig) -> int:
-    """What memory is sized for, before D is known."""
-    return DEEPEST if config.chain_depth is None else config.chain_depth
-
-
 def settled(
     config: EngineConfig,
     executor: Executor,
@@ -150,9 +145,10 @@ def turn_times(config: EngineConfig, executor: Executor, schedule: SchedulerConf
     """
     kind = config.warm[0] if config.warm else "greedy"
     tokens = 2 * _TURNS
-    room = schedule.blocks // -(-(tokens + 1) // schedule.block_size)
-    most = min(schedule.rows, schedule.max_prefill_tokens, room)
-    if most < 1 or tokens + 1 > schedule.max_model_len:
+    limits = schedule.limits
+    room = schedule.blocks // -(-(tokens + 1) // limits.block_size)
+    most = min(limits.rows, limits.max_prefill_tokens, room)
+    if most < 1 or tokens + 1 > limits.max_model_len:
         return []
     sampling = replace(_SAMPLING[kind], max_tokens=tokens, ignore_eos=True, seed=0)
     with executor.rehearsing():
@@ -164,7 +160,7 @@ def _times_of(
     rows: int, executor: Executor, schedule: SchedulerConfig, sampling: SamplingParams, grouped: bool
 ) -> TurnTimes | None:
     """None where the model's answers end too early to time any."""
-    scheduler = Scheduler(replace(schedule, depth=0, prefix_caching=False))
+    scheduler = Scheduler(replace(schedule, limits=replace(schedule.limits, depth=0), prefix_caching=False))
     for request_id in range(rows):
         scheduler.submit(Admit(Request(request_id, (_TOKEN,), sampling, ())))
     turns: list[float] = []

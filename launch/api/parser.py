@@ -23,6 +23,7 @@ from launch.api.schema import (
     SimpleLine,
     sampling_params,
 )
+from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.output_processor import drawn_seed
@@ -213,6 +214,8 @@ class RequestParser:
         min_tokens = fields.min_tokens or 0
         max_tokens = asked if asked is not None else max(default, min_tokens)
         said = sampling_params(fields, self._defaults, max_tokens=max_tokens, logprobs=logprobs)
+        if fields.bad_words:
+            said = replace(said, bad_words_token_ids=bad_words_token_ids(fields.bad_words, self._tokenizer))
         sampling = checked_sampling(said, self._model.vocab_size)
         stop_ids_of(sampling, self._model.eos_token_ids)
         if sampling.stop and self._tokenizer is None:

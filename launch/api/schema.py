@@ -36,6 +36,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
 
 
 class SimpleLine(SamplingFields, kw_only=True):
@@ -126,7 +129,10 @@ _COPIED = (
 def sampling_params(
     fields: SamplingFields, defaults: SamplingParams, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """What the line says, and ``defaults`` where it says nothing. Ranges are not checked here."""
+    """What the line says, and ``defaults`` where it says nothing, but for bad_words, which need a tokenizer.
+
+    Ranges are not checked here.
+    """
     said = {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     return replace(
@@ -136,4 +142,6 @@ def sampling_params(
         logprobs=logprobs,
         stop=stop,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        logit_bias=tuple((fields.logit_bias or {}).items()),
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
     )

@@ -86,7 +86,7 @@ def _measure(
     batch, and ``facts``, the engine's."""
     timings, runs = StepTimings(), {}
     with session.open(timings, replace(session.config, chain_depth=wanted)) as engine:
-        depth = engine.scheduler.config.depth
+        depth = engine.scheduler.config.limits.depth
         if engine.is_leader:
             bench = AnatomyBench(session, engine, timings)
             runs = {(batch, depth): found for batch, found in bench.run().items()}

@@ -289,7 +289,7 @@ class ServeBench:
             output_len=None,
             chain_depth=session.config.chain_depth or 0
             if self._engine is None
-            else self._engine.scheduler.config.depth,
+            else self._engine.scheduler.config.limits.depth,
             runs=len(runs),
             refused=f"{failed} requests failed" if failed else None,
             tpot_ms=tpot,

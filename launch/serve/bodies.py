@@ -44,15 +44,15 @@ class Body(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # Refused unless at their default (REFUSED).
-    logit_bias: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
     best_of: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -145,9 +145,6 @@ class DetokenizeBody(msgspec.Struct):
 
 # Field -> the values, null and absence aside, that change nothing.
 REFUSED: Final[dict[str, tuple[Any, ...]]] = {
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),

@@ -19,6 +19,7 @@ from launch.api.schema import SamplingFields, sampling_params
 from launch.serve.bodies import Body, ChatBody, CompletionBody, TokenizeBody, Tool, refuse_unsupported
 from launch.serve.errors import ApiError, bad_request, unsupported
 from launch.serve.settings import ServerSettings
+from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
 from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
@@ -246,6 +247,8 @@ class RequestBuilder:
             said = sampling_params(
                 cast(SamplingFields, body), self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs
             )
+            if body.bad_words:
+                said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
             if said.top_k == -1:  # vLLM's old word for all tokens
                 said = replace(said, top_k=0)
             sampling = checked_sampling(said, self._ready.vocab_size)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
 from models.kernels.attention import (
     decode,
     decode_balanced,
@@ -128,6 +128,9 @@ class NvidiaKernels(Kernels):
     ) -> tuple[Tensor, Tensor]:
         return self.matmul.add_norm_gate_up(x_TN, residual_TN, norm_N, eps, gate_up_2IN)
 
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        return self.matmul.gate_up_down(x_TN, gate_up_2IN, down_NI, bias_N)
+
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         return self.matmul.tune_seen(folder, share)
 
@@ -201,6 +204,10 @@ class NvidiaKernels(Kernels):
         if q_THD.dtype == torch.float32 and heads // kv_heads * inputs.query_len > _MOST_FLOAT32_ROWS:
             return self._reference.decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
         return self._triton_attention(q_THD, heads, kv_layer, inputs, scale, None, out_THD)
+
+    def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
+        few = heads // kv_layer.shape[3] * PIECE <= _MOST_FLOAT32_ROWS
+        return self.balanced and (kv_layer.dtype != torch.float32 or few)
 
     def rope_cache_attend(
         self,

@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from models.inputs import PIECE
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import StepKind, StepPlan
 
 GREEDY = SamplingVariant()
+MOST_PIECES = 16  # of all chunks of a step whose keys are split
+MOST_SPLIT_TOKENS = 256  # of such a step, those of rows that decode included
+LONG_PREFIX = 1024  # tokens before a chunk; from there on splitting was faster (docs/measurements/attention.md)
 EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: the token budget divided by these
 
 
@@ -38,9 +42,10 @@ class LaunchSpec:
 
     ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
     padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0 where such a step is
-    launched kernel by kernel, and for decode. ``exchange_rows``: rows that every data-parallel group brings to each
-    exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the decode graph that any group replays
-    in this step; 0 where there is one group, and where none replays any.
+    launched kernel by kernel, and for decode. ``split_keys``: the captured step whose chunks are few, short and behind
+    long prefixes, so that their keys are split between programs. ``exchange_rows``: rows that every data-parallel
+    group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the decode graph
+    that any group replays in this step; 0 where there is one group, and where none replays any.
 
     Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
     group that only decodes, or has no work, as a mixed step without a chunk.
@@ -53,6 +58,7 @@ class LaunchSpec:
     padded_tokens: int = 0
     exchange_rows: int = 0
     shared_bucket: int = 0
+    split_keys: bool = False
 
     @property
     def step(self) -> int:
@@ -79,12 +85,14 @@ class Ladders:
     """Sizes for which steps are prepared, each ascending.
 
     ``decode``: rows of decode graphs, and of what draws tokens behind a captured step with chunks. ``prefill``: tokens
-    of captured steps with chunks; empty where none is captured.
+    of captured steps with chunks; empty where none is captured. ``split``: those of them that are captured with split
+    keys, too.
     ``exchange``: rows of the groups' exchanges while one of them prefills; empty where there is one group.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()
     exchange: tuple[int, ...] = ()
 
 
@@ -139,7 +147,8 @@ class LaunchResolver:
         if tokens_of_all:
             rows, scored = len(plan.slots), plan.scored_tokens > 0
             bucket, padded = (rows, 0) if scored else (_rung(ladders.decode, rows), tokens_of_all)
-            return LaunchSpec(plan, role, bucket, needs.variant, padded, exchange_rows=tokens_of_all)
+            split = padded in ladders.split and worth_splitting(plan)
+            return LaunchSpec(plan, role, bucket, needs.variant, padded, exchange_rows=tokens_of_all, split_keys=split)
         if agreed is not None:
             # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
             # none, so no exchange is narrower than that.
@@ -152,7 +161,9 @@ class LaunchResolver:
         tokens, rows = plan.packed_tokens, len(plan.slots)
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
             return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket)
-        return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, _rung(ladders.prefill, tokens))
+        padded = _rung(ladders.prefill, tokens)
+        split = padded in ladders.split and worth_splitting(plan)
+        return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
 
     def _captured_for_all(self, agreed: LaunchNeeds) -> int:
         """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none.
@@ -175,6 +186,15 @@ class LaunchResolver:
             for slot in plan.slots:
                 self._row_variant |= self._slot_variants[slot]
         return self._row_variant
+
+
+def worth_splitting(plan: StepPlan) -> bool:
+    """Whether some chunk has so many keys before it, and all together are so short, that keys are split.
+
+    Prefill attention has a program a head and 128 tokens, which reads all keys of a chunk one after the other.
+    """
+    pieces = sum(-(-len(chunk.token_ids) // PIECE) for chunk in plan.chunks)
+    return pieces <= MOST_PIECES and any(chunk.start >= LONG_PREFIX for chunk in plan.chunks)
 
 
 def exchange_ladder(buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0) -> tuple[int, ...]:

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.sampling.logit_edits import HISTORY, NO_ID, WORD_BITS, mask_words
 from runtime.execute.slot_state import NEWEST, PADDING_SLOT, SlotTables, fill_record
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
+from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 _Array = npt.NDArray[Any]
 A = TypeVar("A")
@@ -32,6 +34,10 @@ class Changes(Generic[A]):
     and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T, known_tokens_T int64 and
     known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
     slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
+
+    Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
+    longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
+    in the tables, seen as [places, ...]. masked_M int64, allowed_MW int32: slots with a mask, and it.
     """
 
     slots_N: A | None = None
@@ -46,6 +52,16 @@ class Changes(Generic[A]):
     chunk_tokens_3T: A | None = None
     chunk_rows_4R: A | None = None
     scored_2S: A | None = None
+    edit_slots_E: A | None = None
+    edit_sizes_E3: A | None = None
+    recent_EH: A | None = None
+    bias_cells_F: A | None = None
+    bias_ids_F: A | None = None
+    biases_F: A | None = None
+    bad_cells_G: A | None = None
+    bad_GP: A | None = None
+    masked_M: A | None = None
+    allowed_MW: A | None = None
 
     def parts(self) -> Iterator[tuple[str, A]]:
         """The changes there are, by field name."""
@@ -112,6 +128,9 @@ def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> 
     if penalised:
         tables.need_seen()
         _pack_seen(packed, penalised)
+    edited = [write for write in plan.slot_writes if write.sampling.edits_logits or write.slot in tables.edited]
+    if edited:
+        _pack_edits(packed, edited, tables)
 
 
 def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:
@@ -122,6 +141,46 @@ def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:
     packed.known_prompt_T = np.concatenate(
         [np.arange(length) < write.prompt_length for write, length in zip(writes, lengths, strict=True)]
     )
+
+
+def _pack_edits(packed: Changes[_Array], writes: list[SlotWrite], tables: SlotTables) -> None:
+    """Of slots that edit logits, or that did before: only as much as there is."""
+    packed.edit_slots_E = np.array([write.slot for write in writes], np.int64)
+    packed.edit_sizes_E3 = np.array(
+        [
+            (len(s.logit_bias), len(s.bad_words_token_ids), bool(s.allowed_token_ids))
+            for s in (write.sampling for write in writes)
+        ],
+        np.int32,
+    )
+    packed.recent_EH = np.full((len(writes), HISTORY), NO_ID, np.int32)
+    for row, write in zip(packed.recent_EH, writes, strict=True):
+        generated = write.token_ids[max(write.prompt_length, len(write.token_ids) - HISTORY) :]
+        if len(generated):
+            row[-len(generated) :] = generated
+    biases = [(w.slot * MAX_LOGIT_BIAS + i, *pair) for w in writes for i, pair in enumerate(w.sampling.logit_bias)]
+    if biases:
+        cells, ids, values = zip(*biases, strict=True)
+        packed.bias_cells_F = np.array(cells, np.int64)
+        packed.bias_ids_F = np.array(ids, np.int32)
+        packed.biases_F = np.array(values, np.float32)
+    words = [
+        (w.slot * MAX_BAD_WORDS + i, word) for w in writes for i, word in enumerate(w.sampling.bad_words_token_ids)
+    ]
+    if words:
+        packed.bad_cells_G = np.array([cell for cell, _ in words], np.int64)
+        packed.bad_GP = np.full((len(words), MAX_BAD_WORD_TOKENS), NO_ID, np.int32)
+        for ids_P, (_, word) in zip(packed.bad_GP, words, strict=True):
+            ids_P[-len(word) :] = word
+    masked = [write for write in writes if write.sampling.allowed_token_ids]
+    if masked:
+        packed.masked_M = np.array([write.slot for write in masked], np.int64)
+        bits_MV = np.zeros((len(masked), mask_words(tables.vocab_size) * WORD_BITS), np.bool_)
+        for bits_V, write in zip(bits_MV, masked, strict=True):
+            bits_V[list(write.sampling.allowed_token_ids)] = True
+        packed.allowed_MW = np.packbits(bits_MV, axis=1, bitorder="little").view(np.int32)
+    for write in writes:
+        (tables.edited.add if write.sampling.edits_logits else tables.edited.discard)(write.slot)
 
 
 def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:

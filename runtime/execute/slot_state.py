@@ -28,6 +28,7 @@ from torch import Tensor
 
 from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.inputs import SamplingInputs
+from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason
@@ -156,7 +157,9 @@ class SlotTables:
     last_token and the rest by name: ``columns``. Blocks: ``block_table_SP`` int32 [slots, max_blocks]. Tokens seen,
     for penalties: ``seen`` (penalties.py) over this rank's ``vocab_size`` ids from ``vocab_start`` on. Up to
     ``seen_bytes`` these are allocated at once; larger ones when the first penalised request comes, which
-    ``late_seen_tables`` counts. None allocates at once whatever the size.
+    ``late_seen_tables`` counts. None allocates at once whatever the size. What requests ask to be done to logits of
+    tokens that they name: ``edits`` (logit_edits.py), over the whole vocabulary; ``edited`` are the slots of which the
+    tables hold something, as the host has staged it.
     """
 
     def __init__(
@@ -180,6 +183,8 @@ class SlotTables:
         self._device = device
         self.columns = SlotColumns(device.zeros(self.slots, self.record_words, dtype=torch.int32), stop_ids)
         self.block_table_SP = device.zeros(self.slots, max_blocks, dtype=torch.int32)
+        self.edits = LogitEdits.empty(device, self.slots, vocab_size)
+        self.edited: set[int] = set()
         self.seen: SeenTokens | None = None
         if seen_bytes is None or self.slots * vocab_size * 3 <= seen_bytes:
             self.seen = self._new_seen()

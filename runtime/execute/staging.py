@@ -26,6 +26,7 @@ from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
+from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import PADDING_SLOT, SlotTables
 
@@ -34,6 +35,7 @@ _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.bool_): torch.bool,
+    np.dtype(np.float32): torch.float32,
 }
 
 
@@ -254,6 +256,8 @@ def apply_changes(
         tables.block_table_SP.view(-1).index_copy_(0, changes.cells_M, changes.blocks_M)
     if changes.reset_K is not None:
         _load_seen(changes, tables, changes.reset_K)
+    if changes.edit_slots_E is not None:
+        _load_edits(changes, tables.edits, changes.edit_slots_E)
     if changes.row_map_B is not None and row_map is not None:
         row_map.copy_(changes.row_map_B)
     if changes.chunk_tokens_3T is not None:
@@ -270,6 +274,20 @@ def _load_seen(changes: Changes[Tensor], tables: SlotTables, reset_K: Tensor) ->
     slots_T, tokens_T, prompt_T = changes.known_slots_T, changes.known_tokens_T, changes.known_prompt_T
     if slots_T is not None and tokens_T is not None and prompt_T is not None:
         load_tokens_(seen, slots_T, tokens_T, prompt_T, torch.ones_like(prompt_T), tables.vocab_start)
+
+
+def _load_edits(changes: Changes[Tensor], edits: LogitEdits, slots_E: Tensor) -> None:
+    places: list[tuple[Tensor, Tensor | None, Tensor | None]] = [
+        (edits.sizes_S3, slots_E, changes.edit_sizes_E3),
+        (edits.recent_SH, slots_E, changes.recent_EH),
+        (edits.bias_ids_SK.view(-1), changes.bias_cells_F, changes.bias_ids_F),
+        (edits.biases_SK.view(-1), changes.bias_cells_F, changes.biases_F),
+        (edits.bad_SMP.flatten(0, 1), changes.bad_cells_G, changes.bad_GP),
+        (edits.allowed_SW, changes.masked_M, changes.allowed_MW),
+    ]
+    for table, index, values in places:
+        if index is not None and values is not None:
+            table.index_copy_(0, index, values)
 
 
 def _aligned(size: int) -> int:

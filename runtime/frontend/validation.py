@@ -17,12 +17,22 @@ from operator import attrgetter
 from typing import Any, Final
 
 from runtime.frontend.engine_protocol import ModelFacts
-from runtime.schedule.request import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, Request, SamplingParams, packed
+from runtime.schedule.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    Request,
+    SamplingParams,
+    packed,
+)
 
 MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_FACTOR: Final = 1000.0  # of temperature and repetition penalty: beyond it, logits leave the range of float32
+MAX_BIAS: Final = 100.0  # of logit_bias, as in OpenAI's API
 MAX_PRIORITY: Final = 2**31 - 1
 _INT64: Final = 2**63
 _REQUEST_IDS: Final = 2**62  # what control records carry (runtime/replicate/event_codec.py)
@@ -127,7 +137,9 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
         raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")
     stop = _stop_strings(sampling.stop)
     stop_token_ids = _stop_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    return replace(sampling, **plain, stop=stop, stop_token_ids=stop_token_ids)
+    named = (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words_token_ids)
+    edits = {} if all(type(value) is tuple and not value for value in named) else _edits(*named, vocab_size)
+    return replace(sampling, **plain, **edits, stop=stop, stop_token_ids=stop_token_ids)
 
 
 def fitted(sampling: SamplingParams, prompt_tokens: int, model: ModelFacts) -> SamplingParams:
@@ -196,6 +208,47 @@ def _stop_token_ids(name: str, stop_token_ids: object, vocab_size: int) -> tuple
         if not 0 <= _integer(f"an id of {name}", token) < vocab_size:
             raise RequestError(f"{name} has {_shown(token)}, but the vocabulary has ids 0 to {vocab_size - 1}")
     return tuple(map(int, ids))
+
+
+def _edits(logit_bias: object, allowed: object, bad_words: object, vocab_size: int) -> dict[str, Any]:
+    """logit_bias, allowed_token_ids and bad_words_token_ids as they are in SamplingParams: ids once, ascending."""
+    given = tuple(logit_bias.items()) if isinstance(logit_bias, Mapping) else logit_bias
+    pairs = _sequence("logit_bias", given, "pairs of a token id and a number")
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(pairs)} tokens, but at most {MAX_LOGIT_BIAS} are allowed")
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if len(pair := _sequence("an entry of logit_bias", pair, "a token id and a number")) != 2:
+            raise RequestError(f"an entry of logit_bias has {len(pair)} parts, but must be a token id and a number")
+        token = _token("logit_bias", pair[0], vocab_size)
+        if token in biases:
+            raise RequestError(f"logit_bias names token {token} twice")
+        biases[token] = _number(f"logit_bias of token {token}", pair[1], -MAX_BIAS, MAX_BIAS)
+    ids = _sequence("allowed_token_ids", allowed, "token ids")
+    words = _sequence("bad_words_token_ids", bad_words, "lists of token ids")
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words_token_ids has {len(words)} words, but at most {MAX_BAD_WORDS} are allowed")
+    return {
+        "logit_bias": tuple(sorted(biases.items())),
+        "allowed_token_ids": tuple(sorted({_token("allowed_token_ids", token, vocab_size) for token in ids})),
+        "bad_words_token_ids": tuple(_bad_word(word, vocab_size) for word in words),
+    }
+
+
+def _bad_word(word: object, vocab_size: int) -> tuple[int, ...]:
+    ids = _sequence("a word of bad_words_token_ids", word, "token ids")
+    if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"a word of bad_words_token_ids has {len(ids)} tokens, but may have 1 to {MAX_BAD_WORD_TOKENS}"
+        )
+    return tuple(_token("bad_words_token_ids", token, vocab_size) for token in ids)
+
+
+def _token(name: str, value: object, vocab_size: int) -> int:
+    token = _integer(f"an id of {name}", value)
+    if not 0 <= token < vocab_size:
+        raise RequestError(f"{name} has {_shown(token)}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    return token
 
 
 def _sequence(name: str, value: object, of: str) -> Sequence[Any]:

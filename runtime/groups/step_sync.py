@@ -58,7 +58,7 @@ class DpStepSync:
 
 def _variant_of(numbers: Sequence[int]) -> SamplingVariant:
     """The variant that covers every group's, from the maxima of ``astuple``."""
-    random, filters, penalties, min_tokens, logprobs, top_logprobs, unbounded = numbers
+    random, filters, penalties, min_tokens, logprobs, top_logprobs, unbounded, edits = numbers
     return SamplingVariant(
         bool(random),
         bool(filters),
@@ -67,4 +67,5 @@ def _variant_of(numbers: Sequence[int]) -> SamplingVariant:
         bool(logprobs),
         top_logprobs,
         bool(unbounded),
+        bool(edits),
     )

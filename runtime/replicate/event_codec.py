@@ -23,7 +23,15 @@ import msgspec
 from msgspec import Meta
 
 from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
-from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
+from runtime.schedule.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    FinishReason,
+    Request,
+    SamplingParams,
+    packed,
+)
 
 
 class EventsRefused(ValueError):
@@ -33,6 +41,7 @@ class EventsRefused(ValueError):
 _Id = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_BadWord = Annotated[tuple[_Token, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 _Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -53,6 +62,9 @@ class _Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     ignore_eos: bool
     logprobs: _Count | None
     prompt_logprobs: _Count | None
+    logit_bias: Annotated[tuple[tuple[_Token, float], ...], Meta(max_length=MAX_LOGIT_BIAS)]
+    allowed_token_ids: tuple[_Token, ...]
+    bad_words_token_ids: Annotated[tuple[_BadWord, ...], Meta(max_length=MAX_BAD_WORDS)]
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -129,6 +141,9 @@ def _check_request(request: _Request) -> None:
     for name in _FINITE:
         if not math.isfinite(getattr(sampling, name)):
             raise EventsRefused(f"request {request.request_id}: {name} is {getattr(sampling, name)}, not finite")
+    for token, bias in sampling.logit_bias:
+        if not math.isfinite(bias):
+            raise EventsRefused(f"request {request.request_id}: logit_bias of token {token} is {bias}, not finite")
 
 
 def _to_wire(event: Event) -> _Admit | _Cancel | _Pause | _Resume:

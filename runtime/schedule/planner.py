@@ -43,14 +43,14 @@ class Planner:
     """Makes plans out of ``resources``. It launches nothing: the caller puts the plan into the chain."""
 
     def __init__(self, config: SchedulerConfig, resources: Resources) -> None:
-        self.config = config
+        self.config, self.limits = config, config.limits
         self.resources = resources
         self._prefilling = resources.by_state[State.PREFILL]
         self._decoding = resources.by_state[State.DECODE]
         self._stalled = resources.by_state[State.STALLED]
         self._burst = 0  # prefill steps in a row
         self._mixed = config.mixed
-        self._budget = TokenBudget(config.mixed or MixedSteps(), config.max_prefill_tokens)
+        self._budget = TokenBudget(config.mixed or MixedSteps(), config.limits.max_prefill_tokens)
         self._scored_before = False  # the step before was for scored prompts, and rows that decode waited for it
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
         self._slot_writes: list[SlotWrite] = []
@@ -83,7 +83,7 @@ class Planner:
         scored_before, self._scored_before = self._scored_before, False
         prompts_wait = self._prefilling or (self.resources.waiting and self._row_free)
         if not rows_decode:
-            most = self.config.max_prefill_tokens
+            most = self.limits.max_prefill_tokens
             return self._prefill_step(self._cut_shares(most, scored=None)) if prompts_wait else None
         width = self._width()
         if not prompts_wait:
@@ -109,14 +109,14 @@ class Planner:
     # ---- prefill ----
 
     def _prefill(self) -> Planned | None:
-        budget = self.config.max_prefill_tokens
+        budget = self.limits.max_prefill_tokens
         rows: list[SequenceState] = []
         chunks: list[Chunk] = []
         for sequence in list(self._prefilling.values()):
             if budget and self._goes_on(sequence):
                 budget -= self._cut_chunk(sequence, budget, rows, chunks)
         # A row of this step may have left PREFILL and DECODE above (its pause waited for its prompt's end): count it.
-        while budget and len(rows) < self.config.rows and (admitted := self._admit_next()) is not None:
+        while budget and len(rows) < self.limits.rows and (admitted := self._admit_next()) is not None:
             if self._goes_on(admitted):
                 budget -= self._cut_chunk(admitted, budget, rows, chunks)
         return self._prefill_step((rows, chunks))
@@ -180,12 +180,12 @@ class Planner:
         Long prompts count as ``long_prompt``: what matters is how many wait, more than how much one of them brings.
         """
         seated = sum(min(remaining(sequence), long_prompt) for sequence in self._prefilling.values())
-        waiting, rows = self.resources.waiting, self.config.rows - len(self._prefilling) - len(self._decoding)
+        waiting, rows = self.resources.waiting, self.limits.rows - len(self._prefilling) - len(self._decoding)
         return seated + self.resources.waiting_tokens * min(rows, waiting) // max(1, waiting)
 
     @property
     def _row_free(self) -> bool:
-        return len(self._prefilling) + len(self._decoding) < self.config.rows
+        return len(self._prefilling) + len(self._decoding) < self.limits.rows
 
     def _admit_next(self) -> SequenceState | None:
         """Give the head of the queue a slot and its prompt's blocks, if it fits."""
@@ -255,7 +255,7 @@ class Planner:
 
     def _width(self) -> int:
         """W of the decode step being planned: a function of agreed events and landed results, as all plans are, and
-        never above ``config.max_width``, which blocks are reserved for. A policy of speculation replaces this method.
+        never above ``limits.width``, which blocks are reserved for. A policy of speculation replaces this method.
         """
         widths = self.config.widths
         return widths[self._decode_steps % len(widths)]

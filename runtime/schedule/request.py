@@ -14,6 +14,9 @@ from typing import Final, Self
 
 MAX_STOP_TOKEN_IDS: Final = 16  # of one request, the model's eos ids included: a slot has room for so many
 MAX_TOP_LOGPROBS: Final = 20  # likely tokens reported beside one token: the result ring has room for so many
+MAX_LOGIT_BIAS: Final = 1024  # biased tokens of one request, as in vLLM: a slot has room for so many
+MAX_BAD_WORDS: Final = 256  # of one request, each as one row of token ids: a slot has room for so many
+MAX_BAD_WORD_TOKENS: Final = 16  # of one bad word
 
 
 class FinishReason(IntEnum):
@@ -42,6 +45,10 @@ class SamplingParams:
     ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1.0`` and ``min_p == 0.0`` switch that filter off.
     Filters apply in the order temperature, top-k, top-p, min-p. ``seed`` None is replaced by a drawn, reported seed
     before the request reaches a scheduler. ``logprobs`` n asks for the chosen token and the n most likely ones.
+    ``logit_bias``: (token id, what is added to its logit), each id once, ascending. ``allowed_token_ids``: all others
+    are never drawn; none of them means that all are allowed. ``bad_words_token_ids``: token ids that never follow each
+    other in the answer; the front end makes them from bad_words. These three come before penalties, and
+    log-probabilities do not show them.
     """
 
     max_tokens: int = 16
@@ -60,6 +67,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -69,6 +79,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether token counts by slot are needed to shape the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits of tokens that the request names are changed."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words_token_ids)
 
 
 def packed(token_ids: Sequence[int]) -> array[int]:

@@ -35,13 +35,13 @@ class Resources:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.pool = BlockPool(config.blocks, config.block_size)
-        self.slots = SlotPool(config.slots)
+        self.config, self.limits = config, config.limits
+        self.pool = BlockPool(config.blocks, config.limits.block_size)
+        self.slots = SlotPool(config.limits.slots)
         self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
-        self.chain = Chain(config.depth)
+        self.chain = Chain(config.limits.depth)
         self.digest = RollingDigest()
-        self.digest.fold(0, "depth", (config.depth, config.horizon))
+        self.digest.fold(0, "depth", (config.limits.depth, config.horizon))
         if config.mixed is not None:
             self.digest.fold(0, "mixed", config.mixed.numbers)
         self.counters = ScheduleCounters()
@@ -50,8 +50,7 @@ class Resources:
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
         self.decode_version = 0
         self.waiting_tokens = 0
-        self._max_width = config.max_width
-        self._spread = max(1, (config.block_size - 4) // 2)
+        self._spread = max(1, (config.limits.block_size - 4) // 2)
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
         self._requeued = 0  # of the requests that wait, those that held a slot before
@@ -80,23 +79,24 @@ class Resources:
     def arrive(self, request: Request) -> tuple[Finished, ...]:
         """Queue a request. Returns the end of its answers where it is refused: it can never run, the queue is full."""
         prompt, sampling, config = request.prompt_token_ids, request.sampling, self.config
+        most_tokens = self.limits.max_model_len
         shape = (request.request_id, sampling.n, len(prompt), request.priority, sampling.max_tokens)
         self.digest.fold(self.chain.step, "arrive", shape)
         if in_use := [id_ for id_ in request.answer_ids if id_ in self.sequences]:
             return self._reject(request, f"request id {in_use[0]} is in use")
         if not prompt or sampling.max_tokens < 1:
             return self._reject(request, "needs at least one prompt token and max_tokens >= 1")
-        if len(prompt) >= config.max_model_len:
-            return self._reject(request, f"prompt has {len(prompt)} tokens, max_model_len is {config.max_model_len}")
+        if len(prompt) >= most_tokens:
+            return self._reject(request, f"prompt has {len(prompt)} tokens, max_model_len is {most_tokens}")
         waiting = self.waiting_arrivals
         if waiting >= config.max_waiting:
             return self._reject(request, f"{waiting} requests are waiting, max_waiting is {config.max_waiting}")
-        max_length = min(len(prompt) + sampling.max_tokens, config.max_model_len)
+        max_length = min(len(prompt) + sampling.max_tokens, most_tokens)
         if (needed := self.blocks_for(self._most_kv(max_length))) > config.blocks:
             return self._reject(
                 request,
                 f"{len(prompt)} prompt + {max_length - len(prompt)} new tokens need {needed} blocks of "
-                f"{config.block_size}, the pool has {config.blocks}",
+                f"{self.limits.block_size}, the pool has {config.blocks}",
             )
         for answer in request.answers():
             self._queue_up(SequenceState(answer, self._arrivals, max_length))
@@ -271,8 +271,8 @@ class Resources:
         sequence.prefix_id = self.pool.share(found)
         sequence.blocks[first:last] = found
         sequence.published_blocks = last
-        self.counters.prefix_hit_tokens += last * self.config.block_size - sequence.prefilled
-        sequence.prefilled = last * self.config.block_size
+        self.counters.prefix_hit_tokens += last * self.limits.block_size - sequence.prefilled
+        sequence.prefilled = last * self.limits.block_size
         sequence.waits_since = NOT_WAITING
 
     def look_again(self, sequence: SequenceState) -> None:
@@ -282,7 +282,7 @@ class Resources:
             return
         first = sequence.published_blocks
         own = sequence.blocks[first : first + len(found)]
-        begun = int(sequence.prefilled > first * self.config.block_size)  # steps in flight may write into its first
+        begun = int(sequence.prefilled > first * self.limits.block_size)  # steps in flight may write into its first
         self._share(sequence, found)
         self.pool.give_back(own[begun:])
         if self.chain.landed_after(sequence.last_step):
@@ -308,8 +308,7 @@ class Resources:
         W is the largest width of any step, not that of the step being planned: the D steps behind it run over the same
         blocks, and may be wider. An upper bound of both is ``max_model_len - 2 + W`` entries.
         """
-        ahead = (self.config.depth + 1) * self._max_width
-        return min(sequence.landed_tokens + ahead, self._most_kv(sequence.max_length))
+        return min(sequence.landed_tokens + self.limits.tokens_ahead, self._most_kv(sequence.max_length))
 
     def reserve(self, sequence: SequenceState) -> bool:
         """Blocks for its ``reservation``, evicting others where that helps.
@@ -356,8 +355,8 @@ class Resources:
             sequence.wake_at -= self._early(sequence)
 
     def _wake_at_latest(self, sequence: SequenceState) -> int:
-        capacity = len(sequence.blocks) * self.config.block_size
-        return min(capacity + 2 - self._max_width, sequence.max_length)
+        capacity = len(sequence.blocks) * self.limits.block_size
+        return min(capacity + 2 - self.limits.width, sequence.max_length)
 
     def _early(self, sequence: SequenceState) -> int:
         """In tokens: 0 to not quite half a block."""
@@ -367,11 +366,11 @@ class Resources:
         """KV entries that live rows can ever write. The newest token has none yet, so a live row of width W starts at
         most at position max_length - 2, and writes W entries from there.
         """
-        return max_length - 2 + self._max_width
+        return max_length - 2 + self.limits.width
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""
-        return -(-tokens // self.config.block_size)
+        return -(-tokens // self.limits.block_size)
 
     def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
         """(slot, index, block) of every block handed out since the last call, for the plan to carry."""
@@ -399,7 +398,7 @@ class Resources:
             sequence.trusted = True
             self.pool.trust(sequence.blocks)
         self._publish_landed(sequence)
-        sequence.publish_at = (sequence.published_blocks + 1) * self.config.block_size + self._early(sequence)
+        sequence.publish_at = (sequence.published_blocks + 1) * self.limits.block_size + self._early(sequence)
 
     def _publish_landed(self, sequence: SequenceState) -> None:
         """What it filled behind its prompt, as far as tokens of it have landed."""
@@ -410,7 +409,7 @@ class Resources:
 
     def publish(self, sequence: SequenceState, written: int) -> None:
         """Make its blocks findable that are full with the first ``written`` tokens."""
-        size = self.config.block_size
+        size = self.limits.block_size
         if not self.config.prefix_caching or not sequence.blocks:
             return
         while written >= (sequence.published_blocks + 1) * size:

@@ -16,7 +16,7 @@ from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
 
-__all__ = ["Scheduler", "SchedulerConfig"]
+__all__ = ["Scheduler"]
 
 _ERROR = int(FinishReason.ERROR)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute.sampling import counter_rng, exact_math, logprobs, sampler
+from runtime.execute.sampling import counter_rng, exact_math, logit_edits, logprobs, sampler
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -32,6 +32,7 @@ from runtime.execute.sampling.sampler import (
 from runtime.schedule.request import SamplingParams
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
+from tests.runtime.execute.sampling.edit_cases import edits_for, random_edits
 from tests.runtime.execute.sampling.sampling_cases import random_params, rows_for, seen_for
 
 triton = pytest.importorskip("triton")
@@ -87,12 +88,16 @@ def _mixture(seed: int, vocab: int, rows: int = ROWS) -> tuple[torch.Tensor, Sam
 
 
 def _on_cpu(
-    logits: torch.Tensor, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None
+    logits: torch.Tensor,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None = None,
+    edits: logit_edits.RowEdits | None = None,
 ) -> tuple[Draw, Verdict]:
     """The torch path, whatever ``use_triton`` patched."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "kernels_for", lambda tensor: None)
-        return sample_and_check(logits, rows, features, seen)
+        return sample_and_check(logits, rows, features, seen, edits)
 
 
 VARIANTS = [
@@ -123,6 +128,45 @@ def test_tokens_and_verdicts_are_those_of_the_cpu(vocab: int, features: Sampling
     assert verdict.finish_B.tolist() == wanted_verdict.finish_B.tolist()
     assert draw.token_B.dtype == torch.int64
     assert verdict.count_B.dtype == verdict.finish_B.dtype == torch.int32
+
+
+def _edited(seed: int, vocab: int, device: str) -> logit_edits.RowEdits:
+    """Of ROWS rows that name tokens; the same on any device."""
+    rng = np.random.default_rng(seed)
+    outputs = [rng.integers(0, min(vocab, 5), rng.integers(0, 25)).tolist() for _ in range(ROWS)]
+    params = [SamplingParams(**random_edits(rng, vocab, output)) for output in outputs]
+    params[4] = SamplingParams()
+    return edits_for(params, outputs, vocab, device)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edited_logits_have_the_same_bits_on_both(vocab: int, dtype: torch.dtype) -> None:
+    """Whole rows, and a share that begins in the middle of a mask's word."""
+    logits, _, _ = _mixture(vocab, vocab)
+    logits = logits.to(dtype)
+    logits[1, vocab // 2], logits[2, 0] = float("nan"), float("inf")
+    on_cpu, on_device = _edited(vocab, vocab, "cpu"), _edited(vocab, vocab, DEVICE)
+    kernels = triton_kernels()
+    assert kernels is not None
+    for start in {0, vocab // 3}:
+        wanted = logit_edits.edit_logits(logits[:, start:], on_cpu, start)
+        got = kernels.edit_logits(logits[:, start:].to(DEVICE), on_device, start).cpu()
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    assert vocab == 1 or not torch.equal(wanted, logits[:, start:].float())
+
+
+@pytest.mark.parametrize("vocab", [97, 5000] if INTERPRETED else VOCABS[1:])
+def test_tokens_and_verdicts_of_edited_rows_are_those_of_the_cpu(vocab: int) -> None:
+    logits, rows, seen = _mixture(vocab, vocab)
+    features = replace(VARIANTS[-1], edits=True)
+    wanted, wanted_verdict = _on_cpu(logits, rows, features, seen, _edited(5, vocab, "cpu"))
+    device_seen = SeenTokens(seen.counts.to(DEVICE), seen.prompt.to(DEVICE))
+    moved = _moved(rows, DEVICE)
+    draw, verdict = sample_and_check(logits.to(DEVICE), moved, features, device_seen, _edited(5, vocab, DEVICE))
+    assert draw.token_B.tolist() == wanted.token_B.tolist()
+    assert draw.ok_B.tolist() == wanted.ok_B.tolist()
+    assert verdict.finish_B.tolist() == wanted_verdict.finish_B.tolist()
 
 
 def _split(logits: torch.Tensor, rows: SamplingInputs, features: SamplingVariant, tp: int) -> Draw:

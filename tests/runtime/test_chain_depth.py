@@ -13,19 +13,20 @@ import pytest
 
 from parallel.layers.experts import ExpertSplit
 from runtime import chain_depth
-from runtime.chain_depth import DEEPEST, TurnTimes, deepest, settled, smallest_depth, smallest_horizon, turn_times
+from runtime.chain_depth import DEEPEST, TurnTimes, settled, smallest_depth, smallest_horizon, turn_times
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import StepObserver
-from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.config import SchedulerConfig, StepLimits
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 
 GPU = EngineConfig(model="m", device="cuda", tensor_parallel=2)
-SCHEDULE = SchedulerConfig(rows=8, slots=16, blocks=100, block_size=16, max_model_len=64)
+LIMITS = StepLimits(rows=8, slots=16, block_size=16, max_model_len=64)
+SCHEDULE = SchedulerConfig(LIMITS, blocks=100)
 NOBODY = cast(Executor, None)
 
 
@@ -103,7 +104,10 @@ def test_options_overrule_both(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     with caplog.at_level(logging.INFO):
         assert settled(replace(GPU, chain_depth=7, horizon=3), NOBODY, SCHEDULE, not_asked, None) == (7, 3)
     assert "7, as asked for (--chain-depth)" in caplog.text
-    assert (deepest(replace(GPU, chain_depth=7)), deepest(GPU)) == (7, DEEPEST)
+    assert (replace(GPU, chain_depth=7).step_limits(64, DEEPEST).depth, GPU.step_limits(64, DEEPEST).depth) == (
+        7,
+        DEEPEST,
+    )
     assert ranks(monkeypatch, replace(GPU, chain_depth=0), [], [], 10e-6) == [(0, 1)] * 2
 
 
@@ -153,6 +157,8 @@ def test_groups_are_timed_together() -> None:
     assert exchanges == their_exchanges
 
 
-@pytest.mark.parametrize("schedule", [replace(SCHEDULE, blocks=2), replace(SCHEDULE, max_model_len=16)])
+@pytest.mark.parametrize(
+    "schedule", [replace(SCHEDULE, blocks=2), replace(SCHEDULE, limits=replace(LIMITS, max_model_len=16))]
+)
 def test_where_no_request_fits_nothing_is_timed(schedule: SchedulerConfig) -> None:
     assert turn_times(GPU, NOBODY, schedule) == []

@@ -84,6 +84,7 @@ class SamplingVariant:
     ``min_tokens``: stop ids masked under min_length. ``logprobs``: chosen token's log-probability and rank, and the
     ``top_logprobs`` most likely tokens (0..20). ``unbounded``: some row filters without a top_k of at most
     MOST_SHARED_TOP_K, so that ranks need whole rows of logits; without ranks to share them with it means nothing.
+    ``edits``: logits of tokens that a request names (logit_edits.py).
     """
 
     random: bool = False
@@ -93,6 +94,7 @@ class SamplingVariant:
     logprobs: bool = False
     top_logprobs: int = 0
     unbounded: bool = False
+    edits: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -114,6 +116,7 @@ class SamplingVariant:
                 logprobs=p.logprobs is not None,
                 top_logprobs=_room_for(p.logprobs or 0),
                 unbounded=filters and not 0 < p.top_k <= MOST_SHARED_TOP_K,
+                edits=p.edits_logits,
             )
         return features
 
@@ -135,6 +138,7 @@ class SamplingVariant:
             logprobs=self.logprobs or other.logprobs,
             top_logprobs=max(self.top_logprobs, other.top_logprobs),
             unbounded=self.unbounded or other.unbounded,
+            edits=self.edits or other.edits,
         )
 
     def covers(self, other: SamplingVariant) -> bool:
@@ -151,16 +155,16 @@ class SamplingVariant:
         return replace(self, unbounded=self.unbounded and ranks > 1)
 
 
-EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True)
+EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True, edits=True)
 NARROWER_FEATURES = (  # what is offered where there is no memory for every feature at once
     replace(EVERY_FEATURE, penalties=False),
-    SamplingVariant(random=True, filters=True, min_tokens=True, unbounded=True),
+    SamplingVariant(random=True, filters=True, min_tokens=True, unbounded=True, edits=True),
     SamplingVariant(random=True),
 )
 
 # Together these launch every sampling kernel in every form: logits as they are or reshaped in float32, with and without
-# noise and filters, on one rank or shared by several. Run once at start-up, so that no request waits for a compiler.
-# Neither the number of rows nor that of likely tokens makes another form.
+# noise and filters, edited before that or not, on one rank or shared by several. Run once at start-up, so that no
+# request waits for a compiler. Neither the number of rows nor that of likely tokens makes another form.
 KERNEL_VARIANTS = (
     SamplingVariant(random=True),
     SamplingVariant(penalties=True),
@@ -170,4 +174,8 @@ KERNEL_VARIANTS = (
     SamplingVariant(random=True, filters=True, unbounded=True),
     SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, unbounded=True),
     SamplingVariant(logprobs=True),
+    SamplingVariant(random=True, edits=True),
+    SamplingVariant(penalties=True, edits=True),
+    SamplingVariant(random=True, min_tokens=True, edits=True),
+    SamplingVariant(random=True, penalties=True, min_tokens=True, edits=True),
 )

@@ -13,10 +13,11 @@ from torch import Tensor
 
 
 class SamplingKernels(NamedTuple):
-    """Entry points of {draw,filters,shares,penalties,logprobs}_triton.py."""
+    """Entry points of {draw,filters,shares,penalties,logprobs,logit_edits}_triton.py."""
 
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    edit_logits: Callable[..., Tensor]
     filtered_candidates: Callable[..., tuple[Tensor, Tensor, Tensor]]
     local_share: Callable[..., Tensor]
     merge_shares: Callable[..., tuple[Tensor, Tensor]]
@@ -36,6 +37,7 @@ def triton_kernels() -> SamplingKernels | None:
         from runtime.execute.sampling import (
             draw_triton,
             filters_triton,
+            logit_edits_triton,
             logprobs_triton,
             penalties_triton,
             shares_triton,
@@ -45,6 +47,7 @@ def triton_kernels() -> SamplingKernels | None:
     return SamplingKernels(
         best_candidates=draw_triton.best_candidates,
         conclude=draw_triton.conclude,
+        edit_logits=logit_edits_triton.edit_logits,
         filtered_candidates=filters_triton.filtered_candidates,
         local_share=shares_triton.local_share,
         merge_shares=shares_triton.merge_shares,

@@ -1,7 +1,8 @@
 """Drawing the next token of every row on the device, and deciding whether the row ends with it.
 
-Knows: the order of things: penalties, stop ids masked under min_length, temperature, filters, Gumbel-argmax (the argmax
-of logit + Gumbel noise is a draw from the softmax; Gumbel 1954), stop check. Greedy is the same with no noise.
+Knows: the order of things: edits of named tokens, penalties, stop ids masked under min_length, temperature, filters,
+Gumbel-argmax (the argmax of logit + Gumbel noise is a draw from the softmax; Gumbel 1954), stop check. Greedy is the
+same with no noise.
 Does not know: slots, steps, the ranks' exchange; how noise is made (counter_rng.py).
 
 Every function is graph-safe: fixed shapes, nothing is read back by the host. A row's token is a function of its own
@@ -21,6 +22,7 @@ from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import MOST_SHARED_TOP_K, SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
+from runtime.execute.sampling.logit_edits import RowEdits, edit_logits
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import SeenTokens, apply_penalties, mask_stop_ids
 from runtime.schedule.request import FinishReason
@@ -46,19 +48,30 @@ class Verdict(NamedTuple):
     finish_B: Tensor
 
 
-def sample(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None) -> Draw:
+def sample(
+    logits_BV: Tensor,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None = None,
+    edits: RowEdits | None = None,
+) -> Draw:
     """One token a row from full logits (float32 or bfloat16; not modified). Ties go to the lowest id.
 
-    seen: the rows' token counts (penalties.py), needed with features.penalties.
+    seen: the rows' token counts (penalties.py), needed with features.penalties. edits: what the rows' requests say of
+    tokens that they name (logit_edits.py), needed with features.edits.
     """
-    return merge_best(*_candidates(logits_BV, 0, rows, features, seen))
+    return merge_best(*_candidates(logits_BV, 0, rows, features, seen, edits))
 
 
 def sample_and_check(
-    logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None
+    logits_BV: Tensor,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None = None,
+    edits: RowEdits | None = None,
 ) -> tuple[Draw, Verdict]:
     """``sample`` and ``stop_check`` in the fewest launches."""
-    return merge_and_check(*_candidates(logits_BV, 0, rows, features, seen), rows=rows)
+    return merge_and_check(*_candidates(logits_BV, 0, rows, features, seen, edits), rows=rows)
 
 
 def local_share(
@@ -68,13 +81,15 @@ def local_share(
     features: SamplingVariant,
     seen: SeenTokens | None = None,
     vocab_size: int | None = None,
+    edits: RowEdits | None = None,
 ) -> Tensor:
     """What a rank with one share of the vocabulary tells the others, int64 [B, X]; X depends on ``features`` only.
 
     logits_BV are the logits of ids [vocab_start, vocab_start + V); those at or past ``vocab_size`` are padding and
-    ignored. ``seen`` covers the same ids. Gather the results of all ranks along the last dim, in any order, and give
-    them to ``merge_shares``: the token is the one that ``sample`` draws from the full logits. Without filters a share
-    is the best candidate of the row (packed score and global id), with bounded ones what shares.py says.
+    ignored. ``seen`` covers the same ids, ``edits`` all. Gather the results of all ranks along the last dim, in any
+    order, and give them to ``merge_shares``: the token is the one that ``sample`` draws from the full logits. Without
+    filters a share is the best candidate of the row (packed score and global id), with bounded ones what shares.py
+    says.
     Raises ValueError when a feature needs the whole row.
     """
     if not features.vocabulary_parallel:
@@ -87,10 +102,10 @@ def local_share(
     if logits_BV.shape[1] == 0:
         return torch.full((logits_BV.shape[0], size), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
     if not features.filters:
-        keys_BP, _ = _candidates(logits_BV, vocab_start, rows, features, seen)
+        keys_BP, _ = _candidates(logits_BV, vocab_start, rows, features, seen, edits)
         return keys_BP.amax(dim=1, keepdim=True) if keys_BP.shape[1] > 1 else keys_BP
     if (kernels := kernels_for(logits_BV)) is not None:
-        logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen)
+        logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
         return kernels.local_share(
             logits_BV,
             vocab_start,
@@ -100,7 +115,7 @@ def local_share(
             rows.position,
             purpose=int(Purpose.TOKEN),
         )
-    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen)
+    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen, edits)
     return shares.local_share(scaled_BV, noisy_BV, vocab_start, _bounded_top_k(rows))
 
 
@@ -161,14 +176,21 @@ def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: 
 
 
 def _candidates(
-    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None,
+    edits: RowEdits | None,
 ) -> tuple[Tensor, Tensor | None]:
     """(candidates int64 [B, P], evidence or None) of a share of the logits; what ``merge_best`` takes."""
     if features.penalties and seen is None:
         raise ValueError("penalties need the rows' token counts: pass seen")
+    if features.edits and edits is None:
+        raise ValueError("edits of logits need the rows' tables: pass edits")
     if (kernels := kernels_for(logits_BV)) is not None:
-        return _triton_candidates(kernels, logits_BV, vocab_start, rows, features, seen)
-    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen)
+        return _triton_candidates(kernels, logits_BV, vocab_start, rows, features, seen, edits)
+    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen, edits)
     largest_B = None
     if features.filters:
         threshold_B, largest_B = survival_threshold(scaled_BV, rows)
@@ -184,9 +206,10 @@ def _triton_candidates(
     rows: SamplingInputs,
     features: SamplingVariant,
     seen: SeenTokens | None,
+    edits: RowEdits | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``_candidates`` in a few launches; makes float32 logits only where they are changed."""
-    logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen)
+    logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
     if features.filters:
         keys_B1, _, largest_B = kernels.filtered_candidates(
             logits_BV,
@@ -219,8 +242,11 @@ def _shaped(
     rows: SamplingInputs,
     features: SamplingVariant,
     seen: SeenTokens | None,
+    edits: RowEdits | None,
 ) -> Tensor:
-    """Logits behind penalties and the min_tokens mask; as they are where there is neither."""
+    """Logits behind edits, penalties and the min_tokens mask; as they are where there is none of them."""
+    if features.edits and edits is not None:
+        logits_BV = kernels.edit_logits(logits_BV, edits, vocab_start)
     if not features.penalties and not features.min_tokens:
         return logits_BV
     return kernels.shape_logits(
@@ -236,10 +262,17 @@ def _shaped(
 
 
 def _scores(
-    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None,
+    edits: RowEdits | None,
 ) -> tuple[Tensor, Tensor]:
-    """Float32 scores (behind penalties, mask and temperature) without and with noise, in torch."""
+    """Float32 scores (behind edits, penalties, mask and temperature) without and with noise, in torch."""
     logits_BV = logits_BV.to(torch.float32)
+    if features.edits and edits is not None:
+        logits_BV = edit_logits(logits_BV, edits, vocab_start)
     if features.penalties and seen is not None:
         logits_BV = apply_penalties(logits_BV, seen, rows)
     if features.min_tokens:

@@ -31,7 +31,7 @@ class DecodeRole(RowRole):
             return
         ranks = self._parts.model.collectives.size
         for variant in dict.fromkeys(variant.on_ranks(ranks) for variant in KERNEL_VARIANTS):
-            self._tail.rehearse(self._parts.limits.decode_buckets[0], variant)
+            self._tail.rehearse(self._parts.config.decode_buckets[0], variant)
 
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
         """One token for every row; ghost and padding rows are masked."""

@@ -14,6 +14,7 @@ from models.layers.decoder import Decoder
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.acceptance import Acceptance, accept
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.logit_edits import RowEdits, edits_in_window, edits_of, remember_
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_window
 from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check
@@ -39,9 +40,12 @@ class Tail:
     ) -> None:
         """Draw one token for every row, check for the end, write back by slot, report."""
         seen = self._tables.need_seen().select(rows_B) if variant.penalties else None
-        draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), sampling, variant, seen)
+        edits = edits_of(self._tables.edits, rows_B) if variant.edits else None
+        draw, verdict, logprobs = self._draw(self._model.logits(hidden_BN), sampling, variant, seen, edits)
         if variant.penalties:
             count_tokens_(self._tables.need_seen(), rows_B, draw.token_B, verdict.count_B > 0)
+        if variant.edits:
+            remember_(self._tables.edits, rows_B, draw.token_B, verdict.count_B > 0)
         write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
 
     def finish_window(self, hidden_TN: Tensor, window: Window, variant: SamplingVariant) -> Acceptance:
@@ -53,12 +57,15 @@ class Tail:
         seen = None
         if variant.penalties:
             seen = seen_in_window(self._tables.need_seen().select(window.rows_B), window.tokens_BW[:, 1:])
-        draw, verdict, logprobs = self._draw(self._model.logits(hidden_TN), window.sampling, variant, seen)
+        edits = edits_in_window(self._tables.edits, window.rows_B, window.tokens_BW[:, 1:]) if variant.edits else None
+        draw, verdict, logprobs = self._draw(self._model.logits(hidden_TN), window.sampling, variant, seen, edits)
         accepted = accept(draw, verdict, window.tokens_BW[:, 1:], window.limit_B)
-        if variant.penalties:
-            for index in range(window.width):  # in order: a token may come twice
-                gained_B = accepted.count_B > index
+        for index in range(window.width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
+            gained_B = accepted.count_B > index
+            if variant.penalties:
                 count_tokens_(self._tables.need_seen(), window.rows_B, accepted.tokens_BW[:, index], gained_B)
+            if variant.edits:
+                remember_(self._tables.edits, window.rows_B, accepted.tokens_BW[:, index], gained_B)
         write_back_window(self._tables, self._ring, window, accepted, logprobs)
         return accepted
 
@@ -72,20 +79,26 @@ class Tail:
             shape = (rows, tables.vocab_size)
             counts = torch.zeros(shape, dtype=torch.int16, device=records.device)
             seen = SeenTokens(counts, torch.zeros(shape, dtype=torch.bool, device=records.device))
-        columns = tables.gather(torch.zeros(rows, dtype=torch.int64, device=records.device))
-        self._draw(model.logits(hidden_BN), columns.sampling(), variant, seen)
+        padding_B = torch.zeros(rows, dtype=torch.int64, device=records.device)
+        edits = edits_of(tables.edits, padding_B) if variant.edits else None
+        self._draw(model.logits(hidden_BN), tables.gather(padding_B).sampling(), variant, seen, edits)
 
     def _draw(
-        self, local_BV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, seen: SeenTokens | None
+        self,
+        local_BV: Tensor,
+        sampling: SamplingInputs,
+        variant: SamplingVariant,
+        seen: SeenTokens | None,
+        edits: RowEdits | None,
     ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
         collectives = self._model.collectives
         if variant.vocabulary_parallel and collectives.size > 1:  # exchange a few candidates a row, not all logits
             shard = self._model.vocab_shard
             if seen is not None:
                 seen = SeenTokens(seen.counts[:, shard.start : shard.end], seen.prompt[:, shard.start : shard.end])
-            share_BX = local_share(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size)
+            share_BX = local_share(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size, edits)
             return *merge_shares(collectives.all_gather(share_BX), sampling, variant), None
         logits_BV = self._model.gather_logits(local_BV)
-        draw, verdict = sample_and_check(logits_BV, sampling, variant, seen)
+        draw, verdict = sample_and_check(logits_BV, sampling, variant, seen, edits)
         logprobs = token_logprobs(logits_BV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
         return draw, verdict, logprobs

@@ -133,6 +133,29 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
             server.close()
 
 
+def tokens_that_a_request_names_are_drawn_or_not(client: openai.OpenAI) -> None:
+    """On two ranks, each of which draws from its half of the vocabulary."""
+
+    def ids(**fields: Any) -> list[int]:
+        extra = {"return_token_ids": True, **fields.pop("extra", {})}
+        asked = {"model": "demo", "prompt": "def gcd(a, b):", "max_tokens": 6, "temperature": 0, **fields}
+        (choice,) = client.completions.create(**asked, extra_body=extra).choices
+        found: list[int] = getattr(choice, "token_ids")  # noqa: B009 (vLLM's field; the package does not know it)
+        return found
+
+    plain = ids()
+    assert ids(logit_bias={"300": 100}) == [300] * 6
+    assert plain[0] not in ids(logit_bias={str(plain[0]): -100})
+    assert set(ids(extra={"allowed_token_ids": [40, 300]})) <= {40, 300}
+    asked: dict[str, Any] = {"model": "demo", "prompt": "def gcd(a, b):", "max_tokens": 12, "temperature": 0}
+    text = client.completions.create(**asked).choices[0].text
+    word = max(text.split(), key=len)
+    other = client.completions.create(**asked, extra_body={"bad_words": [word]}).choices[0].text
+    assert other != text
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        ids(logit_bias={"5": 101})
+
+
 def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text(KEY + "\n")
@@ -142,6 +165,7 @@ def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
         completions_come_whole_and_streamed(client, server.client_with())
         chats_come_whole_and_streamed(client)
         log_probabilities_are_the_model_s(server.client_with())
+        tokens_that_a_request_names_are_drawn_or_not(client)
         the_document_s_example_runs(server, tmp_path)
         errors_are_the_client_s_own_classes(server)
         the_client_s_own_disconnect_cancels(server)

@@ -40,6 +40,7 @@ from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
 from tests.models.kernels.rank_without_gpu import (
     BOUNDED,
     BUCKETS,
+    EDITED,
     META,
     MOST_PREFILL,
     SAMPLING,
@@ -58,6 +59,7 @@ def dense(driver: CompilingDriver) -> None:
     for bucket in (1, 128):
         Rank(driver, "8b", balanced=False).decode(bucket)
     rank.decode(32, SAMPLING[-1])
+    rank.decode(32, EDITED)
     for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens
         rank.prefill(tokens)
     rank.several_queries(32, 16)
@@ -67,8 +69,18 @@ def dense(driver: CompilingDriver) -> None:
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     products(driver, likeliest_wide())
+    same_bits(driver, "8b")
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:
+    """The deterministic mode: products in every tile, attention with a row's chunks in several programs and in one."""
+    rank = Rank(driver, shape, same_bits=True, **more)
+    for bucket in (1, 32, 64, 128):
+        rank.decode(bucket)
+    rank.prefill(MOST_PREFILL)
+    rank.several_queries(2, 16)
 
 
 def likeliest_wide() -> ChoiceTable:
@@ -205,10 +217,18 @@ def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tupl
         tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
 
 
+def more_same_bits(driver: CompilingDriver) -> None:
+    """The deterministic mode of float32 and of other heads."""
+    same_bits(driver, "0.6b")
+    same_bits(driver, "30b-a3b", tp=2)
+    same_bits(driver, "8b", dtype=torch.float32)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
     "rotation": rotation,
+    "same-bits": more_same_bits,
     "prefill": prefills,
     "more-prefill": more_prefills,
     "push": pushing,

@@ -144,6 +144,19 @@ def _sampling(draw: random.Random) -> Row:
         fields["seed"] = draw.choice((0, 7, -5, 2**63 - 1, -(2**63)))
     if draw.random() < 0.25:
         fields["prompt_logprobs"] = draw.choice((0, 2, 20))
+    return fields | _edits(draw)
+
+
+def _edits(draw: random.Random) -> Row:
+    """What names tokens; few are allowed, so that bad words of several tokens are met."""
+    fields: Row = {}
+    if draw.random() < 0.15:
+        tokens = draw.sample(range(VOCABULARY), draw.choice((1, 5, 200)))
+        fields["logit_bias"] = {str(token): draw.choice((-100, -2.5, 3, 100)) for token in tokens}
+    if draw.random() < 0.15:
+        fields["allowed_token_ids"] = draw.sample(range(3, 360), draw.choice((1, 2, 4, 100)))
+    if draw.random() < 0.15:
+        fields["bad_words"] = draw.sample(("the", "fox", "o", "quick brown", "e e", "世", "aa", "lazy"), 3)
     return fields
 
 

@@ -104,6 +104,25 @@ def test_penalties_count_the_tokens_of_a_window_in_order(widths: tuple[int, ...]
     windows(requests, widths, depth=depth)
 
 
+@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("widths", [(2,), (8,), (16, 1)], ids=str)
+def test_bad_words_look_at_the_tokens_of_a_window_in_order(widths: tuple[int, ...], depth: int) -> None:
+    requests = [
+        request(
+            i,
+            prompt(10, i),
+            max_tokens=30,
+            temperature=1.5 * (i % 2),
+            allowed_token_ids=(i + 3, i + 5, i + 8),
+            bad_words_token_ids=((i + 3, i + 3), (i + 5, i + 8, i + 5), (i + 8, i + 8)),
+            logit_bias=((i + 5, 1.5),),
+            stops=(),
+        )
+        for i in range(5)
+    ]
+    windows(requests, widths, depth=depth)
+
+
 @pytest.mark.parametrize("widths", [(4,), (32,)], ids=str)
 def test_a_window_that_reaches_past_the_context(widths: tuple[int, ...]) -> None:
     """Positions behind the last one have no rotation and no draw."""

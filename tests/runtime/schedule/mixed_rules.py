@@ -75,7 +75,7 @@ class MixedRules:
             if (
                 self._mixed.buckets
                 and total not in self._mixed.buckets
-                and given < self._scheduler.config.max_prefill_tokens
+                and given < self._scheduler.config.limits.max_prefill_tokens
             ):
                 raise BrokenRule(f"step {plan.step} has {total} tokens, which is no bucket: {plan}")
         elif wanting and given != most:
@@ -88,10 +88,10 @@ class MixedRules:
         """Tokens of chunks where enough wait, found by looking at every total that a step may have."""
         config, mixed = self._scheduler.config, self._mixed
         if not rows:
-            return config.max_prefill_tokens
+            return config.limits.max_prefill_tokens
         width = plan.width if plan.decode_rows else self._scheduler.planner._width()
         decoding = len(rows) * width
-        budget = decoding + config.max_prefill_tokens
+        budget = decoding + config.limits.max_prefill_tokens
         if mixed.budgets:
             row_limit = covering((entry[0] for entry in mixed.budgets), len(rows))
             totals = {kv_tokens: total for limit, kv_tokens, total in mixed.budgets if limit == row_limit}
@@ -107,7 +107,7 @@ class MixedRules:
             budget = min([budget, *enough[:1]])
         least = min(total for total in totals_there_are if total > decoding)
         total = max([least, *(total for total in totals_there_are if total <= budget)])
-        return min(total - decoding, config.max_prefill_tokens)
+        return min(total - decoding, config.limits.max_prefill_tokens)
 
     def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
         """As it was when the plan was begun: nobody was seated for it, nothing cut."""
@@ -116,7 +116,7 @@ class MixedRules:
         tokens = sum(min(self._left[s.slot, s.epoch], self._mixed.long_prompt) for s in before)
         sequences = self._scheduler.resources.sequences
         waiting = [s for id_, s in sequences.items() if s.state is State.WAITING or id_ in seated_now]
-        free = self._scheduler.config.rows - len(before) - len(rows)
+        free = self._scheduler.config.limits.rows - len(before) - len(rows)
         known = [min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
 

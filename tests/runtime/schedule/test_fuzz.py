@@ -22,6 +22,7 @@ from runtime.schedule.sequence import SequenceState
 from runtime.schedule.shares import remaining
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.states import Trigger
+from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fuzz import (
     WIDTHS,
     Build,
@@ -60,11 +61,11 @@ def test_tokens_are_the_same_whatever_the_widths(widths: tuple[int, ...], depth:
     most = max(widths)
     for seed in range(40):
         trace = make_trace(seed)
-        blocks = trace.config.blocks + most // trace.config.block_size
+        blocks = trace.config.blocks + most // trace.config.limits.block_size
         mixed = trace.config.mixed
         if mixed is not None and mixed.buckets:  # wide rows need room in them
-            mixed = replace(mixed, buckets=(*mixed.buckets, mixed.buckets[-1] + most * trace.config.rows))
-        config = replace(trace.config, widths=widths, depth=depth, blocks=blocks, mixed=mixed)
+            mixed = replace(mixed, buckets=(*mixed.buckets, mixed.buckets[-1] + most * trace.config.limits.rows))
+        config = config_with(trace.config, widths=widths, depth=depth, blocks=blocks, mixed=mixed)
         check_trace(replace(trace, config=config, barren=seed % 2 == 0))
 
 
@@ -108,7 +109,7 @@ def test_every_part_of_the_space_is_visited() -> None:
     class Counting(Scheduler):
         def land(self, step: int, result: StepResult | None) -> StepOutput:
             seen.update(name for name in (*NAMES, "distrusted") if getattr(self.counters, name) > 0)
-            seen[f"depth {self.config.depth}"] = seen[self.config.widths] = 1
+            seen[f"depth {self.config.limits.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
     for seed in range(400):
@@ -208,14 +209,14 @@ class ReservesOneStep(Resources):
 
     def set_wake(self, sequence: SequenceState) -> None:
         super().set_wake(sequence)
-        sequence.wake_at += (self.config.depth + 1) * self.config.max_width
+        sequence.wake_at += self.limits.tokens_ahead
 
 
 class ReservesForThisWidth(Planner):
     """Blocks for the width of the step being planned, where the steps behind it may be wider."""
 
     def _ready_rows(self) -> bool:
-        self.resources._max_width = self._width()
+        self.resources.limits = replace(self.limits, width=self._width())
         return super()._ready_rows()
 
 

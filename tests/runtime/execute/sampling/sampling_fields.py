@@ -28,3 +28,6 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...]
+    bad_words_token_ids: tuple[tuple[int, ...], ...]

@@ -44,8 +44,15 @@ def gumbel(seed: int, position: int, vocab: int, purpose: int = 0) -> Floats:
 def shape(
     logits: Floats, p: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Sequence[int] = ()
 ) -> Floats:
-    """Penalties and the min_tokens mask, one token at a time."""
+    """Edits, penalties and the min_tokens mask, one token at a time."""
     shaped = logits.astype(np.float64).copy()
+    for token in range(len(shaped)):
+        if p.allowed_token_ids and token not in p.allowed_token_ids:
+            shaped[token] = -math.inf
+        shaped[token] += dict(p.logit_bias).get(token, 0.0)
+    for *before, last in p.bad_words_token_ids:
+        if list(output[len(output) - len(before) :]) == before:
+            shaped[last] = -math.inf
     counts = Counter(output)
     for token in range(len(shaped)):
         if token in counts or token in prompt:

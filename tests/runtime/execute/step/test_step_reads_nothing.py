@@ -102,8 +102,9 @@ class Parts:
         caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
-        limits = cast(Any, SimpleNamespace(block_size=BLOCK, decode_buckets=()))
-        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), limits)
+        limits = SimpleNamespace(block_size=BLOCK)
+        sizes = cast(Any, SimpleNamespace(limits=limits, decode_buckets=()))
+        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
 

@@ -1,0 +1,126 @@
+"""Edits of logits that name tokens, in one launch: logits in, edited float32 logits out.
+
+Knows: the arithmetic of runtime/execute/sampling/logit_edits.py, its torch reference, bit for bit. Does not know:
+draws, penalties.
+
+A program has a block of a row's columns. It stores the block, then changes the few of them that the row's biases name,
+then those that its bad words do: a barrier lies between, for the second looks at what the first wrote.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT
+from runtime.execute.sampling.logit_edits import HISTORY, RowEdits
+from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+
+_BLOCK = 2048
+_BIASES_AT_ONCE = 256
+_WORDS_AT_ONCE = 32
+
+
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
+def _edit_kernel(
+    logits_ptr,
+    out_ptr,
+    slots_ptr,
+    recent_ptr,
+    sizes_ptr,
+    bias_ids_ptr,
+    biases_ptr,
+    bad_ptr,
+    allowed_ptr,
+    logits_stride,
+    recent_stride,
+    allowed_stride,
+    vocab,
+    vocab_start,
+    MOST_BIASES: tl.constexpr,
+    MOST_BAD_WORDS: tl.constexpr,
+    BAD_WORD_TOKENS: tl.constexpr,
+    BIASES_AT_ONCE: tl.constexpr,
+    WORDS_AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    inside = column < vocab
+    last = tl.minimum(first + BLOCK, vocab)
+    slot = tl.load(slots_ptr + row)
+    biases = tl.load(sizes_ptr + slot * 3)
+    bad_words = tl.load(sizes_ptr + slot * 3 + 1)
+    masked = tl.load(sizes_ptr + slot * 3 + 2)
+    score = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if masked > 0:
+        token = column + vocab_start
+        word = tl.load(allowed_ptr + slot * allowed_stride + token // 32, mask=inside, other=0)
+        score = tl.where((word >> (token % 32)) & 1 == 0, score + float("-inf"), score)
+    out_ptr += row * vocab
+    tl.store(out_ptr + column, score, mask=inside)
+    if biases > 0:
+        tl.debug_barrier()
+        for begin in range(0, biases, BIASES_AT_ONCE):
+            index = begin + tl.arange(0, BIASES_AT_ONCE)
+            used = index < biases
+            at = tl.load(bias_ids_ptr + slot * MOST_BIASES + index, mask=used, other=-1) - vocab_start
+            here = used & (at >= first) & (at < last)
+            bias = tl.load(biases_ptr + slot * MOST_BIASES + index, mask=here, other=0.0)
+            tl.store(out_ptr + at, tl.load(out_ptr + at, mask=here, other=0.0) + bias, mask=here)
+    if bad_words > 0:
+        tl.debug_barrier()
+        place = tl.arange(0, BAD_WORD_TOKENS)
+        before = place < BAD_WORD_TOKENS - 1
+        recent = tl.load(recent_ptr + row * recent_stride + place, mask=before, other=-1)
+        for begin in range(0, bad_words, WORDS_AT_ONCE):
+            index = begin + tl.arange(0, WORDS_AT_ONCE)
+            used = index < bad_words
+            word_ptr = bad_ptr + (slot * MOST_BAD_WORDS + index) * BAD_WORD_TOKENS
+            ids = tl.load(word_ptr[:, None] + place[None, :], mask=used[:, None] & before[None, :], other=-1)
+            differs = (ids != -1) & (ids != recent[None, :])
+            follows = tl.sum(differs.to(tl.int32), 1) == 0
+            at = tl.load(word_ptr + BAD_WORD_TOKENS - 1, mask=used, other=-1) - vocab_start
+            here = used & follows & (at >= first) & (at < last)
+            tl.store(out_ptr + at, tl.load(out_ptr + at, mask=here, other=0.0) + float("-inf"), mask=here)
+
+
+def edit_logits(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0) -> Tensor:
+    """Edited copy of float32 or bfloat16 logits, float32 [R, V]; logit_edits.py has the meaning."""
+    tables, recent_RH = edits.tables, edits.recent_RH
+    rows, vocab = logits_RV.shape
+    if logits_RV.stride(1) != 1:
+        logits_RV = logits_RV.contiguous()
+    edited_RV = torch.empty(rows, vocab, dtype=torch.float32, device=logits_RV.device)
+    if recent_RH.shape[1] != HISTORY or recent_RH.stride(1) != 1:
+        raise ValueError(f"recent tokens are {tuple(recent_RH.shape)}: they must be {HISTORY} a row, side by side")
+    _edit_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+        logits_RV,
+        edited_RV,
+        edits.slots_R,
+        recent_RH,
+        tables.sizes_S3,
+        tables.bias_ids_SK,
+        tables.biases_SK,
+        tables.bad_SMP,
+        tables.allowed_SW,
+        logits_RV.stride(0),
+        recent_RH.stride(0),
+        tables.allowed_SW.stride(0),
+        vocab,
+        vocab_start,
+        MOST_BIASES=MAX_LOGIT_BIAS,
+        MOST_BAD_WORDS=MAX_BAD_WORDS,
+        BAD_WORD_TOKENS=MAX_BAD_WORD_TOKENS,
+        BIASES_AT_ONCE=_BIASES_AT_ONCE,
+        WORDS_AT_ONCE=_WORDS_AT_ONCE,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        **EXACT,
+    )
+    return edited_RV
