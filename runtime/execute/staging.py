@@ -101,10 +101,13 @@ class Staged:
 
 
 class Staging:
-    """One a rank. ``stage`` then ``apply``, each step, on the thread that launches; every method returns at once."""
+    """One a rank. ``stage`` then ``apply``, each step, on the thread that launches; every method returns at once.
+
+    ``entries`` of the ring: more than steps are ever in flight, or the host waits for the oldest (``waits``).
+    """
 
     def __init__(
-        self, device: Device, tables: SlotTables, *, max_prefill_tokens: int, max_rows: int, entries: int = 4
+        self, device: Device, tables: SlotTables, *, max_prefill_tokens: int, max_rows: int, entries: int
     ) -> None:
         self.counters = StagingCounters()
         self._device = device
