@@ -120,9 +120,9 @@ class SchedulerConfig:
 
     ``blocks`` counts usable KV blocks, without the trash block. ``widths`` are the widths W of decode steps in tokens a
     row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
-    ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks run
-    in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others decode.
-    ``max_waiting``: requests that may queue.
+    ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
+    run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
+    decode. ``max_waiting``: requests that may queue.
     Raises ValueError for widths outside 1 to ``limits.width``, and for mixed buckets that all decode rows would fill.
     """
 
