@@ -25,13 +25,15 @@ def select_kernels(
     flashinfer: FlashInferSwitches = NO_SWITCHES,
     *,
     deterministic: bool = False,
+    depth: int = 2,
 ) -> Kernels:
     """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
     One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer
     (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
     ``deterministic``: batch-invariant ones, of which there is one set a kind of device; the reference, which is not,
-    where they cannot run.
+    where they cannot run. ``depth``: steps in flight beside the one that lands next, for which plans made on the host
+    have places.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -47,7 +49,7 @@ def select_kernels(
         from models.kernels.deterministic import DeterministicKernels
 
         return DeterministicKernels(device)
-    kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer)
+    kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer, depth=depth)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.logit_edits import HISTORY, NO_ID, WORD_BITS, mask_words
-from runtime.execute.slot_state import NEWEST, PADDING_SLOT, SlotTables, fill_record
-from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
+from runtime.execute.slot_state import NEWEST, SlotTables, fill_record
+from runtime.schedule.plan import PADDING_SLOT, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 _Array = npt.NDArray[Any]

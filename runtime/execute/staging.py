@@ -28,7 +28,8 @@ from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
-from runtime.execute.slot_state import PADDING_SLOT, SlotTables
+from runtime.execute.slot_state import SlotTables
+from runtime.schedule.plan import PADDING_SLOT
 
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
@@ -100,10 +101,13 @@ class Staged:
 
 
 class Staging:
-    """One a rank. ``stage`` then ``apply``, each step, on the thread that launches; every method returns at once."""
+    """One a rank. ``stage`` then ``apply``, each step, on the thread that launches; every method returns at once.
+
+    ``entries`` of the ring: more than steps are ever in flight, or the host waits for the oldest (``waits``).
+    """
 
     def __init__(
-        self, device: Device, tables: SlotTables, *, max_prefill_tokens: int, max_rows: int, entries: int = 4
+        self, device: Device, tables: SlotTables, *, max_prefill_tokens: int, max_rows: int, entries: int
     ) -> None:
         self.counters = StagingCounters()
         self._device = device

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 from runtime.schedule.request import FinishReason, Request, SamplingParams
+
+PADDING_SLOT: Final = 0  # of rows that no request has; requests have slots from 1 on
+TRASH_BLOCK: Final = 0  # where padding and ghost rows write; requests hold blocks from 1 on
 
 # ---- events: everything that may change a plan from outside, agreed by all ranks with the step it takes effect in ----
 

@@ -42,6 +42,7 @@ class Resources:
         self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
         self.chain = Chain(config.limits.depth)
         self.digest = RollingDigest()
+        self.digest.fold(0, "depth", (config.limits.depth, config.horizon))
         if config.mixed is not None:
             self.digest.fold(0, "mixed", config.mixed.numbers)
         self.counters = ScheduleCounters()

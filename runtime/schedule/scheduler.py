@@ -134,6 +134,7 @@ class Scheduler:
             if wide and i < decode_rows:
                 sequence.planned_tokens += count - width
                 sequence.uncertain_tokens -= width - 1
+                self.counters.proposed(width, count)
             if code:
                 done.append(self._end_as_reported(sequence, FinishReason(code)))
             elif len(sequence.tokens) > sequence.publish_at:

@@ -16,13 +16,12 @@ from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
-from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
 from runtime.execute.step.step_io import gather_packed, pieces_of
 from runtime.execute.step.tail import Tail
 from runtime.schedule.config import StepLimits
-from runtime.schedule.plan import StepKind, StepPlan
+from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
 
 
 class PrefillRole:
