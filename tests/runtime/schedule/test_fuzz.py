@@ -134,7 +134,7 @@ def test_every_part_of_the_space_is_visited() -> None:
     assert seen["found later"] > 5
     assert seen["early"] > 5
     assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
-    assert min(seen["left out", state] for state in (State.ENDED, State.EVICTING, State.PAUSED)) > 0
+    assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
