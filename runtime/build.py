@@ -14,14 +14,17 @@ from pathlib import Path
 
 import torch
 
+from models.batch_invariance import missing_invariance
 from models.config import DTYPES, ModelConfig
 from models.expert_load import start_counting
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
+from models.layers.decoder import Decoder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
+from runtime.chain_depth import DEEPEST, settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.open_device import open_device
@@ -82,7 +85,7 @@ def build_engine(
     """
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
-    limits = config.step_limits(served.max_model_len)
+    limits = config.step_limits(served.max_model_len, DEEPEST)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -102,12 +105,20 @@ def build_engine(
             device=opened.torch_device,
             collectives=collectives,
             kernels=select_kernels(
-                torch.device(device), dtype, model_config.head_dim, config.prefill_attention, flashinfer
+                torch.device(device),
+                dtype,
+                model_config.head_dim,
+                config.prefill_attention,
+                flashinfer,
+                deterministic=config.deterministic,
+                depth=limits.depth,
             ),
             experts=split,
             seed=config.seed,
             progress=progress,
         )
+        if config.deterministic:
+            _require_invariance(model)
         if config.expert_load is not None:
             start_counting(model)
         loaded = time.perf_counter()
@@ -129,7 +140,10 @@ def build_engine(
         opened.close()
         raise
     served = replace(served, widest=executor.widest)
-    scheduler = Scheduler(_schedule(config, limits, executor, mixed_steps(config, model, executor, share)))
+    schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
+    depth, horizon = settled(config, executor, schedule, control.settle_horizon, share)
+    config = replace(config, chain_depth=depth, horizon=horizon)
+    scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
@@ -137,6 +151,14 @@ def build_engine(
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+
+
+def _require_invariance(model: Decoder) -> None:
+    """Raises ConfigError where a part of the model gives other bits in another batch."""
+    if missing := missing_invariance(model):
+        raise ConfigError(
+            f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
+        )
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
@@ -174,9 +196,13 @@ def _executor_config(
         share=share,
         kernel_cache=kernel_cache,
         warm_variants=warm_variants(config.warm, ranks),
-        exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
-        prefill_buckets=_prefill_buckets(config) if exchange is None else (),
-        mixed=exchange is None and _mixes(config, limits),
+        exchanges=()
+        if exchange is None
+        else exchange_ladder(
+            config.decode_buckets, limits.max_prefill_tokens, limits.rows if _mixes(config, limits) else 0
+        ),
+        prefill_buckets=_prefill_buckets(config),
+        mixed=_mixes(config, limits),
         slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
 
@@ -189,8 +215,7 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Captured on GPUs; a CPU would compute the padding and gain nothing. Not where groups prefill by turns, either:
-    each step's rows of the exchange would be one more dimension of graphs."""
+    """Captured on GPUs; a CPU would compute the padding and gain nothing."""
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 

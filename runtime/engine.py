@@ -124,7 +124,7 @@ class Engine:
         self._in_flight.append(_Flight(plan, spec))
         observe.launched()
         output, launched = StepOutput(self.scheduler.step), False
-        if len(self._in_flight) > self.config.chain_depth:
+        if len(self._in_flight) > self.scheduler.config.limits.depth:
             launched = self._in_flight[0].launched is not None
             output = self._land()
         if ended:
@@ -268,6 +268,11 @@ class Engine:
     def resume(self, request_id: int) -> None:
         """Undo ``pause``."""
         self._outbox.put(Resume(request_id))
+
+    @property
+    def agreements(self) -> tuple[tuple[int, ...], float]:
+        """Turns by how long their events took to be agreed, in the buckets of AGREEMENT_BOUNDS; and their seconds."""
+        return tuple(self.observe.agreements), self.observe.agreement_ns / 1e9
 
     @property
     def occupancy(self) -> Occupancy:

@@ -8,10 +8,10 @@ G those of them that this rank holds (a share of), C experts that a token choose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -64,6 +64,26 @@ class Kernels(Protocol):
 
     name: str
     slower: str | None = None  # why every operation is slower than it could be on its device; None where it is not
+    # What a model calls, or what its compositions come down to.
+    operations: ClassVar[tuple[str, ...]] = (
+        "rms_norm",
+        "silu_mul",
+        "linear",
+        "rope_and_cache",
+        "decode_attention",
+        "prefill_attention",
+        "route_top_k",
+        "expert_mlp",
+    )
+
+    @property
+    def batch_invariant(self) -> Mapping[str, bool]:
+        """Of each of ``operations``: whether a token's result has the same bits whoever shares the step.
+
+        Whatever the number of tokens and rows, their order, their lengths, how a prompt is cut, what was found in the
+        cache. Nothing that is not listed is. The deterministic mode refuses kernels that miss one.
+        """
+        return {}
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         """Autotunes the matrix products seen so far; returns how many were measured.

@@ -58,7 +58,8 @@ _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faste
 class NvidiaKernels(Kernels):
     """See the module. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
     ``flashinfer``: FlashInfer's environment variables. ``balanced``: decode attention takes splits from a work list;
-    without, every row of a step is split alike, to compare the two.
+    without, every row of a step is split alike, to compare the two. ``depth``: steps in flight beside the one that
+    lands next, for which plans made on the host have places.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -73,6 +74,7 @@ class NvidiaKernels(Kernels):
         prefill: PrefillWanted = "auto",
         flashinfer: FlashInferSwitches = NO_SWITCHES,
         balanced: bool = True,
+        depth: int = 2,
     ) -> None:
         device = torch.device(device)
         reason = unsupported(device)
@@ -83,7 +85,7 @@ class NvidiaKernels(Kernels):
         self.pdl = traits.dependent_launch
         self.matmul = MatmulDispatch(device, traits, choices)
         self._reference = ReferenceKernels()
-        self._prefill = Prefill(device, prefill, traits, flashinfer)
+        self._prefill = Prefill(device, prefill, traits, flashinfer, depth)
         self._attention_partial = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
         self.balanced = balanced

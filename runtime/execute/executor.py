@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
-from runtime.execute.result_reader import ResultReader, StepTiming
+from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts
 from runtime.execute.sampling.inputs import (
@@ -32,7 +32,7 @@ from runtime.execute.sampling.inputs import (
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
-from runtime.execute.staging import Staging
+from runtime.execute.staging import Staging, StagingCounters
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.row_graphs import RowGraphs
@@ -80,9 +80,10 @@ class Executor:
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
         )
         most_tokens = limits.max_prefill_tokens + (max_rows if config.mixed else 0)
-        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows)
+        entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
+        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(
-            device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
+            device, entries=entries, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
         self.sizing = self._size(further_roles)
         self.pool = CachePool(device, block_size=limits.block_size, blocks=self.sizing.num_blocks, slots=limits.slots)
@@ -90,8 +91,8 @@ class Executor:
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
-        for role in (self.decode, *roles[:-2], self.prefill):
-            role.warm_up()
+        self._warm_up(roles[:-2])
+        self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
         ladders = Ladders(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
@@ -103,8 +104,25 @@ class Executor:
         )
         self.widest = self._widest_variant()
         self._count_standing_fallbacks()
-        self.allocations_at_warmup = device.allocations()
-        self.captures_at_warmup = device.captures
+        self._count_from_here()
+
+    def _warm_up(self, further_roles: Sequence[Role]) -> None:
+        """Decode first, except in groups: where steps with chunks are captured, no group replays a decode graph while
+        another one has chunks, and decode graphs need no wider exchanges than their own."""
+        if self._config.exchanges:
+            self.prefill.warm_up()
+            if self.prefill.graphs.buckets:
+                self.decode.exchanges = (0,)
+        self.decode.warm_up()
+        for role in further_roles:
+            role.warm_up()
+        if not self._config.exchanges:
+            self.prefill.warm_up()
+
+    def _count_from_here(self) -> None:
+        """What was allocated and captured until now belongs to the start."""
+        self.allocations_at_warmup = self.device.allocations()
+        self.captures_at_warmup = self.device.captures
 
     @property
     def prefill_attention(self) -> str:
@@ -168,6 +186,34 @@ class Executor:
                 found[tokens] = min(self._milliseconds_of(rehearse) for _ in range(_COST_RUNS))
         return found
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Steps that are launched and taken inside, before the engine's first one, are neither counted nor timed."""
+        taken = dict(self.fallbacks.counts)
+        with self.results.untimed():
+            yield
+        self.fallbacks.counts = taken
+        self.staging.counters = StagingCounters()
+        self.results.counters = ResultCounters()
+        self._count_from_here()
+
+    def replay_ms(self, spec: LaunchSpec, replays: int) -> float:
+        """Milliseconds of a replay of the decode graph that ``spec`` launched last, one behind the other.
+
+        When nothing is in flight, and the rows have ended: nothing of them is reported.
+        """
+        graph = self.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
+
+        def work() -> None:
+            for _ in range(replays):
+                graph.replay()
+
+        took = self._milliseconds_of(work)
+        for _ in range(replays):
+            self.device.compute.submit(self._ring.undo)
+        self.device.compute.synchronize()
+        return took / replays
+
     def _milliseconds_of(self, work: Callable[[], object]) -> float:
         self.device.compute.synchronize()
         began = time.perf_counter()
@@ -200,8 +246,22 @@ class Executor:
         if staged is not None:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)
+        if spec.plan.forks:
+            self._fork(spec)
         compute.record(ticket.ready)
         self.results.submit(ticket)
+
+    def _fork(self, spec: LaunchSpec) -> None:
+        """Behind the step: what forked answers continue from and do not share with the prompt's own row."""
+        pool, plan, blocks_2C = self.pool, spec.plan, self.staging.copied_blocks(spec)
+        slots = [(plan.chunks[fork.chunk].slot, fork.slot) for fork in plan.forks] if pool.banks else []
+
+        def work() -> None:
+            if blocks_2C.shape[1]:
+                pool.copy_blocks(blocks_2C)
+            pool.copy_slots(slots)
+
+        self.device.compute.submit(work)
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""

@@ -25,12 +25,13 @@ LIMIT_RANGES: Final[dict[str, tuple[int, int | None]]] = {
 class StepLimits:
     """What a step and a sequence hold at most: plans keep to it, and device memory is sized for it.
 
-    The scheduler and the executor of a rank hold the same value, and so do all ranks. ``rows`` sequences prefill or
-    decode at once. ``slots`` is larger (twice as many are plenty), so that a successor is seated while the last tokens
-    of its predecessor are in flight. ``block_size`` is tokens a KV block. ``max_model_len``: tokens of a prompt and its
-    answer together. ``depth`` is the chain depth D. ``width`` is the largest W of any step. ``max_prefill_tokens`` is
-    the most that the chunks of one step hold together. Raises ValueError for a value outside LIMIT_RANGES, and for
-    fewer slots than rows.
+    The scheduler and the executor of a rank hold the same value, and so do all ranks; but the executor's ``depth`` is
+    the deepest that may be chosen, where the chain depth is measured once graphs are there. ``rows`` sequences prefill
+    or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor is seated while the last
+    tokens of its predecessor are in flight. ``block_size`` is tokens a KV block. ``max_model_len``: tokens of a prompt
+    and its answer together. ``depth`` is the chain depth D. ``width`` is the largest W of any step.
+    ``max_prefill_tokens`` is the most that the chunks of one step hold together. Raises ValueError for a value outside
+    LIMIT_RANGES, and for fewer slots than rows.
     """
 
     rows: int
@@ -119,14 +120,15 @@ class SchedulerConfig:
 
     ``blocks`` counts usable KV blocks, without the trash block. ``widths`` are the widths W of decode steps in tokens a
     row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
-    ``mixed``: prefill chunks run in the steps of the decode rows. None: in steps of their own, at most
-    ``prefill_burst`` in a row while others decode. ``max_waiting``: requests that may queue.
-    Raises ValueError for widths outside 1 to ``limits.width``, and for mixed buckets that all decode rows would fill.
+    ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
+    run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
+    decode. ``max_waiting``: requests that may queue.
     """
 
     limits: StepLimits
     blocks: int
     widths: tuple[int, ...] = ()
+    horizon: int = 0
     prefill_burst: int = 4
     prefix_caching: bool = True
     max_waiting: int = 100_000

@@ -17,6 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.row_buckets import LARGE_STEP
 
+BATCH_INVARIANT = True  # a row by itself, by code that depends on its width only
+
 
 @triton.jit
 def _rms_norm_kernel(

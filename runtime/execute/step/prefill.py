@@ -119,9 +119,11 @@ class PrefillRole:
         """
         size = self._parts.limits.block_size
         packed = gather_packed(self._parts.tables, chunks, size)
+        could_decode = min(len(chunks.slots_R), len(chunks.slots_T))  # forks are rows without tokens
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
         longest = table_RP.shape[1] * size
-        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, longest, skip_empty=True)
+        lengths_R = packed.kv_lengths_R[:could_decode]
+        decode = DecodeAttention(table_RP[:could_decode], lengths_R, 1, longest, skip_empty=True)
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)

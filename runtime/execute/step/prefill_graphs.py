@@ -11,6 +11,9 @@ needs for a short prompt. So it is two launches:
     tail      head, draw and write-back, keyed by rows and kind of sampling, as decode graphs are.
 
 Steps that score prompt tokens have none: they need the last layer of all tokens, the others of one a row.
+
+Where groups share experts, each brings as many rows to an exchange as its step is padded to, and all replay the same
+forward graph: so the exchange is no dimension of its own. A group without a chunk replays it, too.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ log = logging.getLogger(__name__)
 class Lengths(NamedTuple):
     """What the host knows of the rows of a step with chunks; all three as in PrefillAttention.
 
-    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first.
+    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first, and for
+    forks, which come last and have none.
     """
 
     query: tuple[int, ...]
@@ -48,10 +52,10 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        decoding = (0,) * plan.decode_rows
+        decoding, forks = (0,) * plan.decode_rows, (0,) * len(plan.forks)
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return cls(decoding + query, decoding + known, len(decoding))
+        return cls(decoding + query + forks, decoding + known + forks, len(decoding))
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
@@ -63,7 +67,13 @@ class PrefillWork(Protocol):
     @property
     def splits_keys(self) -> bool: ...
     def hidden(
-        self, chunks: Chunks, attention: PrefillAttention, *, mixed: bool, split_keys: bool = False
+        self,
+        chunks: Chunks,
+        attention: PrefillAttention,
+        exchange_rows: int = 0,
+        *,
+        mixed: bool,
+        split_keys: bool = False,
     ) -> Tensor: ...
     def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None: ...
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None: ...
@@ -120,6 +130,8 @@ class PrefillGraphs:
     def _replay(self, bucket: int, lengths: Lengths) -> None:
         attention = self._attention
         assert attention is not None  # or there would be no bucket
+        if not any(lengths.query):  # no chunk: a token of the padding behind the rows that decode
+            lengths = Lengths((*lengths.query, 1), (*lengths.kv, 1), lengths.first_token)
         self._device.compute.submit(lambda: attention.plan(*lengths))
         self._graphs[bucket].replay()
 
@@ -177,12 +189,14 @@ class PrefillGraphs:
         assert attention is not None  # or warm_up() had returned
         read = PrefillAttention(self._page_table_BP, (bucket,), (bucket,), attention)
         lengths = self._rows_of(bucket)
+        grouped = bool(self._config.exchanges)  # some groups may decode while others have chunks, mixed or not
+        mixed, exchange_rows = self._config.mixed or grouped, bucket if grouped else 0
 
         def forward() -> None:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            hidden_RN = work.hidden(chunks, read, mixed=self._config.mixed, split_keys=split_keys)
+            hidden_RN = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
             self._hidden_RN[:rows].copy_(hidden_RN)
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's

@@ -26,6 +26,7 @@ class RowRole(ABC):
         self.name = name
         self.width = width
         self._parts = parts
+        self.exchanges = parts.config.exchanges  # rows for which each bucket is captured, besides its own
         maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers)
 
@@ -60,7 +61,7 @@ class RowRole(ABC):
         self._parts.ring.undo()
 
     def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.config.warm_variants, self._parts.config.exchanges)
+        self.graphs.warm_up(self._parts.config.warm_variants, self.exchanges)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention
-from models.kernels import nvidia
+from models.kernels import deterministic, nvidia
+from models.kernels.interface import Kernels
 from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
@@ -76,11 +77,11 @@ def play_an_h200() -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, dispatch, sampler, logprobs)
-    for module in modules[:2]:
+    modules: tuple[Any, ...] = (nvidia, dispatch, deterministic, sampler, logprobs)
+    for module in modules[:3]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
-    for module in modules[2:]:
+    for module in modules[3:]:
         module.kernels_for = lambda tensor: triton_kernels()
     ends: Any = step_io
     ends.kernels_for = lambda tensor: step_io_kernels.triton_kernels()
@@ -151,13 +152,17 @@ class Rank:
         ep: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         balanced: bool = True,
+        same_bits: bool = False,
     ) -> None:
         config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
         experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
+        self.kernels: Kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
+        if same_bits:
+            self._name = f"deterministic {self._name}"
+            self.kernels = deterministic.DeterministicKernels(META)
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))

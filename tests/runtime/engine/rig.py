@@ -147,7 +147,7 @@ def rig(
     decode steps, in turn; ``further_roles`` serve those that are not 1.
     """
     torch.set_num_threads(1)
-    if groups is not None or widths != (1,):  # where prefill and decode take turns
+    if widths != (1,):  # where prefill and decode take turns
         mixed = None
     config = EngineConfig(
         model="tiny",
@@ -184,7 +184,9 @@ def rig(
             num_blocks=blocks,
             agree_min=int,
             warm_variants=variants,
-            exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
+            exchanges=()
+            if groups is None
+            else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
         ),

@@ -72,6 +72,12 @@ def test_right_proposals_are_all_kept(widths: tuple[int, ...]) -> None:
         left -= widths[steps % len(widths)]
         steps += 1
     assert steps <= life.counters["decode_steps"] <= steps + 3, "those in flight when it ended"
+    if 1 not in widths:
+        drafts, kept = life.counters["spec_num_drafts"], life.counters["spec_num_accepted_tokens"]
+        assert drafts + kept == 63, "a row gains one token more than were kept of those proposed"
+        by_place = [life.counters[f"spec_accepted_per_position{{{place}}}"] for place in range(max(widths) - 1)]
+        assert by_place == sorted(by_place, reverse=True)
+        assert sum(by_place) == kept <= life.counters["spec_num_draft_tokens"]
 
 
 @pytest.mark.parametrize("depth", [0, 2, 4])
