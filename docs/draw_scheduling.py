@@ -16,8 +16,9 @@ from collections import deque
 from pathlib import Path
 
 from docs.scripted_device import Part, ScriptedDevice
+from runtime.schedule.config import SchedulerConfig, StepLimits
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.states import TRANSITIONS, State
 
 DOCUMENT = Path(__file__).with_name("scheduling.md")
@@ -46,7 +47,7 @@ PARTS = (
 
 def timeline(depth: int = 2) -> str:
     """Every step of three requests, as a table: what was planned, the two counts after it, and what then landed."""
-    scheduler = Scheduler(SchedulerConfig(rows=2, slots=4, blocks=16, block_size=4, max_model_len=32, depth=depth))
+    scheduler = Scheduler(SchedulerConfig(StepLimits(2, 4, block_size=4, max_model_len=32, depth=depth), blocks=16))
     device = ScriptedDevice(PARTS)
     in_flight: deque[StepResult | None] = deque()
     fences: dict[int, list[str]] = {}  # step: whose slot and blocks return when it lands

@@ -17,8 +17,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from docs.scripted_device import Part, ScriptedDevice
+from runtime.schedule.config import SchedulerConfig, StepLimits
 from runtime.schedule.plan import StepKind, StepResult
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 
 PICTURE = Path(__file__).with_name("chained-timeline.svg")
 
@@ -49,7 +50,7 @@ class Box:
 
 def play(depth: int) -> list[Box]:
     """The engine's loop against a clock of pixels: everything that starts before END."""
-    scheduler = Scheduler(SchedulerConfig(rows=2, slots=4, blocks=64, block_size=4, max_model_len=64, depth=depth))
+    scheduler = Scheduler(SchedulerConfig(StepLimits(2, 4, block_size=4, max_model_len=64, depth=depth), blocks=64))
     device = ScriptedDevice(PARTS)
     in_flight: deque[tuple[StepResult, float]] = deque()
     boxes: list[Box] = []

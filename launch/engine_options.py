@@ -77,7 +77,9 @@ _ENGINE: dict[str, _Option] = {
         "consecutive prefill steps at most, while other requests decode; without mixed steps only", "steps"
     ),
     "chain_depth": _Option(
-        "steps in flight besides the one whose results are read next; 0 is the serial engine", "steps"
+        "steps in flight besides the one whose results are read next; each is one that a new request waits for, and "
+        "one more that hides the host's pauses; 0 is the serial engine",
+        "steps",
     ),
     "width": _Option("tokens that a request may gain in one decode step", "tokens"),
     "decode_buckets": _Option("batch sizes of decode graphs, ascending, comma-separated", "rows", whole_numbers),
@@ -93,9 +95,16 @@ _ENGINE: dict[str, _Option] = {
         get_args(PrefillWanted),
     ),
     "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
+    "deterministic": _Option(
+        "the same tokens and log-probabilities for a request, bit for bit, whatever else runs: batch, order, chunks, "
+        "prefix hits, evictions, chain depth; slower",
+        "switch",
+    ),
     "max_waiting": _Option("maximum number of requests in the engine's queue", "requests"),
     "horizon": _Option(
-        "steps between rank 0's announcement of an event and its effect; a single rank needs none", "steps"
+        "steps between rank 0's announcement of an event and its effect: so many later a new request runs, and so "
+        "many steps may a record travel without a rank that waits; a single rank needs none",
+        "steps",
     ),
     "control_timeout_s": _Option("silence after which a rank counts as lost and the job ends", "seconds", number),
     "seed": _Option("base seed for requests without one, and for dummy weights", "number"),
@@ -120,6 +129,8 @@ _DERIVED_DEFAULTS = {
     "tensor_parallel": "the number of ranks started, divided by --data-parallel-size",
     "expert_parallel": "off; on with --data-parallel-size",
     "max_model_len": "the model's own limit",
+    "chain_depth": "the least that keeps the GPU busy, measured at start-up; 2 on cpu",
+    "horizon": "the least that hides a record's way to the slowest rank, measured at start-up",
     "num_blocks": "sized from --memory-fraction of the memory",
     "itl_target_ms": "8 times the smallest step, or twice the decode step",
     "timeline": "not written",

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from models.cache_layout import PagedKV
 
+PIECE = 16  # tokens of a chunk that attend as one row where keys are split
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
@@ -28,7 +30,7 @@ class DecodeAttention:
     skip_empty: a row of length 0 is none of decode's: its tokens are left as they are in an output that was given
     (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
     starts_B, queries_B int32, on the device: row i's new tokens are T's [starts_B[i], starts_B[i] + queries_B[i]); both
-    or neither. They are for Kernels.decode_attention with an output that is given, of as many tokens as q.
+    or neither. Then attention has as many tokens as q; those of no row are undefined.
     work: made of the lengths by Kernels.plan_decode once a step and used by all layers (an object of the backend's own,
     None where it has none).
     """
@@ -78,11 +80,13 @@ class MixedAttention:
 
     ``decode``: of the first rows, as many as could decode, with kv_lengths_B 0 for those that do not; row i's token is
     token i. ``prefill``: of all rows, none of whose tokens decode; its page table may have more rows than ``decode``.
+    Or, of a few short chunks behind long prefixes, their pieces of at most PIECE tokens, each a row with ``starts_B``:
+    keys are split between programs then, which prefill attention does not do.
     The new keys and values of all rows are written before any row attends: rows may share pages.
     """
 
     decode: DecodeAttention
-    prefill: PrefillAttention
+    prefill: PrefillAttention | DecodeAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,21 +14,24 @@ from pathlib import Path
 
 import torch
 
+from models.batch_invariance import missing_invariance
 from models.config import DTYPES, ModelConfig
 from models.expert_load import start_counting
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
+from models.layers.decoder import Decoder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
+from runtime.chain_depth import DEEPEST, settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
 from runtime.execute.result_reader import StepTiming
-from runtime.execute.role import ExecutorLimits
+from runtime.execute.role import ExecutorConfig
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.gc_freeze import freeze_heap
@@ -39,8 +42,8 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
-from runtime.schedule.config import MixedSteps
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.schedule.scheduler import Scheduler
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
 
@@ -53,7 +56,6 @@ WARM_VARIANTS = {
     "filtered": SamplingVariant(random=True, filters=True),
     "penalised": SamplingVariant(random=True, filters=True, penalties=True),
 }
-SLOTS_PER_ROW = 2  # successors are seated while the last tokens of those before them are in flight
 
 
 def build_engine(
@@ -83,6 +85,7 @@ def build_engine(
     """
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
+    limits = config.step_limits(served.max_model_len, DEEPEST)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -102,12 +105,20 @@ def build_engine(
             device=opened.torch_device,
             collectives=collectives,
             kernels=select_kernels(
-                torch.device(device), dtype, model_config.head_dim, config.prefill_attention, flashinfer
+                torch.device(device),
+                dtype,
+                model_config.head_dim,
+                config.prefill_attention,
+                flashinfer,
+                deterministic=config.deterministic,
+                depth=limits.depth,
             ),
             experts=split,
             seed=config.seed,
             progress=progress,
         )
+        if config.deterministic:
+            _require_invariance(model)
         if config.expert_load is not None:
             start_counting(model)
         loaded = time.perf_counter()
@@ -115,7 +126,7 @@ def build_engine(
         executor = Executor(
             opened,
             model,
-            _limits(config, served, agree_min, share, kernel_cache, exchange, collectives.size),
+            _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
@@ -129,7 +140,10 @@ def build_engine(
         opened.close()
         raise
     served = replace(served, widest=executor.widest)
-    scheduler = Scheduler(_schedule(config, served, executor, mixed_steps(config, model, executor, share)))
+    schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
+    depth, horizon = settled(config, executor, schedule, control.settle_horizon, share)
+    config = replace(config, chain_depth=depth, horizon=horizon)
+    scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
@@ -137,6 +151,14 @@ def build_engine(
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+
+
+def _require_invariance(model: Decoder) -> None:
+    """Raises ConfigError where a part of the model gives other bits in another batch."""
+    if missing := missing_invariance(model):
+        raise ConfigError(
+            f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
+        )
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
@@ -156,23 +178,17 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _limits(
+def _executor_config(
     config: EngineConfig,
-    served: ServedModel,
+    limits: StepLimits,
     agree_min: Callable[[int], int],
     share: Callable[[Callable[[], str]], str] | None,
     kernel_cache: Path | None,
     exchange: TokenExchange | None,
     ranks: int,
-) -> ExecutorLimits:
-    return ExecutorLimits(
-        rows=config.max_num_seqs,
-        slots=SLOTS_PER_ROW * config.max_num_seqs,
-        block_size=config.block_size,
-        max_model_len=served.max_model_len,
-        depth=config.chain_depth,
-        width=config.width,
-        max_prefill_tokens=config.max_prefill_tokens,
+) -> ExecutorConfig:
+    return ExecutorConfig(
+        limits=limits,
         decode_buckets=config.decode_buckets,
         memory_fraction=config.memory_fraction,
         num_blocks=config.num_blocks,
@@ -180,11 +196,14 @@ def _limits(
         share=share,
         kernel_cache=kernel_cache,
         warm_variants=warm_variants(config.warm, ranks),
-        exchanges=() if exchange is None else exchange_ladder(config.decode_buckets, config.max_prefill_tokens),
-        prefill_buckets=_prefill_buckets(config) if exchange is None else (),
-        mixed=config.mixed_steps
-        and exchange is None
-        and config.max_prefill_tokens > config.max_num_seqs * config.width,
+        exchanges=()
+        if exchange is None
+        else exchange_ladder(
+            config.decode_buckets, limits.max_prefill_tokens, limits.rows if _mixes(config, limits) else 0
+        ),
+        prefill_buckets=_prefill_buckets(config),
+        mixed=_mixes(config, limits),
+        slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
 
 
@@ -196,14 +215,13 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Captured on GPUs; a CPU would compute the padding and gain nothing. Not where groups prefill by turns, either:
-    each step's rows of the exchange would be one more dimension of graphs."""
+    """Captured on GPUs; a CPU would compute the padding and gain nothing."""
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 
-def _mixes(config: EngineConfig) -> bool:
+def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
     """Where all rows of a full batch would fill a step, none is left for a prompt."""
-    return config.mixed_steps and config.max_prefill_tokens > config.max_num_seqs * config.width
+    return config.mixed_steps and limits.max_prefill_tokens > limits.rows * limits.width
 
 
 def _groups(
@@ -217,19 +235,13 @@ def _groups(
 
 
 def _schedule(
-    config: EngineConfig, served: ServedModel, executor: Executor, mixed: MixedSteps | None
+    config: EngineConfig, limits: StepLimits, executor: Executor, mixed: MixedSteps | None
 ) -> SchedulerConfig:
     if config.prefix_caching and not executor.restores_prefixes:
         log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
     return SchedulerConfig(
-        rows=config.max_num_seqs,
-        slots=SLOTS_PER_ROW * config.max_num_seqs,
+        limits=limits,
         blocks=executor.sizing.num_blocks,
-        block_size=config.block_size,
-        max_model_len=served.max_model_len,
-        depth=config.chain_depth,
-        widths=(config.width,),
-        max_prefill_tokens=config.max_prefill_tokens,
         prefill_burst=config.prefill_burst,
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
+from runtime.schedule.config import LIMIT_RANGES, StepLimits
 
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,21 +28,30 @@ DEVICE_DEFAULTS: Final[dict[str, dict[str, int]]] = {
     "block_size": {"cuda": 64, "cpu": 16},
     "max_prefill_tokens": {"cuda": 8192, "cpu": 1024},
 }
+CPU_CHAIN_DEPTH: Final = 2  # no step of a CPU is timed: it shares its cores with the host
+
+SLOTS_PER_ROW: Final = 2  # successors are seated while the last tokens of those before them are in flight
+
+# The options that are limits of a step, with their names there.
+_STEP_LIMITS: Final[dict[str, str]] = {
+    "max_num_seqs": "rows",
+    "block_size": "block_size",
+    "max_model_len": "max_model_len",
+    "chain_depth": "depth",
+    "width": "width",
+    "max_prefill_tokens": "max_prefill_tokens",
+}
 
 # Smallest and largest legal value of each whole-number option; None is "no upper limit".
 _RANGES: Final[dict[str, tuple[int, int | None]]] = {
+    **{option: LIMIT_RANGES[limit] for option, limit in _STEP_LIMITS.items()},
     "tensor_parallel": (1, None),
     "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
-    "max_model_len": (2, None),
-    "max_num_seqs": (1, 65_535),
-    "block_size": (1, 1024),
     "num_blocks": (1, None),
-    "max_prefill_tokens": (1, None),
-    "chain_depth": (0, 64),
     "width": (1, 1),  # wider steps need a proposer, and none is built in yet (runtime/execute/step/window.py)
     "max_waiting": (1, None),
     "prefill_burst": (1, None),
-    "horizon": (1, 64),
+    "horizon": (0, 64),
     "seed": (0, 2**63 - 1),
 }
 
@@ -76,16 +86,19 @@ class EngineConfig:
     max_num_seqs: slots, that is, requests that run at once in a group. block_size: tokens a KV block. num_blocks: KV
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step. mixed_steps: prompts are prefilled in the steps of the rows
-    that decode, where a step may hold both (not with data-parallel groups, whose prefill takes turns with decode, as
-    all do without). itl_target_ms: how long such a step may take; None allows eight times the smallest step, or
-    twice the decode step that it replaces, if that is more. prefill_burst: prefill steps in a row while others decode,
-    where they take turns. chain_depth: D, steps in flight beyond the one that lands (0 is the serial engine).
+    that decode, where a step may hold both; without, prefill and decode take turns. itl_target_ms: how long such a step
+    may take; None allows eight times the smallest step, or twice the decode step that it replaces, if that is more.
+    prefill_burst: prefill steps in a row while others decode, where they take turns. chain_depth: D, steps in flight
+    beyond the one that lands (0 is the serial engine); None takes the least that keeps the device busy, by times of
+    this machine at start-up (chain_depth.py).
     width: W, tokens a row may gain in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a
     decode step; empty takes ``default_buckets``.
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
-    max_waiting: requests that may queue. horizon: steps by which the leader announces events ahead.
+    deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
+    max_waiting: requests that may queue. horizon: L, steps by which the leader announces events ahead; None
+    takes the least that hides what a record takes to the slowest rank.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
     symmetric_all_reduce: small sums and exchanges between GPUs go through memory that they share, not NCCL, where that
@@ -115,14 +128,15 @@ class EngineConfig:
     prefill_burst: int = 4
     mixed_steps: bool = True
     itl_target_ms: float | None = None
-    chain_depth: int = 2
+    chain_depth: int | None = None
     width: int = 1
     decode_buckets: tuple[int, ...] = ()
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
     prefix_caching: bool = True
+    deterministic: bool = False
     max_waiting: int = 100_000
-    horizon: int = 2
+    horizon: int | None = None
     control_timeout_s: float = 10.0
     seed: int = 0
     warm: tuple[str, ...] = ("greedy",)
@@ -144,6 +158,8 @@ class EngineConfig:
         for name, by_device in DEVICE_DEFAULTS.items():
             if getattr(self, name) is _FILLED_IN:
                 object.__setattr__(self, name, by_device[self.device])
+        if self.chain_depth is None and self.device == "cpu":
+            object.__setattr__(self, "chain_depth", CPU_CHAIN_DEPTH)
         for name, (low, high) in _RANGES.items():
             _check_whole(name, getattr(self, name), low, high)
         if not 0.0 < self.memory_fraction <= 1.0:
@@ -183,6 +199,16 @@ class EngineConfig:
                 f"data_parallel is {self.data_parallel}, but expert_parallel is off: groups share the experts, which "
                 "then are whole: leave out --no-expert-parallel"
             )
+        if self.deterministic and self.data_parallel > 1:
+            raise ConfigError(
+                f"data_parallel is {self.data_parallel}, but deterministic is on: sums between groups are not "
+                "batch-invariant: leave out --data-parallel-size or --deterministic"
+            )
+        if self.deterministic and self.prefill_attention == "flashinfer":
+            raise ConfigError(
+                "prefill_attention is 'flashinfer', but deterministic is on: its reduction is not batch-invariant: "
+                "leave out --prefill-attention or --deterministic"
+            )
         if self.expert_map is not None and not self.expert_parallel:
             raise ConfigError(
                 f"expert_map is {self.expert_map}, but expert_parallel is off, so that every rank has a share of each "
@@ -203,6 +229,15 @@ class EngineConfig:
     def running_seqs(self) -> int:
         """Requests that run at once, all groups together."""
         return self.max_num_seqs * self.data_parallel
+
+    def step_limits(self, max_model_len: int, depth: int) -> StepLimits:
+        """What these options bound a step to, of a model whose sequences end at ``max_model_len`` tokens.
+
+        ``depth``: what memory is sized for where no chain depth is given.
+        """
+        given = {limit: getattr(self, option) for option, limit in _STEP_LIMITS.items()}
+        given |= {"max_model_len": max_model_len, "depth": depth if self.chain_depth is None else self.chain_depth}
+        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs)
 
     @property
     def digest(self) -> str:

@@ -41,6 +41,8 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
         "prefix_query_tokens": schedule.prefix_query_tokens,
         "prefix_hit_tokens": schedule.prefix_hit_tokens,
         "prefix_waits": schedule.prefix_waits,
+        "forks": schedule.forks,
+        "forked_tokens": schedule.forked_tokens,
         "distrusted": schedule.distrusted,
         "spec_num_drafts": schedule.spec_num_drafts,
         "spec_num_draft_tokens": schedule.spec_num_draft_tokens,

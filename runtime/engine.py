@@ -124,7 +124,7 @@ class Engine:
         self._in_flight.append(_Flight(plan, spec))
         observe.launched()
         output, launched = StepOutput(self.scheduler.step), False
-        if len(self._in_flight) > self.config.chain_depth:
+        if len(self._in_flight) > self.scheduler.config.limits.depth:
             launched = self._in_flight[0].launched is not None
             output = self._land()
         if ended:

@@ -1,21 +1,29 @@
-"""Tests that compute floats, as other machines would run them: ``python -m tests.portable [PYTEST_ARGUMENT ...]``.
+"""Tests that compute floats, as other machines would run them: ``python -m tests.portable [-n WORKERS] [ARGUMENT]``.
 
-Runs FOLDERS once for each vector width that this CPU has and for 1 and 4 threads an operator, then once beside two
-processes that never rest. Other widths and threads sum in another order, so that the last bits of a product differ; a
-busy machine lets threads and ranks come in another order. Exit code 0 when all runs passed.
+Runs FOLDERS once for each vector width that this CPU has and for 1 and 4 threads an operator, then once beside as many
+processes that never rest as there are workers. Other widths and threads sum in another order, so that the last bits of
+a product differ; a busy machine lets threads and ranks come in another order. GPUs are out of sight. Exit code 0 when
+all runs passed.
+
+It runs with whatever Python it is started with. Test files that need a package which that one lacks are left out and
+named. Without pytest-xdist (or with ``-n 1``) the tests run one after the other.
 
 Knows: the variables that torch reads. Does not know: what is tested.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -44,7 +52,8 @@ class Run:
     def environ(self) -> dict[str, str]:
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         libraries = {} if self.width not in _LIBRARIES else dict(zip(_ISA, _LIBRARIES[self.width], strict=True))
-        return {"ATEN_CPU_CAPABILITY": self.width, "MKL_DYNAMIC": "FALSE", **threads, **libraries}
+        fixed = {"ATEN_CPU_CAPABILITY": self.width, "MKL_DYNAMIC": "FALSE", "CUDA_VISIBLE_DEVICES": ""}
+        return {**fixed, **threads, **libraries}
 
 
 def widths_of(capability: str) -> tuple[str, ...]:
@@ -55,8 +64,20 @@ def widths_of(capability: str) -> tuple[str, ...]:
     return ("default", best)
 
 
-def runs_of(widths: Sequence[str]) -> list[Run]:
-    return [Run(width, threads) for width in widths for threads in THREADS] + [Run(widths[-1], 1, busy=2)]
+def runs_of(widths: Sequence[str], busy: int = 2) -> list[Run]:
+    return [Run(width, threads) for width in widths for threads in THREADS] + [Run(widths[-1], 1, busy=busy)]
+
+
+def lacking(paths: Sequence[str]) -> dict[str, str]:
+    """Test file -> package that it imports at its top and that this Python does not have."""
+    files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    found = {}
+    for file in files:
+        packages = re.findall(r"^(?:import|from) (\w+)", file.read_text(), re.MULTILINE)
+        missing = [package for package in packages if find_spec(package) is None]
+        if missing and file.name.startswith("test_"):
+            found[str(file)] = missing[0]
+    return found
 
 
 @contextmanager
@@ -70,15 +91,23 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.portable", description=__doc__.splitlines()[0])
+    parser.add_argument("-n", "--workers", type=int, default=2, help="tests at once, and busy loops (default: 2)")
+    options, pytest_arguments = parser.parse_known_args(arguments)
     asked = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     plain = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
     capability = subprocess.run([sys.executable, "-c", asked], env=plain, capture_output=True, text=True, check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
-    command += [f"--ignore={path}" for path in NO_FLOATS] + list(arguments or FOLDERS)
+    left_out = lacking(FOLDERS)
+    command = [sys.executable, "-m", "pytest", "-q", *(f"--ignore={path}" for path in (*NO_FLOATS, *left_out))]
+    if options.workers > 1 and find_spec("xdist") is not None:
+        command += ["-n", str(options.workers), "--dist", "worksteal"]
+    command += pytest_arguments or FOLDERS
     results = []
     print(f"torch {torch.__version__}, {capability.stdout.strip()}, {os.cpu_count()} cores", flush=True)
-    for run in runs_of(widths_of(capability.stdout.strip())):
+    for file, package in left_out.items():
+        print(f"left out, without {package}: {file}", flush=True)
+    for run in runs_of(widths_of(capability.stdout.strip()), options.workers):
         print(f"== {run.label}", flush=True)
         began = time.monotonic()
         with busy_loops(run.busy):
@@ -91,4 +120,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -55,7 +55,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/schedule",),
     ),
     "models": (
-        ("models/demo", "models/expert_load.py"),
+        ("models/demo", "models/expert_load.py", "models/batch_invariance.py"),
         ("models/weights.py",),
         ("models/registry.py", "models/dummy.py"),
         ("models/families",),

@@ -62,13 +62,13 @@ class StepAnatomy:
 
 def anatomy(session: Session) -> int:
     """The subcommand, on every rank."""
-    depths = (session.config.chain_depth, 0) if session.config.chain_depth else (0,)
+    depths = (0,) if session.config.serial else (session.config.chain_depth, 0)
     runs: dict[tuple[int, int], list[StepAnatomy]] = {}
     replays: dict[int, float] = {}
     facts: dict[str, Any] = {}
     with session.together():
-        for depth in depths:
-            runs |= _measure(session, depth, replays, facts)
+        for wanted in depths:
+            runs |= _measure(session, wanted, replays, facts)
             _forget_engine(session.ranks)
     if session.is_leader:
         rows = [_row(batch, depth, found, replays[batch]) for (batch, depth), found in sorted(runs.items())]
@@ -80,11 +80,13 @@ def anatomy(session: Session) -> int:
 
 
 def _measure(
-    session: Session, depth: int, replays: dict[int, float], facts: dict[str, Any]
+    session: Session, wanted: int | None, replays: dict[int, float], facts: dict[str, Any]
 ) -> dict[tuple[int, int], list[StepAnatomy]]:
-    """One engine's life; fills ``replays`` once, in milliseconds by batch, and ``facts``, the engine's."""
+    """One engine's life, at the depth ``wanted``, or the one it chooses; fills ``replays`` once, in milliseconds by
+    batch, and ``facts``, the engine's."""
     timings, runs = StepTimings(), {}
-    with session.open(timings, replace(session.config, chain_depth=depth)) as engine:
+    with session.open(timings, replace(session.config, chain_depth=wanted)) as engine:
+        depth = engine.scheduler.config.limits.depth
         if engine.is_leader:
             bench = AnatomyBench(session, engine, timings)
             runs = {(batch, depth): found for batch, found in bench.run().items()}

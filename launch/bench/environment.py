@@ -63,6 +63,8 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "kv_blocks": sizing.num_blocks,
         "kv_bytes": (sizing.num_blocks + 1) * sizing.shape.block_bytes,
         "activation_bytes": sizing.activation_peak,
+        "chain_depth": engine.scheduler.config.limits.depth,
+        "horizon": engine.control.horizon,
         "prefill_attention": engine.executor.prefill_attention,
     }
 

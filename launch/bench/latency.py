@@ -149,7 +149,7 @@ class LatencyBench:
             batch=batch,
             input_len=session.lengths.prompt,
             output_len=session.lengths.output,
-            chain_depth=session.config.chain_depth,
+            chain_depth=self._engine.scheduler.config.limits.depth,
             runs=len(runs),
             refused=refused,
             tpot_ms=None if tpot is None else tpot * 1e3,

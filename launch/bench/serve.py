@@ -296,7 +296,9 @@ class ServeBench:
             batch=self._rows(load),
             input_len=None,
             output_len=None,
-            chain_depth=session.config.chain_depth,
+            chain_depth=session.config.chain_depth or 0
+            if self._engine is None
+            else self._engine.scheduler.config.limits.depth,
             runs=len(runs),
             refused=f"{failed} requests failed" if failed else None,
             tpot_ms=tpot,

@@ -147,7 +147,7 @@ class ThroughputBench:
             batch=rows,
             input_len=None if lengths is None else lengths.prompt,
             output_len=None if lengths is None else lengths.output,
-            chain_depth=session.config.chain_depth,
+            chain_depth=self._engine.scheduler.config.limits.depth,
             runs=len(traces),
             refused=refused,
             tpot_ms=statistics.median(tpots) if tpots else None,

@@ -22,7 +22,7 @@ def identity_of(config: EngineConfig, rendezvous: Rendezvous) -> Identity:
         job=rendezvous.job_number,
         epoch=rendezvous.epoch,
         world=rendezvous.topology.world,
-        horizon=config.horizon,
+        horizon=config.horizon or 0,  # None: settled before the first turn, from there on the same
         config=config.describe(),
         model=model_digest(Path(config.model)),
         code=code_digest(),

@@ -33,6 +33,7 @@ from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives, SingleRank
 from parallel.comm.ep_exchange import GroupExchange
+from parallel.comm.ordered_sums import ordered_collectives
 from parallel.comm.symmetric_all_reduce import fastest_collectives
 from parallel.comm.symmetric_exchange import fastest_exchange
 from parallel.control.connect import open_control
@@ -204,6 +205,8 @@ def _collectives(
     group: dist.ProcessGroup, config: EngineConfig, device: torch.device, limits: SizeLimits | None
 ) -> GroupCollectives:
     """Of a tensor-parallel group; its ranks call this together."""
+    if config.deterministic:
+        return ordered_collectives(group, device, symmetric=_shares_memory(config, device))
     return fastest_collectives(group, device, limits) if _shares_memory(config, device) else GroupCollectives(group)
 
 

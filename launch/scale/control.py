@@ -20,7 +20,7 @@ from parallel.control.protocol.leader import Leader
 from parallel.control.wire.frames import EVERYONE, HEADER_SIZE, Codec
 from parallel.topology import ParallelDegrees, Topology
 from runtime.replicate.event_codec import decode_events, encode_events
-from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.config import SchedulerConfig, StepLimits
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.plan import Admit, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -114,7 +114,7 @@ class _EchoDevice:
         counts, finish = [], []
         for number, slot in enumerate(plan.slots):
             length, longest = self._lengths[slot]
-            gains = length < longest and (not plan.chunks or plan.chunks[number].last)
+            gains = length < longest and plan.draws(number)
             self._lengths[slot] = (length + gains, longest)
             counts.append(int(gains))
             finish.append(int(FinishReason.LENGTH) if gains and length + 1 == longest else 0)
@@ -243,13 +243,8 @@ def _taken(outbox: deque[_T]) -> list[_T]:
 
 def _scheduler_config() -> SchedulerConfig:
     return SchedulerConfig(
-        rows=_ROWS,
-        slots=2 * _ROWS,
+        StepLimits(_ROWS, 2 * _ROWS, block_size=16, max_model_len=128, depth=DEPTH, max_prefill_tokens=128),
         blocks=_ROWS * 8,
-        block_size=16,
-        max_model_len=128,
-        depth=DEPTH,
-        max_prefill_tokens=128,
     )
 
 

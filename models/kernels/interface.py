@@ -8,10 +8,10 @@ G those of them that this rank holds (a share of), C experts that a token choose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -63,6 +63,27 @@ class Kernels(Protocol):
     """
 
     name: str
+    slower: str | None = None  # why every operation is slower than it could be on its device; None where it is not
+    # What a model calls, or what its compositions come down to.
+    operations: ClassVar[tuple[str, ...]] = (
+        "rms_norm",
+        "silu_mul",
+        "linear",
+        "rope_and_cache",
+        "decode_attention",
+        "prefill_attention",
+        "route_top_k",
+        "expert_mlp",
+    )
+
+    @property
+    def batch_invariant(self) -> Mapping[str, bool]:
+        """Of each of ``operations``: whether a token's result has the same bits whoever shares the step.
+
+        Whatever the number of tokens and rows, their order, their lengths, how a prompt is cut, what was found in the
+        cache. Nothing that is not listed is. The deterministic mode refuses kernels that miss one.
+        """
+        return {}
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         """Autotunes the matrix products seen so far; returns how many were measured.
@@ -148,6 +169,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
+        """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""
+        return False
+
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
@@ -170,7 +195,10 @@ class Kernels(Protocol):
 
     def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
         """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
-        out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
+        if isinstance(inputs.prefill, DecodeAttention):
+            out_THD = self.decode_attention(q_THD, kv_layer, inputs.prefill, scale)
+        else:
+            out_THD = self.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
         return self.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD)
 
     def route_top_k(
@@ -238,6 +266,10 @@ class Kernels(Protocol):
         """
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
         return self.gate_up(hidden_TN, gate_up_2IN), residual_TN
+
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """linear(gate_up(x), down, bias), [T, N]. May overwrite x."""
+        return self.linear(self.gate_up(x_TN, gate_up_2IN), down_NI, bias_N)
 
     def rope_cache_attend(
         self,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
 from models.kernels.attention import (
     decode,
     decode_balanced,
@@ -58,7 +58,8 @@ _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faste
 class NvidiaKernels(Kernels):
     """See the module. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
     ``flashinfer``: FlashInfer's environment variables. ``balanced``: decode attention takes splits from a work list;
-    without, every row of a step is split alike, to compare the two.
+    without, every row of a step is split alike, to compare the two. ``depth``: steps in flight beside the one that
+    lands next, for which plans made on the host have places.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -73,6 +74,7 @@ class NvidiaKernels(Kernels):
         prefill: PrefillWanted = "auto",
         flashinfer: FlashInferSwitches = NO_SWITCHES,
         balanced: bool = True,
+        depth: int = 2,
     ) -> None:
         device = torch.device(device)
         reason = unsupported(device)
@@ -83,7 +85,7 @@ class NvidiaKernels(Kernels):
         self.pdl = traits.dependent_launch
         self.matmul = MatmulDispatch(device, traits, choices)
         self._reference = ReferenceKernels()
-        self._prefill = Prefill(device, prefill, traits, flashinfer)
+        self._prefill = Prefill(device, prefill, traits, flashinfer, depth)
         self._attention_partial = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
         self.balanced = balanced
@@ -125,6 +127,9 @@ class NvidiaKernels(Kernels):
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
     ) -> tuple[Tensor, Tensor]:
         return self.matmul.add_norm_gate_up(x_TN, residual_TN, norm_N, eps, gate_up_2IN)
+
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        return self.matmul.gate_up_down(x_TN, gate_up_2IN, down_NI, bias_N)
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         return self.matmul.tune_seen(folder, share)
@@ -199,6 +204,10 @@ class NvidiaKernels(Kernels):
         if q_THD.dtype == torch.float32 and heads // kv_heads * inputs.query_len > _MOST_FLOAT32_ROWS:
             return self._reference.decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
         return self._triton_attention(q_THD, heads, kv_layer, inputs, scale, None, out_THD)
+
+    def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
+        few = heads // kv_layer.shape[3] * PIECE <= _MOST_FLOAT32_ROWS
+        return self.balanced and (kv_layer.dtype != torch.float32 or few)
 
     def rope_cache_attend(
         self,

@@ -72,7 +72,7 @@ class ReferenceKernels(Kernels):
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
         if inputs.starts_B is not None and inputs.queries_B is not None:
             if out_THD is None:
-                raise ValueError("rows with different numbers of new tokens need an output that is given")
+                out_THD = torch.full_like(q_THD, float("nan"))  # of no row's token
             return self._decode_ragged(q_THD, kv_layer, inputs, scale, out_THD)
         if out_THD is not None:
             return into(out_THD, self.decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
@@ -103,6 +103,9 @@ class ReferenceKernels(Kernels):
                 q_QHD = q_THD[start : start + new]
                 out_THD[start : start + new] = self._prefill_row(q_QHD, kv_layer, pages_P, length, scale)
         return out_THD
+
+    def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
+        return kv_layer.device.type == "cpu"  # a captured launch cannot read lengths on the host
 
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor

@@ -26,6 +26,8 @@ class Attention(Mixer[Tensor]):
     Optional: biases, and an RMSNorm of every query and key head before the rotation.
     """
 
+    batch_invariant = True
+
     def __init__(
         self,
         config: ModelConfig,

@@ -8,7 +8,8 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -86,6 +87,7 @@ class Decoder(nn.Module):
         self.collectives = context.collectives
         self.kernels = context.kernels
         self._shared = exchange is not None
+        self._few_layers = False
 
     @cached_property
     def cache_layout(self) -> CacheLayout:
@@ -108,11 +110,34 @@ class Decoder(nn.Module):
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         wanted_R = inputs.logit_rows_R
         early_R = None if self._whole_last_layer() else wanted_R
-        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        if len(caches) != len(self.layers):
+            raise ValueError(f"{len(caches)} cache views for {len(self.layers)} layers")
+        for number in self._one_layer_a_kind if self._few_layers else range(len(self.layers)):
             last_R = early_R if number + 1 == len(self.layers) else None
-            x_TN, residual_TN = layer(x_TN, residual_TN, inputs, cache, last_R)
+            x_TN, residual_TN = self.layers[number](x_TN, residual_TN, inputs, caches[number], last_R)
         hidden_TN = self.final_norm.add(x_TN, residual_TN)[0]
         return hidden_TN if wanted_R is None or early_R is not None else hidden_TN.index_select(0, wanted_R)
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Inside, ``forward`` runs one layer of each kind only: every kernel is loaded, and the result means nothing.
+
+        What is about to be captured is run like that before, which takes a tenth of the time of all layers.
+        """
+        self._few_layers = True
+        try:
+            yield
+        finally:
+            self._few_layers = False
+
+    @cached_property
+    def _one_layer_a_kind(self) -> tuple[int, ...]:
+        """The first layer (nothing to add before it), the last (fewer tokens), and one of each kind between them."""
+        last = len(self.layers) - 1
+        kinds: dict[object, int] = {}
+        for number in range(1, last):
+            kinds.setdefault(_kind(self.layers[number]), number)
+        return tuple(sorted({0, *kinds.values(), last}))
 
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, caches: Sequence[CacheView]
@@ -123,6 +148,13 @@ class Decoder(nn.Module):
         number, attention = found
         kv_layer = cast(Tensor, caches[number])
         return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, attention.kv_heads, kv_layer)
+
+    def splits_chunks(self, caches: Sequence[CacheView]) -> bool:
+        """Whether captured steps can split the keys of short chunks (Kernels.splits_chunks)."""
+        if (found := self._first_attention) is None:
+            return False
+        number, attention = found
+        return self.kernels.splits_chunks(attention.heads, cast(Tensor, caches[number]))
 
     @cached_property
     def _first_attention(self) -> tuple[int, Attention] | None:
@@ -163,7 +195,10 @@ class Decoder(nn.Module):
         attention, kv_layer = inputs.attention, cast(Tensor, caches[number])
         if isinstance(attention, MixedAttention):
             decode = self._planned_decode(attention.decode, mixer, kv_layer)
-            prefill = self._planned_prefill(attention.prefill, mixer, kv_layer)
+            prefill = attention.prefill
+            if isinstance(prefill, DecodeAttention):
+                return replace(inputs, attention=MixedAttention(decode, self._planned_decode(prefill, mixer, kv_layer)))
+            prefill = self._planned_prefill(prefill, mixer, kv_layer)
             return replace(inputs, attention=MixedAttention(decode, prefill))
         if isinstance(attention, DecodeAttention):
             return replace(inputs, attention=self._planned_decode(attention, mixer, kv_layer))
@@ -222,3 +257,17 @@ class Decoder(nn.Module):
         numbers = [piece for piece in pieces if piece.isdigit()]
         found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
         return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
+
+
+def _kind(layer: nn.Module) -> object:
+    """Equal for layers that launch the same kernels: modules, numbers and words in them, shapes of parameters."""
+    plain = (int, float, bool, str, type(None))
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple(sorted((name, repr(value)) for name, value in vars(module).items() if isinstance(value, plain))),
+            tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False)),
+        )
+        for path, module in layer.named_modules()
+    )

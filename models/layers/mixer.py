@@ -7,7 +7,7 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,7 +22,10 @@ class Mixer(nn.Module, Generic[View]):
     """x' = mix(norm(x + residual)), over the tokens of each row and what ``cache`` keeps of those before them.
 
     ``View`` is the kind of view that its declaration stands for: a Tensor for PagedKV, StateBanks for SlotState.
+    ``batch_invariant``: a token's result has the same bits whoever shares the step, if its kernels' have.
     """
+
+    batch_invariant: ClassVar[bool] = False
 
     @property
     def cache(self) -> LayerCache:

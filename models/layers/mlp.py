@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
+from models.row_buckets import LARGE_STEP
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import GateUpParallel, RowParallel
 
@@ -27,10 +28,14 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
-        gate_up = self.gate_up
+        gate_up, down = self.gate_up, self.down
+        if gate_up.bias is None and len(residual_TN) > LARGE_STEP:
+            normed_TN, residual_TN = self.norm.add(x_TN, residual_TN)
+            part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.weight, down.own_bias)
+            return down.sum_of(part_TN), residual_TN
         if gate_up.bias is None:
             hidden_TI, residual_TN = self.norm.add_gate_up(x_TN, residual_TN, gate_up.weight)
         else:
             gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight, gate_up.bias)
             hidden_TI = self.kernels.silu_mul(gate_up_T2I)
-        return self.down(hidden_TI), residual_TN
+        return down(hidden_TI), residual_TN

@@ -56,6 +56,7 @@ class Collectives(Protocol):
     rank: int
     size: int
     slower: str | None = None  # why the group's collectives are slower than the usual ones; None where they are not
+    batch_invariant: bool = False  # whether a row's sum has the same bits whatever rows are summed with it
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the group; may reuse ``x``'s memory. Bitwise the same on every rank."""
@@ -86,6 +87,7 @@ class SingleRank(Collectives):
 
     rank = 0
     size = 1
+    batch_invariant = True
 
     def all_reduce_min(self, number: int) -> int:
         return number

@@ -29,6 +29,7 @@ class TokenExchange(Protocol):
 
     index: int
     groups: int
+    slower: str | None = None  # why exchanges are slower than the usual ones; None where they are not
 
     def all_gather(self, x_XN: Tensor) -> Tensor:
         """Concatenates every group's rows, group 0 first: [X, N] -> [R * X, N], any dtype."""
@@ -57,11 +58,12 @@ class GroupExchange(TokenExchange):
     """A TokenExchange over a torch.distributed process group of one rank of each group, in group order
     (ParallelDegrees.data_group). Raises CollectiveError where a call fails.
 
-    ``calls``: the log of its calls; by default a new one.
+    ``calls``: the log of its calls; by default a new one. ``slower``: why there is no faster one, where one was wanted.
     """
 
-    def __init__(self, group: dist.ProcessGroup, calls: CallLog | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, calls: CallLog | None = None, slower: str | None = None) -> None:
         self.group = group
+        self.slower = slower
         self.index = dist.get_rank(group)
         self.groups = dist.get_world_size(group)
         self.calls = calls or CallLog(dist.get_process_group_ranks(group)[0])

@@ -81,7 +81,7 @@ def fastest_exchange(group: dist.ProcessGroup, device: torch.device, calls: Call
     """
     make = partial(SymmetricExchange, group, device, calls)
     made = build_on_every_rank(group, device, make, partial(_self_test, device=device), _LOST)
-    return GroupExchange(group, calls) if made is None else made
+    return GroupExchange(group, calls, slower=_LOST) if made is None else made
 
 
 def _self_test(made: SymmetricExchange, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from parallel.control.errors import Cause, ControlError, FrameError
-from parallel.control.interface import FLUSH_SECONDS, Closing, FollowerLink, Watch
+from parallel.control.interface import FLUSH_SECONDS, ROUND_TRIPS, SECONDS, Closing, FollowerLink, Watch
 from parallel.control.protocol.divergence import Recent
 from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.states import FollowerState
@@ -32,7 +32,6 @@ class FollowerPlane(Closing):
         self.link = link
         self.rank = machine.rank
         self.world = machine.codec.world
-        self.horizon = machine.horizon
         self.turns = 0
         self.clock_offset_ns = 0
         self.watch = watch
@@ -41,6 +40,10 @@ class FollowerPlane(Closing):
         self._closed = False
         self._leader_left = False
         self._pause = min(machine.limits.resend, machine.limits.deadline, machine.limits.divergence) / 2
+
+    @property
+    def horizon(self) -> int:
+        return self.machine.horizon
 
     @property
     def stopped(self) -> bool:
@@ -53,6 +56,21 @@ class FollowerPlane(Closing):
 
     def explain_with(self, recent: Recent) -> None:
         self.machine.explain_with(recent)
+
+    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+        took = sorted(self._round_trip(b"") for _ in range(ROUND_TRIPS))
+        self._round_trip(SECONDS.pack(took[ROUND_TRIPS // 2]))
+        while not self.machine.settled:
+            self._receive(self._pause)
+        return self.machine.horizon
+
+    def _round_trip(self, payload: bytes) -> float:
+        """Seconds until the leader's engine has taken a message and we know it."""
+        began = time.perf_counter()
+        self.send_message(payload)
+        while self.machine.unacknowledged:
+            self._receive(self._pause)
+        return time.perf_counter() - began
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
         if payload:

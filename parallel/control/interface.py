@@ -19,6 +19,7 @@ Only the engine's thread calls a plane. ``plane.watch`` is a second set of conne
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,6 +33,8 @@ from parallel.control.protocol.reliable_messages import refuse_oversized
 from parallel.control.wire.frames import Codec, Frame
 
 IDLE_SLICE = 0.25  # seconds; an idle leader polls at least this often
+ROUND_TRIPS = 9  # of which the median counts when a horizon is settled; the first ones wake sleeping processes
+SECONDS = struct.Struct("<d")  # of a round trip, in a message
 FLUSH_SECONDS = 1.0  # seconds that a final frame may take to leave
 
 
@@ -109,9 +112,13 @@ class ControlPlane(Protocol):
 
     rank: int
     world: int
-    horizon: int
     turns: int
     clock_offset_ns: int
+
+    @property
+    def horizon(self) -> int:
+        """Turns between the announcement of an event and its effect; fixed once the first turn begins."""
+        ...
 
     @property
     def stopped(self) -> bool:
@@ -137,6 +144,14 @@ class ControlPlane(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Tells the others of an exception (``abort``), and closes."""
+        ...
+
+    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+        """Fixes the horizon from measured round trips, before the first turn; all ranks call it, in a job that was
+        given none. Returns it, the same on every rank.
+
+        On the leader ``choose`` gets the seconds that a record takes to the slowest rank, and returns the horizon.
+        """
         ...
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
@@ -213,9 +228,7 @@ class Closing:
 
 
 class SingleRankControl(Closing):
-    """The control plane of a world of one. ``horizon`` may be 0 here: events take effect in the turn they are
-    submitted.
-    """
+    """The control plane of a world of one: no other rank has to hear of an event before it takes effect."""
 
     rank = 0
     world = 1
@@ -237,6 +250,9 @@ class SingleRankControl(Closing):
 
     def explain_with(self, recent: Recent) -> None:
         pass  # no other rank to diverge from
+
+    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+        return self.horizon
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
         if step != self.turns:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from parallel.control.errors import Cause, FrameError
-from parallel.control.interface import FLUSH_SECONDS, Closing, LeaderLink, Watch
+from parallel.control.interface import FLUSH_SECONDS, SECONDS, Closing, LeaderLink, Watch
 from parallel.control.protocol.divergence import Recent
 from parallel.control.protocol.leader import Leader
 from parallel.control.protocol.states import LeaderState
@@ -36,7 +36,6 @@ class LeaderPlane(Closing):
         self.link = link
         self.rank = machine.rank
         self.world = machine.codec.world
-        self.horizon = machine.horizon
         self.turns = 0
         self.clock_offset_ns = 0
         self.watch = watch
@@ -45,6 +44,10 @@ class LeaderPlane(Closing):
         self._closed = False
         self._next_tick = 0.0
         self._tick_every = min(0.1, machine.limits.deadline / 8)
+
+    @property
+    def horizon(self) -> int:
+        return self.machine.horizon
 
     @property
     def stopped(self) -> bool:
@@ -57,6 +60,21 @@ class LeaderPlane(Closing):
     def explain_with(self, recent: Recent) -> None:
         self.machine.explain_with(recent)
 
+    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+        """Every follower sends itself messages through us, one after the other, and then the median of their times."""
+        machine = self.machine
+        trips: dict[int, float] = {}
+        while len(trips) < self.world - 1:
+            self._receive(self._tick_every)
+            for rank, payload in machine.inbox.take():
+                if payload:
+                    (trips[rank],) = SECONDS.unpack(payload)
+            self._flush()
+        machine.settle_horizon(choose(max(trips.values()) / 2))
+        self._numbers = deque(maxlen=machine.horizon + 1)
+        self._deliver(self._flush())
+        return machine.horizon
+
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
         machine = self.machine
         if machine.verdict is not None:
@@ -65,7 +83,7 @@ class LeaderPlane(Closing):
         self._numbers.append(self.link.broadcast(record))  # first of all: followers may be waiting for it
         machine.look_back(digest, payload, record, time.monotonic())
         self._receive(0.0)
-        if len(self._numbers) > self.horizon and self.link.behind(self._numbers[0]):
+        if len(self._numbers) > machine.horizon and self.link.behind(self._numbers[0]):
             self._deliver(self._numbers[0])
         self.turns += 1
         return effect

@@ -120,14 +120,22 @@ class RowParallel(ShardedModule):
         self.bias = placement.parameter(outputs) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
-        # The bias is added once to the sum, so by exactly one rank.
-        bias = self.bias if self.placement.rank == 0 else None
+        bias = self.own_bias
         kernels, collectives = self.placement.kernels, self.placement.collectives
         buffers = collectives.push_buffers(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
         if buffers is None:
-            return collectives.all_reduce_before_norm(kernels.linear(x_TI, self.weight, bias))
+            return self.sum_of(kernels.linear(x_TI, self.weight, bias))
         part_TN, pushed = kernels.linear_push(buffers, x_TI, self.weight, bias)
         return collectives.all_reduce_before_norm(part_TN, pushed=pushed)
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        """The bias that this rank adds to its part: it is added once to the sum, so by exactly one rank."""
+        return self.bias if self.placement.rank == 0 else None
+
+    def sum_of(self, part_TN: Tensor) -> Tensor | PendingAllReduce:
+        """y, of parts x_local W_local^T that were computed elsewhere. ``part_TN`` may be overwritten."""
+        return self.placement.collectives.all_reduce_before_norm(part_TN)
 
     def shards(self) -> dict[str, Shard]:
         outputs = self.weight.shape[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -21,9 +21,9 @@ from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
-from runtime.execute.result_reader import ResultReader, StepTiming
+from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import ExecutorLimits, MakeRole, Role, RoleParts
+from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts
 from runtime.execute.sampling.inputs import (
     EVERY_FEATURE,
     NARROWER_FEATURES,
@@ -32,7 +32,7 @@ from runtime.execute.sampling.inputs import (
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
-from runtime.execute.staging import Staging
+from runtime.execute.staging import Staging, StagingCounters
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.row_graphs import RowGraphs
@@ -59,7 +59,7 @@ class Executor:
         self,
         device: Device,
         model: Decoder,
-        limits: ExecutorLimits,
+        config: ExecutorConfig,
         *,
         further_roles: Sequence[MakeRole] = (),
         on_timing: Callable[[StepTiming], None] | None = None,
@@ -68,21 +68,22 @@ class Executor:
     ) -> None:
         self.device = device
         self._stage_range = stage_range or nullcontext()
-        self._limits = limits
+        self._config, limits = config, config.limits
         self._model = model
         self.fallbacks = Fallbacks()
-        max_rows = max(limits.rows, limits.decode_buckets[-1])
+        max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(
             device,
             max_requests=limits.slots,
-            max_blocks=-(-(limits.max_model_len + limits.width) // limits.block_size),
+            max_blocks=limits.max_blocks,
             vocab_size=model.config.vocab_size,
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
         )
-        most_tokens = limits.max_prefill_tokens + (max_rows if limits.mixed else 0)
-        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows)
+        most_tokens = limits.max_prefill_tokens + (max_rows if config.mixed else 0)
+        entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
+        self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(
-            device, entries=limits.depth + 3, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
+            device, entries=entries, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
         self.sizing = self._size(further_roles)
         self.pool = CachePool(device, block_size=limits.block_size, blocks=self.sizing.num_blocks, slots=limits.slots)
@@ -90,10 +91,12 @@ class Executor:
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
-        for role in (self.decode, *roles[:-2], self.prefill):
-            role.warm_up()
+        self._warm_up(roles[:-2])
+        self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
-        ladders = Ladders(limits.decode_buckets, self.prefill.graphs.buckets, limits.exchanges)
+        ladders = Ladders(
+            config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
+        )
         self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
@@ -101,8 +104,25 @@ class Executor:
         )
         self.widest = self._widest_variant()
         self._count_standing_fallbacks()
-        self.allocations_at_warmup = device.allocations()
-        self.captures_at_warmup = device.captures
+        self._count_from_here()
+
+    def _warm_up(self, further_roles: Sequence[Role]) -> None:
+        """Decode first, except in groups: where steps with chunks are captured, no group replays a decode graph while
+        another one has chunks, and decode graphs need no wider exchanges than their own."""
+        if self._config.exchanges:
+            self.prefill.warm_up()
+            if self.prefill.graphs.buckets:
+                self.decode.exchanges = (0,)
+        self.decode.warm_up()
+        for role in further_roles:
+            role.warm_up()
+        if not self._config.exchanges:
+            self.prefill.warm_up()
+
+    def _count_from_here(self) -> None:
+        """What was allocated and captured until now belongs to the start."""
+        self.allocations_at_warmup = self.device.allocations()
+        self.captures_at_warmup = self.device.captures
 
     @property
     def prefill_attention(self) -> str:
@@ -138,7 +158,7 @@ class Executor:
         """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
         longer for their launches than all rows for a decode step."""
         captured = bool(self.prefill.graphs.buckets) or self.device.torch_device.type == "cpu"
-        return self._limits.mixed and captured
+        return self._config.mixed and captured
 
     @property
     def captured_tokens(self) -> tuple[int, ...]:
@@ -165,6 +185,34 @@ class Executor:
                 rehearse = partial(self.prefill.graphs.rehearse, tokens)
                 found[tokens] = min(self._milliseconds_of(rehearse) for _ in range(_COST_RUNS))
         return found
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Steps that are launched and taken inside, before the engine's first one, are neither counted nor timed."""
+        taken = dict(self.fallbacks.counts)
+        with self.results.untimed():
+            yield
+        self.fallbacks.counts = taken
+        self.staging.counters = StagingCounters()
+        self.results.counters = ResultCounters()
+        self._count_from_here()
+
+    def replay_ms(self, spec: LaunchSpec, replays: int) -> float:
+        """Milliseconds of a replay of the decode graph that ``spec`` launched last, one behind the other.
+
+        When nothing is in flight, and the rows have ended: nothing of them is reported.
+        """
+        graph = self.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
+
+        def work() -> None:
+            for _ in range(replays):
+                graph.replay()
+
+        took = self._milliseconds_of(work)
+        for _ in range(replays):
+            self.device.compute.submit(self._ring.undo)
+        self.device.compute.synchronize()
+        return took / replays
 
     def _milliseconds_of(self, work: Callable[[], object]) -> float:
         self.device.compute.synchronize()
@@ -198,8 +246,22 @@ class Executor:
         if staged is not None:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)
+        if spec.plan.forks:
+            self._fork(spec)
         compute.record(ticket.ready)
         self.results.submit(ticket)
+
+    def _fork(self, spec: LaunchSpec) -> None:
+        """Behind the step: what forked answers continue from and do not share with the prompt's own row."""
+        pool, plan, blocks_2C = self.pool, spec.plan, self.staging.copied_blocks(spec)
+        slots = [(plan.chunks[fork.chunk].slot, fork.slot) for fork in plan.forks] if pool.banks else []
+
+        def work() -> None:
+            if blocks_2C.shape[1]:
+                pool.copy_blocks(blocks_2C)
+            pool.copy_slots(slots)
+
+        self.device.compute.submit(work)
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""
@@ -217,23 +279,23 @@ class Executor:
     def _parts_over(self, pool: CachePool) -> RoleParts:
         caches = pool.allocate(self._model.cache_layout)
         memory = self.tables, self._ring, self.staging
-        return RoleParts(self.device, self._model, caches, pool, *memory, self._limits, self.fallbacks)
+        return RoleParts(self.device, self._model, caches, pool, *memory, self._config, self.fallbacks)
 
     def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
-        limits = self._limits
+        config, limits = self._config, self._config.limits
         pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
         scratch = self._parts_over(pool)
         decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
         # Prefill last: the others' kernels are compiled here while its own may be on their way (agree_on_kernels).
         peaks = [self.device.peak_of(role.rehearse) for role in (decode, *(make(scratch) for make in further_roles))]
-        self._model.kernels.agree_on_kernels(limits.agree_min)
+        self._model.kernels.agree_on_kernels(config.agree_min)
         peaks.append(self.device.peak_of(prefill.rehearse))
         self._tune()
         prefill.compile_shorter()
         decode.compile_sampling()
         shape = CacheShape(pool.layout, limits.block_size, limits.slots)
-        num_blocks = limits.num_blocks
+        num_blocks = config.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
             num_blocks = min(all_rows, CPU_KV_BYTES // max(1, shape.block_bytes))
@@ -242,18 +304,23 @@ class Executor:
             max(peaks),
             shape,
             max_model_len=limits.max_model_len,
-            reserve_tokens=(limits.depth + 1) * limits.width,
-            memory_fraction=limits.memory_fraction,
+            reserve_tokens=limits.tokens_ahead,
+            memory_fraction=config.memory_fraction,
             num_blocks=num_blocks,
         )
-        sizing = sizing.with_blocks(limits.agree_min(sizing.num_blocks))
+        sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks))
         log.info("%s", sizing)
         return sizing
 
     def _count_standing_fallbacks(self) -> None:
         """Those that every step takes from now on, counted once; of prefill attention each step is counted."""
-        if (reason := self._model.collectives.slower) is not None:
-            self.fallbacks.take("nccl_all_reduce", reason)
+        standing = {**self._config.slower, "nccl_all_reduce": self._model.collectives.slower}
+        standing["torch_kernels"] = self._model.kernels.slower
+        for name, reason in standing.items():
+            if reason is not None:
+                self.fallbacks.take(name, reason)
+        if self._config.mixed and not self.mixes:
+            self.fallbacks.take("separate_prefill", "steps with prompt chunks are not captured: no row decodes in them")
         if self.device.torch_device.type == "cuda" and kernels_for(self.tables.columns.records) is None:
             self.fallbacks.take("torch_sampling", "Triton cannot be imported: pip install triton")
 
@@ -264,11 +331,11 @@ class Executor:
         capture that fails then would end the job. So the candidates are tried now, over padding, widest first.
         """
         warmed = GREEDY
-        for variant in self._limits.warm_variants:
+        for variant in self._config.warm_variants:
             warmed |= variant
         candidates = [EVERY_FEATURE, *(warmed | variant for variant in NARROWER_FEATURES)]
         for candidate in candidates:
-            if self._limits.agree_min(self._has_room_for(candidate)):
+            if self._config.agree_min(self._has_room_for(candidate)):
                 return candidate
         return warmed
 
@@ -278,7 +345,7 @@ class Executor:
             return True
         late_seen = variant.penalties and self.tables.seen is None
         try:
-            peak = self.device.peak_of(lambda: self.decode.try_variant(self._limits.decode_buckets[-1], variant))
+            peak = self.device.peak_of(lambda: self.decode.try_variant(self._config.decode_buckets[-1], variant))
             return peak <= self.device.memory_info().free
         except torch.OutOfMemoryError:
             return False
@@ -289,9 +356,9 @@ class Executor:
 
     def _tune(self) -> None:
         """Choose kernels for what was rehearsed, while there is room for copies of weights."""
-        if self._limits.share is None:
+        if self._config.share is None:
             return
         began = time.perf_counter()
-        measured = self._model.kernels.tune_seen(self._limits.kernel_cache, self._limits.share)
+        measured = self._model.kernels.tune_seen(self._config.kernel_cache, self._config.share)
         if measured:
             log.info("kernels of %d products chosen by measurement in %.1f s", measured, time.perf_counter() - began)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from models.inputs import PIECE
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import StepKind, StepPlan
 
 GREEDY = SamplingVariant()
+MOST_PIECES = 16  # of all chunks of a step whose keys are split
+MOST_SPLIT_TOKENS = 256  # of such a step, those of rows that decode included
+LONG_PREFIX = 1024  # tokens before a chunk; from there on splitting was faster (docs/measurements/attention.md)
 EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: the token budget divided by these
 
 
@@ -23,8 +27,8 @@ EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: th
 class LaunchNeeds:
     """What one group's plan needs of a step. Groups that share experts launch the maximum of every field.
 
-    ``decode_bucket``: rows of the decode graph, 0 where the group does not decode. ``prefill_tokens``: 0 where it does
-    not prefill.
+    ``decode_bucket``: rows of the decode graph, 0 where the group has no step of decode rows alone.
+    ``prefill_tokens``: of a step with chunks, those of its decode rows included; 0 where it has no chunks.
     """
 
     decode_bucket: int = 0
@@ -38,9 +42,13 @@ class LaunchSpec:
 
     ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
     padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0 where such a step is
-    launched kernel by kernel, and for decode. ``exchange_rows``: rows that every data-parallel group brings to each
-    exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the decode graph that any group replays
-    in this step; 0 where there is one group.
+    launched kernel by kernel, and for decode. ``split_keys``: the captured step whose chunks are few, short and behind
+    long prefixes, so that their keys are split between programs. ``exchange_rows``: rows that every data-parallel
+    group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the decode graph
+    that any group replays in this step; 0 where there is one group, and where none replays any.
+
+    Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
+    group that only decodes, or has no work, as a mixed step without a chunk.
     """
 
     plan: StepPlan
@@ -50,6 +58,7 @@ class LaunchSpec:
     padded_tokens: int = 0
     exchange_rows: int = 0
     shared_bucket: int = 0
+    split_keys: bool = False
 
     @property
     def step(self) -> int:
@@ -76,12 +85,14 @@ class Ladders:
     """Sizes for which steps are prepared, each ascending.
 
     ``decode``: rows of decode graphs, and of what draws tokens behind a captured step with chunks. ``prefill``: tokens
-    of captured steps with chunks; empty where none is captured.
+    of captured steps with chunks; empty where none is captured. ``split``: those of them that are captured with split
+    keys, too.
     ``exchange``: rows of the groups' exchanges while one of them prefills; empty where there is one group.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()
     exchange: tuple[int, ...] = ()
 
 
@@ -115,7 +126,7 @@ class LaunchResolver:
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
             return LaunchNeeds(decode_bucket=_rung(self._ladders.decode, len(plan.slots)), variant=variant)
-        return LaunchNeeds(prefill_tokens=plan.prefill_tokens, variant=variant)
+        return LaunchNeeds(prefill_tokens=plan.packed_tokens, variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
         """The launch of ``plan``, whose ``needs`` were ``agreed`` with the other groups, where there are some.
@@ -123,6 +134,9 @@ class LaunchResolver:
         A group without work passes a plan without rows. ValueError where no role serves the plan.
         """
         needs = agreed or self.needs(plan)
+        tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
+        if tokens_of_all and plan.kind is StepKind.DECODE:
+            plan = replace(plan, kind=StepKind.MIXED)
         role = next((role.name for role in self._roles if role.serves(plan)), None)
         if role is None:
             known = ", ".join(role.name for role in self._roles)
@@ -130,6 +144,11 @@ class LaunchResolver:
                 f"step {plan.step}: no role serves {plan.kind.name} of width {plan.width}; there are {known}"
             )
         ladders, exchange_rows, shared_bucket = self._ladders, 0, 0
+        if tokens_of_all:
+            rows, scored = len(plan.slots), plan.scored_tokens > 0
+            bucket, padded = (rows, 0) if scored else (_rung(ladders.decode, rows), tokens_of_all)
+            split = padded in ladders.split and worth_splitting(plan)
+            return LaunchSpec(plan, role, bucket, needs.variant, padded, exchange_rows=tokens_of_all, split_keys=split)
         if agreed is not None:
             # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
             # none, so no exchange is narrower than that.
@@ -139,10 +158,24 @@ class LaunchResolver:
         if plan.kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
             return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket)
-        tokens, rows = plan.packed_tokens, len(plan.slots)
+        rows = len(plan.slots)
+        tokens = max(plan.packed_tokens, rows)  # rows of forks have none, and a graph has no more rows than tokens
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
             return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket)
-        return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, _rung(ladders.prefill, tokens))
+        padded = _rung(ladders.prefill, tokens)
+        split = padded in ladders.split and worth_splitting(plan)
+        return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
+
+    def _captured_for_all(self, agreed: LaunchNeeds) -> int:
+        """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none.
+
+        One token more than any group that only decodes has rows: attention plans a chunk even where there is none.
+        """
+        ladder = self._ladders.prefill
+        wanted = max(agreed.prefill_tokens, agreed.decode_bucket + 1)
+        if not agreed.prefill_tokens or not ladder or wanted > ladder[-1]:
+            return 0
+        return _rung(ladder, wanted)
 
     def _variant(self, plan: StepPlan) -> SamplingVariant:
         """The sampling variant that serves every row; worked out again only when the rows changed."""
@@ -156,9 +189,19 @@ class LaunchResolver:
         return self._row_variant
 
 
-def exchange_ladder(buckets: tuple[int, ...], max_prefill_tokens: int) -> tuple[int, ...]:
-    """Rows of the exchange in steps with a prefill, ascending; the last holds any prefill and any decode step."""
-    most = max(max_prefill_tokens, buckets[-1])
+def worth_splitting(plan: StepPlan) -> bool:
+    """Whether some chunk has so many keys before it, and all together are so short, that keys are split.
+
+    Prefill attention has a program a head and 128 tokens, which reads all keys of a chunk one after the other.
+    """
+    pieces = sum(-(-len(chunk.token_ids) // PIECE) for chunk in plan.chunks)
+    return pieces <= MOST_PIECES and any(chunk.start >= LONG_PREFIX for chunk in plan.chunks)
+
+
+def exchange_ladder(buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0) -> tuple[int, ...]:
+    """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``mixed_rows`` that decode beside
+    its chunks included."""
+    most = max(max_prefill_tokens + mixed_rows, buckets[-1])
     return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
 
 

@@ -17,8 +17,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,6 +185,15 @@ class ResultReader:
         self._in_flight.popleft()
         self._taken += 1
         return result
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Steps that are launched and taken inside are not reported to ``on_timing``. Nothing may be in flight."""
+        on_timing, self._on_timing = self._on_timing, None
+        try:
+            yield
+        finally:
+            self._on_timing = on_timing
 
     def close(self, deadline_s: float = 30.0) -> None:
         """Land what was submitted and end the worker. Raises a failure nobody took. Idempotent."""

@@ -10,7 +10,7 @@ and a new role touches no other one's file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -26,27 +26,23 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
+from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorLimits:
+class ExecutorConfig:
     """What memory and graphs are sized for. ``agree_min`` returns the least of a number over all ranks.
 
     ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
-    measurement. ``kernel_cache``: folder in which those choices are kept. ``width``: the largest W of any plan.
+    measurement. ``kernel_cache``: folder in which those choices are kept.
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
     is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
-    empty. ``mixed``: rows may decode in these steps.
+    empty. ``mixed``: rows may decode in these steps. ``slower``: why a way that all steps take is not the usual one, by
+    what takes its place, as far as it was decided outside the executor.
     """
 
-    rows: int
-    slots: int
-    block_size: int
-    max_model_len: int
-    depth: int
-    width: int
-    max_prefill_tokens: int
+    limits: StepLimits
     decode_buckets: tuple[int, ...]
     memory_fraction: float
     num_blocks: int | None
@@ -57,6 +53,7 @@ class ExecutorLimits:
     mixed: bool = False
     share: Callable[[Callable[[], str]], str] | None = None
     kernel_cache: Path | None = None
+    slower: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +71,13 @@ class RoleParts:
     tables: SlotTables
     ring: ResultRing
     staging: Staging
-    limits: ExecutorLimits
+    config: ExecutorConfig
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
+
+    @property
+    def limits(self) -> StepLimits:
+        """What every step keeps to."""
+        return self.config.limits
 
     @property
     def has_slot_state(self) -> bool:

@@ -1,6 +1,6 @@
-"""SchedulerConfig: every limit that a plan depends on, the same on every rank.
+"""StepLimits: what bounds every step, for plans and for device tables alike; SchedulerConfig: what else a plan needs.
 
-Knows: names and units. Does not know: where the numbers come from (runtime/config.py, runtime/build.py).
+Knows: names, units and legal values. Does not know: where the numbers come from (runtime/config.py, runtime/build.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Final
+
+# Smallest and largest legal value of each limit; None is "no upper limit". The command line checks against the same.
+LIMIT_RANGES: Final[dict[str, tuple[int, int | None]]] = {
+    "rows": (1, 65_535),
+    "block_size": (1, 1024),
+    "max_model_len": (2, None),
+    "depth": (0, 64),
+    "width": (1, 256),
+    "max_prefill_tokens": (1, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step and a sequence hold at most: plans keep to it, and device memory is sized for it.
+
+    The scheduler and the executor of a rank hold the same value, and so do all ranks; but the executor's ``depth`` is
+    the deepest that may be chosen, where the chain depth is measured once graphs are there. ``rows`` sequences prefill
+    or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor is seated while the last
+    tokens of its predecessor are in flight. ``block_size`` is tokens a KV block. ``max_model_len``: tokens of a prompt
+    and its answer together. ``depth`` is the chain depth D. ``width`` is the largest W of any step.
+    ``max_prefill_tokens`` is the most that the chunks of one step hold together. Raises ValueError for a value outside
+    LIMIT_RANGES, and for fewer slots than rows.
+    """
+
+    rows: int
+    slots: int
+    block_size: int
+    max_model_len: int
+    depth: int = 2
+    width: int = 1
+    max_prefill_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in LIMIT_RANGES.items():
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                raise ValueError(f"{name} is {value}, but must be {low} to {'any number' if high is None else high}")
+        if self.slots < self.rows:
+            raise ValueError(f"slots is {self.slots}, but each of {self.rows} rows needs one")
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that one sequence may hold: its last step reserves W positions behind the last token but one."""
+        return -(-(self.max_model_len + self.width) // self.block_size)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens that a row may gain in all steps that are in flight together: what is reserved before it runs."""
+        return (self.depth + 1) * self.width
 
 
 def _ascending(numbers: Sequence[Any]) -> bool:
@@ -66,39 +116,35 @@ class MixedSteps:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """All limits, the same on every rank. ``blocks`` counts usable KV blocks, without the trash block.
+    """What plans depend on besides events and results, the same on every rank.
 
-    ``rows`` sequences prefill or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor
-    is seated while the last tokens of its predecessor are in flight. ``depth`` is the chain depth D. ``widths`` are
-    the widths W of decode steps in tokens a row, taken in turn: decode step n has ``widths[n % len(widths)]``.
-    ``max_prefill_tokens`` is the most that the chunks of one step hold together. ``mixed``: prefill chunks run in the
-    steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others decode.
-    Raises ValueError for widths below 1, or none, and for mixed buckets that all decode rows would fill.
+    ``blocks`` counts usable KV blocks, without the trash block. ``widths`` are the widths W of decode steps in tokens a
+    row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
+    ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
+    run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
+    decode. ``max_waiting``: requests that may queue.
     """
 
-    rows: int
-    slots: int
+    limits: StepLimits
     blocks: int
-    block_size: int
-    max_model_len: int
-    depth: int = 2
-    widths: tuple[int, ...] = (1,)
-    max_prefill_tokens: int = 8192
+    widths: tuple[int, ...] = ()
+    horizon: int = 0
     prefill_burst: int = 4
     prefix_caching: bool = True
     max_waiting: int = 100_000
     mixed: MixedSteps | None = None
 
     def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"widths is {self.widths}, but a decode step gives each row room for at least one token")
-        if self.mixed is not None and self.mixed.buckets and self.mixed.buckets[-1] <= self.rows * self.max_width:
+        rows, width = self.limits.rows, self.limits.width
+        if not self.widths:
+            object.__setattr__(self, "widths", (width,))
+        if min(self.widths) < 1 or max(self.widths) > width:
             raise ValueError(
-                f"the largest bucket of a mixed step is {self.mixed.buckets[-1]} tokens: {self.rows} decode rows of "
-                f"width {self.max_width} leave no room for a prompt"
+                f"widths is {self.widths}, but a decode step gives each row room for 1 to {width} tokens, the limits' "
+                "width"
             )
-
-    @property
-    def max_width(self) -> int:
-        """The largest W of any step: what reservations count on, since widths may change from step to step."""
-        return max(self.widths)
+        if self.mixed is not None and self.mixed.buckets and self.mixed.buckets[-1] <= rows * width:
+            raise ValueError(
+                f"the largest bucket of a mixed step is {self.mixed.buckets[-1]} tokens: {rows} decode rows of "
+                f"width {width} leave no room for a prompt"
+            )

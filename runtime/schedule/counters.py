@@ -42,7 +42,8 @@ class ScheduleCounters:
     Prompts, in tokens: ``prefill_tokens`` were computed. ``prefix_query_tokens`` were looked up in the prefix index, of
     which ``prefix_hit_tokens`` were there or came in time, so that they were not computed. ``prefix_waits``: blocks
     that a prompt waited for because another was writing them. ``distrusted``: requests that were computed again
-    because blocks that they shared came from one that broke.
+    because blocks that they shared came from one that broke. ``forks``: answers that began where another answer's
+    prompt ended; ``forked_tokens``: of their prompts, which were not computed for them. Both are no part of the three.
 
     Windows, counted when a live row of one lands: ``spec_num_drafts`` rows, ``spec_num_draft_tokens`` tokens proposed,
     ``spec_num_accepted_tokens`` of them kept; ``spec_accepted_per_position``: how often the first, the second and so on
@@ -71,6 +72,8 @@ class ScheduleCounters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_waits: int = 0
+    forks: int = 0
+    forked_tokens: int = 0
     distrusted: int = 0
     fenced_blocks: int = 0
     spec_num_drafts: int = 0

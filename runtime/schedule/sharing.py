@@ -30,7 +30,7 @@ class PrefixSharing:
     """One a scheduler; ``pool`` holds the index."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, counters: ScheduleCounters) -> None:
-        self._config = config
+        self._config, self._block_size = config, config.limits.block_size
         self._counters = counters
         self._pool = pool
         self._cut_now: dict[_Key, int] = {}  # first blocks of chunks in the plan that is being made -> request ids
@@ -53,11 +53,11 @@ class PrefixSharing:
         if not self.looks_up(sequence):
             return []
         found = self._lookup(sequence, sequence.published_blocks)
-        end = (sequence.published_blocks + len(found)) * self._config.block_size
+        end = (sequence.published_blocks + len(found)) * self._block_size
         return found if end > sequence.prefilled else []
 
     def _lookup(self, sequence: SequenceState, first: int) -> list[int]:
-        most = (sequence.landed_tokens - 1) // self._config.block_size
+        most = (sequence.landed_tokens - 1) // self._block_size
         return self._pool.lookup(sequence.tokens, most, first, sequence.prefix_id, trusted=sequence.alone)
 
     # ---- waiting for a writer ----
@@ -79,7 +79,7 @@ class PrefixSharing:
         return True
 
     def _is_written_for(self, sequence: SequenceState) -> bool:
-        size, index = self._config.block_size, sequence.published_blocks
+        size, index = self._block_size, sequence.published_blocks
         if sequence.alone or sequence.prefilled > index * size or not self.looks_up(sequence):
             return False
         if (index + 1) * size >= sequence.landed_tokens:  # it has to compute a token of this block itself
@@ -92,7 +92,7 @@ class PrefixSharing:
         self._cut_now.clear()
         for sequence in sequences:
             self.left(sequence)
-            partly = sequence.prefilled > sequence.published_blocks * self._config.block_size
+            partly = sequence.prefilled > sequence.published_blocks * self._block_size
             if self._config.prefix_caching and sequence.prefilling and partly and self._next_is_known(sequence):
                 key = self._key(sequence)
                 if self._begun.setdefault(key, sequence.request.request_id) == sequence.request.request_id:
@@ -106,7 +106,7 @@ class PrefixSharing:
 
     def _next_is_known(self, sequence: SequenceState) -> bool:
         """Whether all tokens of its first unpublished block are known, so that it is published once planned."""
-        return (sequence.published_blocks + 1) * self._config.block_size <= sequence.landed_tokens
+        return (sequence.published_blocks + 1) * self._block_size <= sequence.landed_tokens
 
     def _key(self, sequence: SequenceState) -> _Key:
         """Of its first unpublished block."""

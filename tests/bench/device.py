@@ -37,7 +37,7 @@ def timed(device: Device, launches: Callable[[], None]) -> float:
 
 def measure(device: Device, products: int, depth: int, on_timing: Callable[[StepTiming], None] | None) -> str:
     tables = SlotTables(device, max_requests=ROWS, max_blocks=64, vocab_size=151_936, seen_bytes=0)
-    staging = Staging(device, tables, max_prefill_tokens=8192, max_rows=ROWS)
+    staging = Staging(device, tables, max_prefill_tokens=8192, max_rows=ROWS, entries=4)
     ring = ResultRing(device, entries=depth + 2, rows=ROWS, width=1)
     landing = ResultReader(device, ring, on_timing=on_timing)
     matrix = device.zeros(2048, 2048, dtype=torch.bfloat16)

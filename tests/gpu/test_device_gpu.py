@@ -208,7 +208,7 @@ def test_staging_keeps_its_order_while_the_device_lags_behind(device: CudaDevice
 
 def test_slot_writes_chunks_and_seen_tokens_arrive(device: CudaDevice) -> None:
     tables = SlotTables(device, max_requests=8, max_blocks=6, vocab_size=11)
-    staging = Staging(device, tables, max_prefill_tokens=64, max_rows=8)
+    staging = Staging(device, tables, max_prefill_tokens=64, max_rows=8, entries=4)
     penalised = SamplingParams(seed=3, repetition_penalty=1.5, top_k=7, temperature=0.5)
     write = slot_write(2, (4, 4, 6, 7, 7, 7), prompt_length=3, stop_token_ids=(9,), sampling=penalised)
     chunks = (Chunk(2, 2, (6, 7, 7, 7), last=True), Chunk(5, 0, (1,), last=False))

@@ -112,6 +112,24 @@ def test_linear(kernels: NvidiaKernels, dtype: torch.dtype, bias: bool, outputs:
         check(kernels.linear(x, weight, offset), expected, dtype)
 
 
+@pytest.mark.parametrize("rows", [2048, 2049, 4608, 8192])
+def test_an_mlp_of_many_rows_goes_in_slices(kernels: NvidiaKernels, rows: int) -> None:
+    width, inner = 1024, 6144
+    gate_up, down = scaled(2 * inner, width, torch.bfloat16), scaled(width, inner, torch.bfloat16)
+    x, residual, weight = (randn(n, width, dtype=torch.bfloat16) for n in (rows, rows, 1))
+    total = x + residual
+    normed_x, new_residual = kernels.add_rms_norm(x, residual, weight.view(-1), 1e-6)
+    assert torch.equal(new_residual, total)
+    check(normed_x, normed(total, weight.view(-1), 1e-6), torch.bfloat16)
+    expected = swiglu(normed_x.double() @ gate_up.double().t()) @ down.double().t()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = kernels.gate_up_down(normed_x, gate_up, down)
+    if rows > 2048:
+        assert torch.cuda.max_memory_allocated() - before <= 3 * 2048 * inner * 2, "activations of all rows at once"
+    check(out, expected, torch.bfloat16, times=1.5)
+
+
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("outputs", "inner"), [(6144, 4096), (4096, 1024), (256, 384), (512, 5120)])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
 from runtime.config import DEVICE_DEFAULTS, ConfigError, EngineConfig, default_buckets
+from runtime.schedule.config import StepLimits
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -84,3 +85,11 @@ def test_groups_share_whole_experts() -> None:
     assert (groups.ranks, groups.running_seqs) == (8, 32)
     with pytest.raises(ConfigError, match=r"data_parallel is 2, but expert_parallel is off.*--no-expert-parallel"):
         EngineConfig(model="m", device="cpu", data_parallel=2, expert_parallel=False)
+
+
+def test_options_are_the_limits_of_steps() -> None:
+    config = EngineConfig(model="m", device="cpu", max_num_seqs=6, block_size=8, chain_depth=3, max_prefill_tokens=99)
+    assert config.step_limits(512, 4) == StepLimits(6, 12, 8, 512, depth=3, width=1, max_prefill_tokens=99)
+    for option, value in (("max_num_seqs", 65_536), ("block_size", 1025), ("chain_depth", 65), ("max_model_len", 1)):
+        with pytest.raises(ConfigError, match=option):
+            EngineConfig(model="m", **cast(Any, {option: value}))

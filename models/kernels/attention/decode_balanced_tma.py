@@ -182,7 +182,8 @@ def attend_list_tma(
     group = heads // kv_heads
     real_rows = power_of_two_above(group * inputs.query_len)
     if out_THD is None:
-        out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
+        tokens = rows * inputs.query_len if inputs.starts_B is None else q_TX.shape[0]
+        out_THD = torch.empty(tokens, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     boxes = kv_layer.view(2, -1, kv_heads * head_dim)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
     _attend_list_tma_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](

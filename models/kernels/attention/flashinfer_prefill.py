@@ -4,7 +4,7 @@ Knows: FlashInfer's argument orders, workspaces and limits. Does not know: wheth
 chosen (prefill_choice.py).
 
 Plans are made while earlier steps are still queued. ``plan`` fills a pinned buffer that a queued copy reads, so a
-buffer of a small ring is refilled only after the device has passed its last copy (an event, not a stream
+buffer of a ring (pinned_ring.py) is refilled only after the device has passed its last copy (an event, not a stream
 synchronisation).
 
 A captured prefill (RepeatedPaged) has one device buffer for its plan, which each replay's plan overwrites in stream
@@ -15,7 +15,6 @@ has.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,17 +23,9 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention
 from models.kernels.attention.flashinfer_build import arguments
+from models.kernels.pinned_ring import PinnedRing, event_of, ring_places
 
 _PREFILL_WORKSPACE = 256 << 20
-_WRAPPERS = 4  # more prefill steps than are ever in flight
-
-
-@dataclass(slots=True)
-class _Planned:
-    """A wrapper of the ring, and the event after which its pinned plan may be overwritten."""
-
-    wrapper: Any
-    copied: torch.cuda.Event
 
 
 def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -43,18 +34,19 @@ def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
 
 
 class PagedPrefill:
-    """Packed causal prefill by FlashInfer's ``backend``: fa3 on sm_90, fa2 elsewhere. Takes 256 MiB."""
+    """Packed causal prefill by FlashInfer's ``backend``: fa3 on sm_90, fa2 elsewhere. ``depth``: steps in flight beside
+    the one that lands next.
 
-    def __init__(self, device: torch.device, backend: str) -> None:
-        self._device, self._backend = device, backend
+    Takes 256 MiB, and 8 MiB for each place of the ring.
+    """
+
+    def __init__(self, device: torch.device, backend: str, depth: int = 2) -> None:
+        self._device, self._backend, self._depth = device, backend, depth
         # Steps run in stream order, so the ring may share the workspace, which only kernels touch.
         self._workspace = workspace = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
-        event: Any = torch.cuda.Event  # untyped in some versions of torch
-        self._ring = itertools.cycle(
-            [
-                _Planned(BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend), event())
-                for _ in range(_WRAPPERS)
-            ]
+        self.ring: PinnedRing[Any] = PinnedRing(
+            [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend) for _ in range(ring_places(depth))],
+            event_of(device),
         )
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
@@ -64,9 +56,8 @@ class PagedPrefill:
         pages = [-(-length // page) for length in inputs.kv_lengths]
         wanted = [row * width + index for row, count in enumerate(pages) for index in range(count)]
         indices = inputs.page_table_BP.reshape(-1).index_select(0, _pinned(wanted).to(self._device, non_blocking=True))
-        planned = next(self._ring)
-        planned.copied.synchronize()
-        planned.wrapper.plan(
+        wrapper = self.ring.take()
+        wrapper.plan(
             _pinned(_starts(inputs.query_lengths, inputs.first_token)),
             _pinned(_starts(pages)),
             indices,
@@ -81,8 +72,8 @@ class PagedPrefill:
             kv_data_type=kv_layer.dtype,
             seq_lens=_pinned(inputs.kv_lengths),
         )
-        planned.copied.record()
-        return planned.wrapper
+        self.ring.queued()
+        return wrapper
 
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
@@ -90,7 +81,7 @@ class PagedPrefill:
         """The plan of launches that are captured; None where they cannot be (fa2)."""
         if self._backend != "fa3":
             return None
-        return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_heads, kv_layer)
+        return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_heads, kv_layer, self._depth)
 
     @staticmethod
     def run(q_THD: Tensor, kv_layer: Tensor, planned: Any, scale: float) -> Tensor:
@@ -110,7 +101,14 @@ class RepeatedPaged:
     """
 
     def __init__(
-        self, workspace: Tensor, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+        self,
+        workspace: Tensor,
+        page_table_BP: Tensor,
+        max_tokens: int,
+        heads: int,
+        kv_heads: int,
+        kv_layer: Tensor,
+        depth: int = 2,
     ) -> None:
         rows, width = page_table_BP.shape
         _, _, page, _, head_dim = kv_layer.shape
@@ -153,18 +151,17 @@ class RepeatedPaged:
             non_blocking=False,
         )
         self._layout = list(self._wrapper._plan_info)
-        event: Any = torch.cuda.Event  # untyped in some versions of torch
         size = self._wrapper._pin_memory_int_workspace_buffer.shape
-        self._ring = itertools.cycle(
-            [(torch.empty(size, dtype=torch.uint8, pin_memory=True), event()) for _ in range(_WRAPPERS)]
+        self.ring = PinnedRing(
+            [_pinned_bytes(size) for _ in range(ring_places(depth))],
+            event_of(workspace.device),
         )
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """See RepeatedPrefill. Raises RuntimeError where FlashInfer's plan layout differs from the captured one."""
         wrapper, rows = self._wrapper, self._rows
         padding = (0,) * (rows - len(query_lengths))
-        pinned, copied = next(self._ring)
-        copied.synchronize()
+        pinned = self.ring.take()
         layout = wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
@@ -176,7 +173,7 @@ class RepeatedPaged:
             rows,
             *self._shape,
         )
-        copied.record()
+        self.ring.queued()
         if list(layout) != self._layout:
             raise RuntimeError(f"FlashInfer laid a prefill plan out as {list(layout)}, the first was {self._layout}")
 
@@ -185,6 +182,10 @@ class RepeatedPaged:
         self._wrapper._qo_indptr_last = q_THD.shape[0]  # FlashInfer would refuse another number of tokens
         returned: Tensor = self._wrapper.run(q_THD, keys_values, out=out)
         return returned
+
+
+def _pinned_bytes(size: torch.Size) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _starts(lengths: tuple[int, ...] | list[int], first: int = 0) -> list[int]:

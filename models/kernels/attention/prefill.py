@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -26,11 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PrefillAttention
 from models.kernels.attention.query import LOG2_E, padded_dim
+from models.kernels.pinned_ring import PinnedRing, event_of, ring_places
 from models.kernels.traits import DeviceTraits
 
 _FIELDS = 4  # of a listed tile
 _PROGRAMS_A_MULTIPROCESSOR = 4  # at most: each takes long tiles and short ones in turn
-_RING = 4  # more prefill steps than are ever in flight
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -195,10 +194,10 @@ def most_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
 
 
 class TiledPrefill:
-    """Packed causal prefill for 16-bit dtypes and float32, heads of up to 256 dims."""
+    """Packed causal prefill for 16-bit dtypes and float32, heads of up to 256 dims. ``depth``: see RepeatedTiles."""
 
-    def __init__(self, device: torch.device, traits: DeviceTraits) -> None:
-        self._device, self._pdl = device, traits.dependent_launch
+    def __init__(self, device: torch.device, traits: DeviceTraits, depth: int = 2) -> None:
+        self._device, self._pdl, self._depth = device, traits.dependent_launch, depth
         self._programs = _PROGRAMS_A_MULTIPROCESSOR * traits.multiprocessors
 
     @staticmethod
@@ -218,7 +217,9 @@ class TiledPrefill:
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedTiles:
         """The planned tiles of launches that are captured."""
-        return RepeatedTiles(self._device, len(page_table_BP), max_tokens, _tokens_of_a_tile(heads, kv_layer))
+        return RepeatedTiles(
+            self._device, len(page_table_BP), max_tokens, _tokens_of_a_tile(heads, kv_layer), self._depth
+        )
 
     def run(
         self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float
@@ -251,21 +252,18 @@ class Tiles:
 class RepeatedTiles:
     """A RepeatedPrefill: a device buffer for the tiles of up to ``max_tokens`` in up to ``rows`` rows.
 
-    Each plan is copied there from a small ring of pinned buffers; a pinned buffer is reused only after the device has
-    passed its last copy.
+    Each plan is copied there from a ring of pinned buffers (pinned_ring.py), sized for ``depth`` steps in flight beside
+    the one that lands next; a pinned buffer is reused only after the device has passed its last copy.
     """
 
-    def __init__(self, device: torch.device, rows: int, max_tokens: int, tile_tokens: int) -> None:
+    def __init__(self, device: torch.device, rows: int, max_tokens: int, tile_tokens: int, depth: int = 2) -> None:
         self._rows, self._tile_tokens = rows, tile_tokens
         most = most_tiles(max_tokens, rows, tile_tokens)
         self.tiles = torch.zeros(most, _FIELDS, dtype=torch.int32, device=device)
         on_gpu = device.type == "cuda"
-        event: Any = torch.cuda.Event  # untyped in some versions of torch
-        self._ring = itertools.cycle(
-            [
-                (torch.zeros(most, _FIELDS, dtype=torch.int32, pin_memory=on_gpu), event() if on_gpu else None)
-                for _ in range(_RING)
-            ]
+        self.ring = PinnedRing(
+            [torch.zeros(most, _FIELDS, dtype=torch.int32, pin_memory=on_gpu) for _ in range(ring_places(depth))],
+            event_of(device),
         )
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
@@ -276,15 +274,12 @@ class RepeatedTiles:
                 f"{sum(query_lengths)} tokens in {len(query_lengths)} rows make {len(listed)} tiles: there is room for "
                 f"{len(self.tiles)} of {self._rows} rows"
             )
-        pinned, copied = next(self._ring)
-        if copied is not None:
-            copied.synchronize()
+        pinned = self.ring.take()
         pinned.zero_()
         if listed:
             pinned[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
         self.tiles.copy_(pinned, non_blocking=True)
-        if copied is not None:
-            copied.record()
+        self.ring.queued()
 
     def count(self, tokens: int) -> int:
         """How many entries a launch over ``tokens`` scans: enough for any plan that fits it."""

@@ -31,7 +31,10 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Prefill:
-    """The prefill attention of one device. Call ``prepare``, then ``agree``, before the first plan."""
+    """The prefill attention of one device. Call ``prepare``, then ``agree``, before the first plan.
+
+    ``depth``: steps in flight beside the one that lands next, for which its rings of plans have places.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,12 @@ class Prefill:
         wanted: PrefillWanted,
         traits: DeviceTraits,
         switches: FlashInferSwitches = NO_SWITCHES,
+        depth: int = 2,
     ) -> None:
+        self._depth = depth
         self._device, self._wanted, self._traits, self._switches = device, wanted, traits, switches
         self._backend = "fa2"  # FlashInfer's backend; fa3 on sm_90
-        self._tiled = TiledPrefill(device, traits)
+        self._tiled = TiledPrefill(device, traits, depth)
         self._paged: Any = None  # a PagedPrefill, once ranks agreed that it runs
         self._agreed = False
         self._ready = False  # FlashInfer's module is loaded
@@ -106,7 +111,7 @@ class Prefill:
         if everywhere:
             from models.kernels.attention.flashinfer_prefill import PagedPrefill
 
-            self._paged = PagedPrefill(self._device, self._backend)
+            self._paged = PagedPrefill(self._device, self._backend, self._depth)
         elif self._reference_only:
             self.slower = "neither FlashInfer nor our Triton kernel takes a head_dim of more than 256"
             log.warning("prefill attention runs in plain torch, several times slower than it could: %s", self.slower)

@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.interface import Rotation
 
+BATCH_INVARIANT = True  # with ``heads_a_program``: a token by itself, by code that depends on its heads only
+
 
 @triton.jit
 def partners(BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
@@ -136,14 +138,23 @@ def _rope_and_cache_kernel(
             tl.store(cache_ptr + value_offset + slot + where, v.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-def rope_and_cache(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool) -> Tensor:
-    """See Kernels.rope_and_cache; takes heads of any size. A program has heads of one token. Returns q [T, H, D]."""
+def rope_and_cache(
+    qkv_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    rotation: Rotation,
+    pdl: bool,
+    heads_a_program: int | None = None,
+) -> Tensor:
+    """See Kernels.rope_and_cache; takes heads of any size. A program has ``heads_a_program`` of one token, by default
+    as many as are fast for so many tokens. Returns q [T, H, D].
+    """
     tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if tokens == 0:
         return q_THD
-    # Few tokens: many small programs, for latency. Many tokens: fewer, larger programs.
-    heads_a_program = 4 if tokens <= 64 else 8
+    if heads_a_program is None:  # few tokens: many small programs, for latency; many tokens: fewer, larger ones
+        heads_a_program = 4 if tokens <= 64 else 8
     blocks = triton.cdiv(heads, heads_a_program) + 2 * triton.cdiv(kv_heads, heads_a_program)
     _rope_and_cache_kernel[(tokens, blocks)](
         qkv_TX,

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.interface import Rotation
 
+BATCH_INVARIANT = True  # any number of tokens runs the same code, a token by itself
 _PIECE = 8  # dims of each half in a thread: 16 bytes of a 16-bit dtype
 
 

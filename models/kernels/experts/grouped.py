@@ -26,6 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import Tiles, default_tiles
 
+BATCH_INVARIANT = True  # in a tile of any size a sum is one accumulator over K in ascending order, never split
+
 
 @triton.jit
 def _expert_of(counts_ptr, program, tiles, G, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):

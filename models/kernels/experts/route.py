@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+BATCH_INVARIANT = True  # a token by itself; lists are integers
 _CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program sorts into a list, after counting those before them
 _CHUNKS = 32  # beyond so many chunks they get longer: each program counts all pairs before its own
 

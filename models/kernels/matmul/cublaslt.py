@@ -99,11 +99,12 @@ class Linear:
         )
         return bool(status == 0) and checked.state == 0 and checked.workspace <= self._workspace.numel()
 
-    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
-        """x @ W^T, [M, O], by one of ``algorithms``."""
+    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str, out_MO: Tensor | None = None) -> Tensor:
+        """x @ W^T, [M, O], by one of ``algorithms``; into ``out_MO``, contiguous, if given."""
         rows, inner = x_MK.shape
         problem = self._problem(rows, weight_OK.shape[0], inner, x_MK.dtype)
-        out_MO = torch.empty(rows, weight_OK.shape[0], dtype=x_MK.dtype, device=x_MK.device)
+        if out_MO is None:
+            out_MO = torch.empty(rows, weight_OK.shape[0], dtype=x_MK.dtype, device=x_MK.device)
         one, zero = c_float(1.0), c_float(0.0)
         out = c_void_p(out_MO.data_ptr())
         self._call(

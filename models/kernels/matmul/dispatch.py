@@ -28,6 +28,7 @@ from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, Cublas
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
 from models.kernels.traits import DeviceTraits, traits_of
+from models.row_buckets import LARGE_STEP
 from parallel.comm.peer_buffers import PeerBuffers
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,20 @@ class MatmulDispatch:
         shape = LinearShape(rows, outputs, inner, x_TN.dtype, normed=True, gate_up=True)
         choice = self.choice(shape)
         return self.run_normed(x_TN, residual_TN, norm_N, eps, gate_up_2IN, None, choice, gate_up=True)
+
+    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """In slices of at most LARGE_STEP rows, so that the widest activations of a step take little memory."""
+        rows = x_TN.shape[0]
+        if rows <= LARGE_STEP or bias_N is not None:
+            return self.linear(self.gate_up(x_TN, gate_up_2IN), down_NI, bias_N)
+        x_TN = x_TN.contiguous()
+        size = slice_rows(rows)
+        for x_SN in (x_TN[start : start + size] for start in range(0, rows, size)):
+            hidden_SI = self.gate_up(x_SN, gate_up_2IN)
+            choice = self.choice(LinearShape(len(x_SN), down_NI.shape[0], down_NI.shape[1], x_SN.dtype))
+            self._library_linear(hidden_SI, down_NI, choice, x_SN)  # nobody reads this slice of x again
+            del hidden_SI  # or it would stand beside the next one
+        return x_TN
 
     def choice(self, shape: LinearShape) -> Choice:
         """The kernel for a product: the table's, else the default one; cuBLAS where that cannot run."""
@@ -254,11 +269,17 @@ class MatmulDispatch:
                 ]
             case Wide():
                 return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
-            case CublasLt() if bias_O is None and self._lt is not None:
-                out_MO = self._lt.run(x_MK, weight_OK, choice.algorithm)
+            case _ if bias_O is None:
+                out_MO = self._library_linear(x_MK, weight_OK, choice)
             case _:
                 out_MO = F.linear(x_MK, weight_OK, bias_O)
         return norm.silu_mul(out_MO, self.pdl) if gate_up else out_MO
+
+    def _library_linear(self, x_MK: Tensor, weight_OK: Tensor, choice: Choice, out_MO: Tensor | None = None) -> Tensor:
+        """By cuBLASLt's algorithm where that is the choice, else by cuBLAS; into ``out_MO`` if given."""
+        if isinstance(choice, CublasLt) and self._lt is not None:
+            return self._lt.run(x_MK, weight_OK, choice.algorithm, out_MO)
+        return torch.mm(x_MK, weight_OK.t(), out=out_MO)
 
     def run_normed(
         self,
@@ -374,6 +395,12 @@ def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
     except (OSError, CublasLtError) as error:
         log.warning("products by cuBLASLt's algorithms are not available, cuBLAS does them: %s", error)
         return None
+
+
+def slice_rows(rows: int) -> int:
+    """Rows of each slice of an MLP over ``rows`` rows: equal but for the last, whole tiles of 128."""
+    slices = -(-rows // LARGE_STEP)
+    return -(-rows // (slices * 128)) * 128
 
 
 def shipped_choices(device: torch.device) -> ChoiceTable:

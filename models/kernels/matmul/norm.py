@@ -15,6 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.row_buckets import LARGE_STEP
+
+BATCH_INVARIANT = True  # a row by itself, by code that depends on its width only
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -58,9 +62,12 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
 
 
 def rms_norm(x_TN: Tensor, residual_TN: Tensor | None, weight_N: Tensor, eps: float, pdl: bool) -> Tensor:
-    """rms_norm(x + residual) * weight, [T, N]; the sum, rounded to x's dtype, replaces ``residual_TN`` in place."""
+    """rms_norm(x + residual) * weight, [T, N]; the sum, rounded to x's dtype, replaces ``residual_TN`` in place.
+
+    With a residual and more than LARGE_STEP rows, the result replaces ``x_TN``, too.
+    """
     rows, width = x_TN.shape
-    out_TN = torch.empty_like(x_TN)
+    out_TN = x_TN if residual_TN is not None and rows > LARGE_STEP else torch.empty_like(x_TN)
     if rows == 0:
         return out_TN
     block = triton.next_power_of_2(width)

@@ -39,7 +39,7 @@ class Follower:
     one agreed on, None while this rank has proposed and the leader has not answered. ``groups``: runs of world / groups
     ranks that plan alike; a follower compares digests with the leader if both are of one group. ``verdict`` is set once
     agreement has ended: the leader's, or this rank's own when the leader is silent or gone. ``ignored`` counts records
-    that came twice or for a turn that is over. Raises ValueError for a horizon below 1.
+    that came twice or for a turn that is over. Raises ValueError for a negative horizon.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class Follower:
         leader: int = 0,
         groups: int = 1,
     ) -> None:
-        if horizon < 1:
-            raise ValueError(f"control plane: horizon {horizon} with {codec.world} ranks; it must be at least 1")
+        if horizon < 0:
+            raise ValueError(f"control plane: horizon {horizon}; it is 0 or more")
         self.codec = codec
         self.rank = rank
         self.horizon = horizon
+        self.settled = False  # the leader has said HORIZON
         self.limits = limits or Limits()
         self.recent = recent
         self.leader = leader
@@ -165,6 +166,8 @@ class Follower:
         elif kind is Kind.MESSAGE_ACK:
             self._heard = now
             self._messages_taken(frame.step, now)
+        elif kind is Kind.HORIZON:
+            self._settle(frame.horizon)
         elif kind is Kind.EXPLAIN:
             self._enter(FollowerInput.EXPLAIN)
             self._heard = now
@@ -291,6 +294,13 @@ class Follower:
             return
         self._enter(FollowerInput.STOP_EFFECT if frame.flags & STOP else _EFFECT)
         self.effect = frame.payload
+
+    def _settle(self, horizon: int) -> None:
+        """Before the first turn: the horizon that rank 0 chose."""
+        if self.step >= 0 or self.settled:
+            self.bad(FrameError("order", f"HORIZON {horizon} in step {self.step}, after horizon {self.horizon}"))
+            return
+        self.horizon, self.settled = horizon, True
 
     def _agree(self, step: int, maximum: Proposed) -> None:
         """Takes the answer to the proposal that waits for it; one that came before says nothing new."""

@@ -30,7 +30,7 @@ class Leader:
     """Agreement as rank ``rank`` of ``codec.world`` leads it.
 
     ``recent`` gives this rank's last decisions for a report (runtime/schedule/digest.py's ``recent``). ``groups``:
-    runs of world / groups ranks that plan alike. Raises ValueError for a horizon below 1.
+    runs of world / groups ranks that plan alike. Raises ValueError for a negative horizon.
     """
 
     def __init__(
@@ -42,10 +42,7 @@ class Leader:
         rank: int = 0,
         groups: int = 1,
     ) -> None:
-        if horizon < 1:
-            raise ValueError(f"control plane: horizon {horizon} with {codec.world} ranks; it must be at least 1")
         self.codec = codec
-        self.horizon = horizon
         self.limits = limits or Limits()
         self.rank = rank
         self.status = status = LeaderStatus(codec, self.limits, rank)
@@ -54,8 +51,7 @@ class Leader:
         self.inbox = LeaderInbox(status)
         self.outbox = status.outbox
         self.reached = status.reached
-        self._record = FrameTemplate(codec, Kind.RECORD, EVERYONE, horizon)
-        self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))
+        self.set_horizon(horizon)
         self._sent: dict[int, tuple[float, bytes]] = {}  # by step: when, and the record, while a rank may ask for it
         self._oldest_sent = 0
         self._stop = False
@@ -96,6 +92,21 @@ class Leader:
         """``recent`` returns this rank's last decisions, for the report of a divergence."""
         self.digests.recent = recent
 
+    def set_horizon(self, horizon: int) -> None:
+        """What the leader submits takes effect so many turns later. Before the first turn, else ValueError."""
+        if horizon < 0 or self.step >= 0:
+            raise ValueError(
+                f"control plane: horizon {horizon} at step {self.step}; it is 0 or more, set before step 0"
+            )
+        self.horizon = self.maxima.horizon = horizon
+        self._record = FrameTemplate(self.codec, Kind.RECORD, EVERYONE, horizon)
+        self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))
+
+    def settle_horizon(self, horizon: int) -> None:
+        """``set_horizon`` here, and on every other rank by a frame in ``outbox``."""
+        self.set_horizon(horizon)
+        self.outbox.append((EVERYONE, self.codec.encode(Kind.HORIZON, EVERYONE, horizon=horizon)))
+
     def short_of_stop(self) -> tuple[int, ...]:
         """Ranks that have not begun the last turn: they still wait for our records."""
         if self._stop_step is None:
@@ -124,7 +135,7 @@ class Leader:
         status = self.status
         if step != status.step + 1:
             raise ValueError(f"control plane: turn {step} after turn {status.step}; turns are taken one by one")
-        effect, flags = self._coming[0]
+        effect, flags = self._coming[0] if self._coming else (payload, STOP if self._stop else 0)
         if self._stop:
             codec, horizon = self.codec, self.horizon
             record = codec.encode(Kind.RECORD, EVERYONE, step, digest, horizon=horizon, flags=STOP, payload=payload)
@@ -140,8 +151,8 @@ class Leader:
         step, flag = self.status.step, 0
         if self._stop:
             self._stop, self._stop_step, flag = False, step + self.horizon, STOP
-        self._coming.popleft()
         self._coming.append((payload, flag))
+        self._coming.popleft()
         self._sent[step] = now, record
         self._forget()
         self.digests.add(self.rank, step, digest, now)

@@ -26,7 +26,7 @@ class MaxAgreement:
     def __init__(self, status: LeaderStatus, horizon: int, group_size: int) -> None:
         self.maximum: Proposed | None = None
         self._status = status
-        self._horizon = horizon
+        self.horizon = horizon
         self._rounds = MaxRounds(status.codec.world, group_size)
         self._proposed = -1, 0.0  # the step of our last proposal, and when it was made
         self._alive = 0.0  # when we last sent a sign of life while we wait for proposals
@@ -58,7 +58,7 @@ class MaxAgreement:
     def receive(self, rank: int, step: int, numbers: Proposed, now: float) -> None:
         """A follower's proposal for ``step``."""
         status, answer = self._status, self._answers.get(step)
-        if step > status.step + self._horizon + 1:
+        if step > status.step + self.horizon + 1:
             said = f"rank {rank} cannot propose for step {step}, rank {status.rank} is in {status.step}"
             status.bad(rank, FrameError("step", said))
             return

@@ -7,13 +7,15 @@ travel (control/interface.py, uds.py, zeromq.py), what the events in a payload m
 Rules
  1. A *turn* is one pass of the engine's loop. Turns are numbered 0, 1, 2, ... by ``step``; every rank takes each once.
  2. What the leader submits in turn N takes effect in turn N + L on every rank (L is the horizon). The leader sends it
-    in the record of step N; a follower needs that record only in turn N + L, so it normally lies there already.
+    in the record of step N; a follower needs that record only in turn N + L, so with L > 0 it normally lies there
+    already, and with L = 0 it comes a moment later. L is part of the identity, or the leader settles it from measured
+    round trips before the first turn (HORIZON); a record with another L is an error.
  3. The digest of step N is the rolling digest a rank has when it begins turn N: after plan(N-1), before any event of
     turn N. The leader's travels in record N, a follower's in its acknowledgement of step N.
  4. A follower compares when it takes a record; the leader compares when it reads an acknowledgement (or, if the
     follower is ahead, when it reaches that step itself). Whoever sees a divergence first, the leader asks for the last
     decisions, waits a moment for every rank's, and ends the job with one verdict that all ranks raise.
- 5. Stopping is agreed like an event: a record with the STOP flag, in effect L turns later.
+ 5. Stopping is agreed like an event: a record with the STOP flag, in effect L turns later (L = 0: at once).
  6. Frames may be delayed, duplicated, reordered or lost. A record is taken once, in its turn. A follower that misses
     one asks again; the leader keeps every record that some rank may still need.
  7. Ranks form groups, runs of consecutive ranks. Those of one group make the same plans and have the same digest: it is

@@ -66,6 +66,7 @@ class Kind(IntEnum):
     AGREED = 16  # L: the maximum of all ranks' numbers of this step (body Numbers)
     MESSAGE = 17  # F: a reliable message to the leader's engine; step is its number (payload opaque)
     MESSAGE_ACK = 18  # L: my engine took all your messages below number step
+    HORIZON = 19  # L: before the first turn: the horizon of all records, in the header's field
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

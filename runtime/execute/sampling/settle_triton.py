@@ -196,6 +196,7 @@ def _settle_many(
     scratch_ptr,
     factor,
     floor,
+    ceiling,
     least,
     largest,
     k,
@@ -208,7 +209,8 @@ def _settle_many(
     TILE: tl.constexpr,
 ):
     """``_settle_few`` of a list of any length, or of all of a row's logits, which always hold the threshold."""
-    top = ordered(largest).to(tl.int64)
+    # A list's tokens lie under its ceiling, which is much nearer than the row's largest score.
+    top = ordered(tl.minimum(largest, ceiling)).to(tl.int64)
     holds = tl.full([], 1, tl.int1)
     if LIST:
         bottom = ordered(floor).to(tl.int64)
@@ -354,6 +356,7 @@ def _settle_kernel(
                     scratch,
                     factor,
                     floor,
+                    ceiling,
                     least,
                     largest,
                     k,
@@ -376,6 +379,7 @@ def _settle_kernel(
                     scratch,
                     factor,
                     floor,
+                    largest,
                     least,
                     largest,
                     k,

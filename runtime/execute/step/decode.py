@@ -12,10 +12,10 @@ from torch import Tensor
 from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import KERNEL_VARIANTS, SamplingVariant
-from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_decode
 from runtime.execute.step.tail import Tail
+from runtime.schedule.plan import PADDING_SLOT
 
 
 class DecodeRole(RowRole):
@@ -31,7 +31,7 @@ class DecodeRole(RowRole):
             return
         ranks = self._parts.model.collectives.size
         for variant in dict.fromkeys(variant.on_ranks(ranks) for variant in KERNEL_VARIANTS):
-            self._tail.rehearse(self._parts.limits.decode_buckets[0], variant)
+            self._tail.rehearse(self._parts.config.decode_buckets[0], variant)
 
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
         """One token for every row; ghost and padding rows are masked."""

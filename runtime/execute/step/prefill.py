@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
-from runtime.execute.launch_spec import GREEDY, LaunchSpec
-from runtime.execute.role import ExecutorLimits, RoleParts
+from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
+from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
-from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
-from runtime.execute.step.step_io import gather_packed
+from runtime.execute.step.step_io import gather_packed, pieces_of
 from runtime.execute.step.tail import Tail
-from runtime.schedule.plan import StepKind, StepPlan
+from runtime.schedule.config import StepLimits
+from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
 
 
 class PrefillRole:
@@ -44,8 +44,9 @@ class PrefillRole:
     def compile_shorter(self) -> None:
         """Run smaller steps, too, so that no request waits for a compiler; on a CPU nothing is compiled."""
         if self._parts.device.torch_device.type != "cpu":
-            for tokens in shorter_prefills(self._parts.limits.max_prefill_tokens):
-                self._rehearse(tokens)
+            with self._parts.model.few_layers():
+                for tokens in shorter_prefills(self._parts.limits.max_prefill_tokens):
+                    self._rehearse(tokens)
 
     def warm_up(self) -> None:
         self.graphs.warm_up()
@@ -65,10 +66,12 @@ class PrefillRole:
             )
 
     def _count_fallback(self, spec: LaunchSpec) -> None:
-        """A prefill that is launched kernel by kernel although others are replayed."""
-        if not self.graphs.buckets:
+        """A prefill that is launched kernel by kernel although it was to be replayed."""
+        if not self._parts.config.prefill_buckets:
             return
-        if spec.plan.scored_tokens:
+        if not self.graphs.buckets:
+            reason = f"attention of {self._parts.model.kernels.prefill_name} cannot be captured on every rank"
+        elif spec.plan.scored_tokens:
             reason = "log-probabilities of prompt tokens need the last layer of every token"
         else:
             reason = f"{spec.plan.packed_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
@@ -106,22 +109,29 @@ class PrefillRole:
         *,
         mixed: bool = False,
         every_token: bool = False,
+        split_keys: bool = False,
     ) -> Tensor:
         """The part of the step that depends on no row's parameters: final hidden states of each row's last token
         [R, N], or of every token [T, N].
 
-        ``attention`` is of the chunks. ``mixed``: some rows may decode; which ones is read on the device. Its page
-        table has at least R rows.
+        ``attention`` is of the chunks; its page table has at least R rows. ``mixed``: some rows may decode; which ones
+        is read on the device. ``split_keys``: as in LaunchSpec; then only the page table of ``attention`` is read.
         """
         size = self._parts.limits.block_size
         packed = gather_packed(self._parts.tables, chunks, size)
+        could_decode = min(len(chunks.slots_R), len(chunks.slots_T))  # forks are rows without tokens
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
-        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, table_RP.shape[1] * size, skip_empty=True)
+        longest = table_RP.shape[1] * size
+        lengths_R = packed.kv_lengths_R[:could_decode]
+        decode = DecodeAttention(table_RP[:could_decode], lengths_R, 1, longest, skip_empty=True)
+        of_chunks: PrefillAttention | DecodeAttention = attention
+        if split_keys:
+            of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,
             kv_slots_T=packed.kv_slots_T,
-            attention=MixedAttention(decode, attention) if mixed else attention,
+            attention=MixedAttention(decode, of_chunks) if mixed or split_keys else of_chunks,
             logit_rows_R=None if every_token else chunks.logit_rows_R,
             state=chunks.state_rows(packed.ghosts_R) if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
@@ -133,6 +143,11 @@ class PrefillRole:
         columns = self._parts.tables.gather(emitting_R)
         self._tail.finish(hidden_RN, emitting_R, columns, columns.sampling(), variant)
 
+    @property
+    def splits_keys(self) -> bool:
+        """Whether steps with ``split_keys`` can be captured."""
+        return self._parts.model.splits_chunks(self._parts.caches)
+
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None:
         """Attention for captured prefill steps over this role's cache; see Kernels.repeat_prefill."""
         return self._parts.model.repeat_prefill(page_table_BP, max_tokens, self._parts.caches)
@@ -141,12 +156,12 @@ class PrefillRole:
         """So many tokens on the padding slot: nothing but the trash block is written."""
         lengths = padding_lengths(tokens, self._parts.limits)
         chunks = _padding_chunks(lengths, self._parts.device.torch_device)
-        exchanges = self._parts.limits.exchanges
+        exchanges = self._parts.config.exchanges
         self.prefill(chunks, Lengths(lengths, lengths), GREEDY, exchange_rows=exchanges[-1] if exchanges else 0)
         self._parts.ring.undo()
 
 
-def padding_lengths(tokens: int, limits: ExecutorLimits) -> tuple[int, ...]:
+def padding_lengths(tokens: int, limits: StepLimits) -> tuple[int, ...]:
     """Rows that so many tokens fill, none over the longest sequence; those past the last row are left out."""
     lengths: list[int] = []
     while tokens and len(lengths) < limits.rows:

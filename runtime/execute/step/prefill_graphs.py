@@ -11,6 +11,9 @@ needs for a short prompt. So it is two launches:
     tail      head, draw and write-back, keyed by rows and kind of sampling, as decode graphs are.
 
 Steps that score prompt tokens have none: they need the last layer of all tokens, the others of one a row.
+
+Where groups share experts, each brings as many rows to an exchange as its step is padded to, and all replay the same
+forward graph: so the exchange is no dimension of its own. A group without a chunk replays it, too.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.row_buckets import token_ladder
 from runtime.execute.device.protocol import DeviceError, Graph
-from runtime.execute.launch_spec import GREEDY, LaunchSpec
+from runtime.execute.launch_spec import GREEDY, MOST_SPLIT_TOKENS, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
@@ -39,7 +42,8 @@ log = logging.getLogger(__name__)
 class Lengths(NamedTuple):
     """What the host knows of the rows of a step with chunks; all three as in PrefillAttention.
 
-    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first.
+    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first, and for
+    forks, which come last and have none.
     """
 
     query: tuple[int, ...]
@@ -48,10 +52,10 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        decoding = (0,) * plan.decode_rows
+        decoding, forks = (0,) * plan.decode_rows, (0,) * len(plan.forks)
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return cls(decoding + query, decoding + known, len(decoding))
+        return cls(decoding + query + forks, decoding + known + forks, len(decoding))
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
@@ -60,13 +64,23 @@ class Lengths(NamedTuple):
 class PrefillWork(Protocol):
     """What is captured: prefill.py's PrefillRole."""
 
-    def hidden(self, chunks: Chunks, attention: PrefillAttention, *, mixed: bool) -> Tensor: ...
+    @property
+    def splits_keys(self) -> bool: ...
+    def hidden(
+        self,
+        chunks: Chunks,
+        attention: PrefillAttention,
+        exchange_rows: int = 0,
+        *,
+        mixed: bool,
+        split_keys: bool = False,
+    ) -> Tensor: ...
     def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None: ...
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None: ...
 
 
 class PrefillGraphs:
-    """Graphs of steps with chunks of up to ``limits.prefill_buckets[-1]`` tokens, on every rank or on none.
+    """Graphs of steps with chunks of up to ``config.prefill_buckets[-1]`` tokens, on every rank or on none.
 
     ``warm_up`` once, before the first step. Without buckets, and where some rank's attention cannot be captured,
     ``buckets`` stays empty.
@@ -78,16 +92,17 @@ class PrefillGraphs:
         self._tables = parts.tables
         self._staging = parts.staging
         self._ring = parts.ring
-        self._limits = parts.limits
+        self._config = parts.config
         self._model = parts.model
         self._graphs: dict[int, Graph] = {}
+        self._split_graphs: dict[int, Graph] = {}
         self._attention: RepeatedPrefill | None = None
 
     @cached_property
     def tails(self) -> RowGraphs:
         """The second halves, in every kind of sampling that was asked for so far."""
         emitting_R = self._staging.padded_chunks(self._staging.max_rows).emitting_R
-        row_maps = {bucket: emitting_R[:bucket] for bucket in self._limits.decode_buckets}
+        row_maps = {bucket: emitting_R[:bucket] for bucket in self._config.decode_buckets}
         return RowGraphs("tail", self._device, self._tail, self._ring, row_maps)
 
     @property
@@ -96,17 +111,27 @@ class PrefillGraphs:
         return tuple(sorted(self._graphs))
 
     @property
+    def split_buckets(self) -> tuple[int, ...]:
+        """Those of them that are captured with split keys, too."""
+        return tuple(sorted(self._split_graphs))
+
+    @property
     def captured(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._split_graphs)
 
     def launch(self, spec: LaunchSpec, lengths: Lengths) -> None:
         """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
-        self._replay(spec.padded_tokens, lengths)
+        if spec.split_keys:
+            self._split_graphs[spec.padded_tokens].replay()
+        else:
+            self._replay(spec.padded_tokens, lengths)
         self.tails.get(spec.bucket, spec.variant).replay()
 
     def _replay(self, bucket: int, lengths: Lengths) -> None:
         attention = self._attention
         assert attention is not None  # or there would be no bucket
+        if not any(lengths.query):  # no chunk: a token of the padding behind the rows that decode
+            lengths = Lengths((*lengths.query, 1), (*lengths.kv, 1), lengths.first_token)
         self._device.compute.submit(lambda: attention.plan(*lengths))
         self._graphs[bucket].replay()
 
@@ -122,17 +147,21 @@ class PrefillGraphs:
             return
         began = time.perf_counter()
         self._device.release_unused()  # of the rehearsals before: the graphs' pool takes its place
-        largest = self._limits.prefill_buckets[-1]
-        for bucket in reversed(self._limits.prefill_buckets):
+        largest = self._config.prefill_buckets[-1]
+        for bucket in reversed(self._config.prefill_buckets):
             self._graphs[bucket] = self._capture(bucket)
-        self.tails.warm_up(self._limits.warm_variants)
+        if self._config.agree_min(int(self._work.splits_keys)):
+            longest = min(MOST_SPLIT_TOKENS, largest)
+            for bucket in reversed([b for b in self._config.prefill_buckets if b <= longest]):
+                self._split_graphs[bucket] = self._capture(bucket, split_keys=True)
+        self.tails.warm_up(self._config.warm_variants)
         self._device.release_unused()  # of the rehearsals here
         self.rehearse(largest)
-        self.tails.get(self._limits.decode_buckets[-1], GREEDY).replay()
+        self.tails.get(self._config.decode_buckets[-1], GREEDY).replay()
         self._device.compute.submit(self._ring.undo)  # what the replay reports is nobody's
         log.info(
             "graphs: %d of steps with chunks of up to %d tokens captured in %.1f s",
-            len(self._graphs),
+            self.captured,
             largest,
             time.perf_counter() - began,
         )
@@ -143,33 +172,37 @@ class PrefillGraphs:
 
     def _prepared(self) -> bool:
         """Make what all graphs share; False where nothing is to be captured."""
-        buckets = self._limits.prefill_buckets
+        buckets = self._config.prefill_buckets
         if not buckets:
             return False
         rows = self._staging.max_rows
         self._page_table_BP = self._device.zeros(rows, self._tables.max_blocks, dtype=torch.int32)
         attention = self._work.attention_for_graphs(self._page_table_BP, buckets[-1])
-        if not self._limits.agree_min(int(attention is not None)):
+        if not self._config.agree_min(int(attention is not None)):
             return False  # one rank that pads and one that does not would exchange all-reduces of unlike sizes
         self._attention = attention
         self._hidden_RN = self._device.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
         return True
 
-    def _capture(self, bucket: int) -> Graph:
+    def _capture(self, bucket: int, *, split_keys: bool = False) -> Graph:
         work, attention = self._work, self._attention
         assert attention is not None  # or warm_up() had returned
         read = PrefillAttention(self._page_table_BP, (bucket,), (bucket,), attention)
         lengths = self._rows_of(bucket)
+        grouped = bool(self._config.exchanges)  # some groups may decode while others have chunks, mixed or not
+        mixed, exchange_rows = self._config.mixed or grouped, bucket if grouped else 0
 
         def forward() -> None:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            self._hidden_RN[:rows].copy_(work.hidden(chunks, read, mixed=self._limits.mixed))
+            hidden_RN = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
+            self._hidden_RN[:rows].copy_(hidden_RN)
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
             attention.plan(*lengths)
-            forward()
+            with self._model.few_layers():
+                forward()
 
         try:
             return self._device.capture(forward, name=f"prefill of {bucket} tokens", warmup=rehearse, warmups=1)
@@ -181,7 +214,7 @@ class PrefillGraphs:
 
     def _rows_of(self, tokens: int) -> Lengths:
         """Rows that so many tokens fill; those past the last row of the page table are left out."""
-        longest = self._limits.max_model_len
+        longest = self._config.limits.max_model_len
         whole, rest = divmod(tokens, longest)
         lengths = ((longest,) * whole + ((rest,) if rest else ()))[: len(self._page_table_BP)]
         return Lengths(lengths, lengths)

@@ -43,13 +43,21 @@ RowWork = Callable[[Tensor, SamplingVariant, int], None]  # of a row map, a vari
 class RowGraphs:
     """The graphs of one role. ``row_maps``: bucket -> its row map (int64 [bucket]) that every replay reads.
 
-    ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``.
+    ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``. Before that it
+    runs once inside ``shortened``, which may leave out what only repeats itself (Decoder.few_layers).
     """
 
     def __init__(
-        self, name: str, device: Device, work: RowWork, ring: ResultRing, row_maps: Mapping[int, Tensor]
+        self,
+        name: str,
+        device: Device,
+        work: RowWork,
+        ring: ResultRing,
+        row_maps: Mapping[int, Tensor],
+        shortened: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.name = name
+        self._shortened = shortened
         self.counters = GraphCounters()
         self.around_capture: Callable[[], AbstractContextManager[object]] = nullcontext  # a capture may take seconds
         self._device = device
@@ -102,7 +110,8 @@ class RowGraphs:
                 log.info("first requests with %s: their graphs are captured as they are needed", variant)
 
         def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance
-            self._work(rows_B.new_zeros(bucket), variant, exchange_rows)
+            with self._shortened():
+                self._work(rows_B.new_zeros(bucket), variant, exchange_rows)
             self._ring.undo()
 
         try:
@@ -111,6 +120,7 @@ class RowGraphs:
                     lambda: self._work(rows_B, variant, exchange_rows),
                     name=f"{self.name} of {bucket} rows",
                     warmup=rehearse,
+                    warmups=1,
                 )
         except DeviceError as error:
             raise CaptureError(

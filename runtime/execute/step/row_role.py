@@ -26,8 +26,9 @@ class RowRole(ABC):
         self.name = name
         self.width = width
         self._parts = parts
-        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.limits.decode_buckets}
-        self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps)
+        self.exchanges = parts.config.exchanges  # rows for which each bucket is captured, besides its own
+        maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
+        self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers)
 
     @abstractmethod
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
@@ -40,14 +41,19 @@ class RowRole(ABC):
         return plan.kind is StepKind.DECODE and plan.width == self.width
 
     def rehearse(self) -> None:
-        """Every bucket, the largest first, and that one with every variant that will be warmed up; on a CPU, where
-        nothing is compiled or measured, greedy sampling of the largest only.
+        """The largest bucket, that one with every variant that will be warmed up, and a layer of each kind of the
+        others; on a CPU, where nothing is compiled or measured, greedy sampling of the largest only.
         """
-        limits, on_cpu = self._parts.limits, self._parts.device.torch_device.type == "cpu"
-        buckets = limits.decode_buckets[::-1]
-        steps = [(bucket, GREEDY) for bucket in buckets] + [(buckets[0], variant) for variant in limits.warm_variants]
-        for bucket, variant in steps[:1] if on_cpu else steps:
-            self.try_variant(bucket, variant)
+        config = self._parts.config
+        largest, *others = config.decode_buckets[::-1]
+        self.try_variant(largest, GREEDY)
+        if self._parts.device.torch_device.type == "cpu":
+            return
+        for variant in config.warm_variants:
+            self.try_variant(largest, variant)
+        with self._parts.model.few_layers():
+            for bucket in others:
+                self.try_variant(bucket, GREEDY)
 
     def try_variant(self, bucket: int, variant: SamplingVariant) -> None:
         """Run one step over padding, uncaptured: nothing of it is reported or kept."""
@@ -55,7 +61,7 @@ class RowRole(ABC):
         self._parts.ring.undo()
 
     def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.limits.warm_variants, self._parts.limits.exchanges)
+        self.graphs.warm_up(self._parts.config.warm_variants, self.exchanges)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -14,14 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.inputs import PIECE, DecodeAttention
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
-from runtime.execute.slot_state import NEWEST, TRASH_BLOCK, SlotColumns, SlotTables
+from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step.step_io_kernels import kernels_for
+from runtime.schedule.plan import TRASH_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,28 @@ class Packed(NamedTuple):
     ghosts_R: Tensor
 
 
+class Pieces(NamedTuple):
+    """At most PIECE tokens of a chunk each: what DecodeAttention says of rows with ``starts_B``. Those that a step does
+    not have are 0 long.
+    """
+
+    page_table_BP: Tensor
+    kv_lengths_B: Tensor
+    starts_B: Tensor
+    queries_B: Tensor
+
+    def attention(self, max_kv_length: int) -> DecodeAttention:
+        return DecodeAttention(
+            self.page_table_BP,
+            self.kv_lengths_B,
+            PIECE,
+            max_kv_length,
+            skip_empty=True,
+            starts_B=self.starts_B,
+            queries_B=self.queries_B,
+        )
+
+
 def gather_packed(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
     """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest."""
     if (kernels := kernels_for(chunks.slots_T)) is None:
@@ -122,6 +146,31 @@ def gather_packed_in_torch(tables: SlotTables, chunks: Chunks, block_size: int) 
         kv_slots_T=pages_T * block_size + positions_T % block_size,
         kv_lengths_R=torch.where(decodes_R, torch.where(live_R, slots.length[chunks.slots_R], 1), 0),
         ghosts_R=decodes_R & ~live_R,
+    )
+
+
+def pieces_of(chunks: Chunks, packed: Packed, page_table_RP: Tensor, most: int) -> Pieces:
+    """The first ``most`` pieces of the chunks of a step, in the order of their tokens; new tensors, no host read."""
+    tokens, device = chunks.positions_T.shape[0], chunks.positions_T.device
+    token_T = torch.arange(tokens, device=device)
+    ends_R = (chunks.logit_rows_R + 1).cummax(0).values  # rows past the real ones end where the last does
+    row_T = torch.searchsorted(ends_R, token_T, right=True)
+    inside_T = row_T < len(ends_R)  # the others are padding
+    row_T = row_T.clamp(max=len(ends_R) - 1)
+    start_T = torch.where(row_T > 0, ends_R[(row_T - 1).clamp(min=0)], 0)
+    begins_T = inside_T & (chunks.decodes_R[row_T] == 0) & ((token_T - start_T) % PIECE == 0)
+    number_T = torch.where(begins_T, begins_T.cumsum(0) - 1, most).clamp(max=most)
+    begin_M = torch.full((most + 1,), tokens, dtype=torch.int64, device=device).scatter(0, number_T, token_T)[:most]
+    there_M = torch.arange(most, device=device) < begins_T.sum()
+    begin_M = torch.where(there_M, begin_M, 0)
+    row_M = row_T[begin_M]
+    count_M = torch.where(there_M, (ends_R[row_M] - begin_M).clamp(max=PIECE), 0)
+    known_M = packed.positions_T[begin_M] + count_M
+    return Pieces(
+        page_table_BP=page_table_RP[row_M],
+        kv_lengths_B=torch.where(there_M, known_M, 0).to(torch.int32),
+        starts_B=begin_M.to(torch.int32),
+        queries_B=count_M.to(torch.int32),
     )
 
 

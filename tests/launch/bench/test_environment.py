@@ -20,7 +20,7 @@ def test_graphs_and_memory_of_the_engine_are_on_record() -> None:
         record = environment(engine.config, discover({}), facts)
         block_bytes = engine.executor.sizing.shape.block_bytes
     assert facts["graph_seconds"] > 0
-    rest: dict[str, object] = {"prefill_attention": "reference"}
+    rest: dict[str, object] = {"prefill_attention": "reference", "chain_depth": 2, "horizon": 0}
     rest |= {"graph_bytes": 3 << 20, "kv_blocks": 40, "kv_bytes": 41 * block_bytes, "activation_bytes": 0}
     assert facts == {"graphs_captured": 6, "graph_seconds": facts["graph_seconds"], **rest}
     assert msgspec.json.decode(msgspec.json.encode(record))["engine"] == facts

@@ -18,7 +18,11 @@ from tests.launch.serve.rig import Client, ServedFake, listening, served
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 REQUIRED = os.environ.get("LOCKSTRIDE_BROWSER_TESTS") == "required"  # as in CI: a missing browser fails, not skips
+# A seed of its own: of the answers that a random one draws, some have no text.
 PROBE = """<script>
+const ask_page = window.fetch;
+window.fetch = (url, options) => ask_page(
+  url, options && options.body ? {...options, body: JSON.stringify({...JSON.parse(options.body), seed: 1})} : options);
 addEventListener("load", async () => {
   const sleep = ms => new Promise(done => setTimeout(done, ms));
   const until = async condition => { while (!condition()) await sleep(20); };

@@ -33,6 +33,7 @@ from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
+from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.step.prefill import shorter_prefills
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
@@ -69,8 +70,21 @@ def dense(driver: CompilingDriver) -> None:
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     products(driver, likeliest_wide())
+    driver.where = "a fork"
+    pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
+    copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
+    same_bits(driver, "8b")
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:
+    """The deterministic mode: products in every tile, attention with a row's chunks in several programs and in one."""
+    rank = Rank(driver, shape, same_bits=True, **more)
+    for bucket in (1, 32, 64, 128):
+        rank.decode(bucket)
+    rank.prefill(MOST_PREFILL)
+    rank.several_queries(2, 16)
 
 
 def likeliest_wide() -> ChoiceTable:
@@ -207,10 +221,18 @@ def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tupl
         tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
 
 
+def more_same_bits(driver: CompilingDriver) -> None:
+    """The deterministic mode of float32 and of other heads."""
+    same_bits(driver, "0.6b")
+    same_bits(driver, "30b-a3b", tp=2)
+    same_bits(driver, "8b", dtype=torch.float32)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
     "rotation": rotation,
+    "same-bits": more_same_bits,
     "prefill": prefills,
     "more-prefill": more_prefills,
     "push": pushing,

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention
-from models.kernels import nvidia
+from models.kernels import deterministic, nvidia
+from models.kernels.interface import Kernels
 from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
@@ -44,6 +45,7 @@ from runtime.execute.step import step_io, step_io_kernels
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import Lengths
+from runtime.schedule.config import StepLimits
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 
 META = torch.device("meta")
@@ -75,11 +77,11 @@ def play_an_h200() -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, dispatch, sampler, logprobs)
-    for module in modules[:2]:
+    modules: tuple[Any, ...] = (nvidia, dispatch, deterministic, sampler, logprobs)
+    for module in modules[:3]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
-    for module in modules[2:]:
+    for module in modules[3:]:
         module.kernels_for = lambda tensor: triton_kernels()
     ends: Any = step_io
     ends.kernels_for = lambda tensor: step_io_kernels.triton_kernels()
@@ -99,7 +101,7 @@ class _NoCublasLt:
     def can_run(self, *shape: object) -> bool:
         return True
 
-    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str) -> Tensor:
+    def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str, out_MO: Tensor | None = None) -> Tensor:
         return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
 
 
@@ -150,33 +152,38 @@ class Rank:
         ep: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         balanced: bool = True,
+        same_bits: bool = False,
     ) -> None:
         config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
         experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
         config = dataclasses.replace(config, layers=2, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
+        self.kernels: Kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
+        if same_bits:
+            self._name = f"deterministic {self._name}"
+            self.kernels = deterministic.DeterministicKernels(META)
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
+        limits = StepLimits(BUCKETS[-1], 2 * BUCKETS[-1], block_size=PAGE, max_model_len=config.max_length)
         slots = SlotTables(
             device,
-            max_requests=2 * BUCKETS[-1],
-            max_blocks=-(-(config.max_length + 1) // PAGE),
+            max_requests=limits.slots,
+            max_blocks=limits.max_blocks,
             vocab_size=config.vocab_size,
         )
-        limits = cast(Any, SimpleNamespace(block_size=PAGE, decode_buckets=BUCKETS))
         staging = cast(
             Any, SimpleNamespace(row_map=lambda role, rows: torch.zeros(rows, dtype=torch.int64, device=META))
         )
         pool = CachePool(device, block_size=PAGE, blocks=63, slots=1)
         caches = pool.allocate(self.model.cache_layout)
         self._kv = pool.paged
-        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, limits)
+        sizes = cast(Any, SimpleNamespace(limits=limits, decode_buckets=BUCKETS))
+        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, sizes)
         self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:

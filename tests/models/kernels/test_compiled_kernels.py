@@ -165,6 +165,11 @@ def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(tmp_path: Pa
 
 
 @pytest.mark.long
+def test_the_deterministic_mode_of_other_shapes_fits(tmp_path: Path) -> None:
+    assert complaints(compiled(tmp_path, "--part", "same-bits")) == []
+
+
+@pytest.mark.long
 def test_every_product_of_the_shipped_table_fits(tmp_path: Path) -> None:
     assert complaints(compiled(tmp_path, "--part", "table")) == []
 

@@ -12,7 +12,10 @@ from tests.torchrun import python
 @pytest.mark.parametrize(
     "module",
     [
-        *(f"models.kernels.interpreted_{part}" for part in ("decode", "experts", "kernels", "prefill", "push")),
+        *(
+            f"models.kernels.interpreted_{part}"
+            for part in ("decode", "experts", "invariant", "kernels", "prefill", "push")
+        ),
         *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange")),
     ],
 )

@@ -42,7 +42,7 @@ class FlashInfer:
     def modules(self) -> dict[str, ModuleType]:
         attention, build = ModuleType("flashinfer_prefill"), ModuleType("flashinfer_build")
         paged = SimpleNamespace(plan=lambda *_: "planned", repeated=lambda *_: "repeated")
-        attention.__dict__.update(load_module=self._load, PagedPrefill=lambda device, backend: paged)
+        attention.__dict__.update(load_module=self._load, PagedPrefill=lambda device, backend, depth: paged)
         build.__dict__.update(
             spec_of=lambda *asked: asked,
             is_built=lambda spec: self.built,

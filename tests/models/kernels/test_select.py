@@ -12,14 +12,17 @@ from models.kernels.select import select_kernels
 
 
 def test_reference_on_a_cpu_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    assert select_kernels("cpu", torch.float32, 64).name == "reference"
+    kernels = select_kernels("cpu", torch.float32, 64)
+    assert (kernels.name, kernels.slower) == ("reference", None)
     assert not caplog.records
 
 
 def test_missing_gpu_packages_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "models.kernels.nvidia", None)  # import then fails, as it does without triton
     with caplog.at_level(logging.WARNING):
-        assert select_kernels("cuda:0", torch.bfloat16, 128).name == "reference"
+        kernels = select_kernels("cuda:0", torch.bfloat16, 128)
+    assert kernels.name == "reference"
+    assert kernels.slower is not None, "which is counted"
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
     assert "plain torch" in message

@@ -61,6 +61,8 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
     chosen = fastest_exchange(group, CPU, calls)
     assert type(chosen) is GroupExchange
     assert chosen.calls is calls
+    assert chosen.slower is not None
+    assert GroupExchange(group, calls).slower is None, "nobody wanted another"
     ids = torch.tensor([[2, -1]], dtype=torch.int32)
     hidden, weights, numbers = chosen.dispatch(torch.ones(1, 4), torch.ones(1, 2), ids, 2, ids.new_tensor([5, 6, 7]))
     assert hidden.tolist() == [[1.0] * 4, [0.0] * 4]

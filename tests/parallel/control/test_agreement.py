@@ -21,7 +21,7 @@ from parallel.control.protocol.states import (
     following,
 )
 from parallel.control.wire.frames import Codec, Decisions, Frame, Kind
-from tests.parallel.control.bus import Faults, Job
+from tests.parallel.control.bus import Faults, Job, Rank
 
 STEPS = 12
 AGREED_STEPS = 5  # where ranks wait for each other in every turn
@@ -68,7 +68,7 @@ def test_no_divergence_whatever_the_bus_does(world: int, block: int) -> None:
         rng = random.Random(seed)
         groups = rng.choice([number for number in (1, 2, 4) if world % number == 0])
         faults, agrees = HARD if seed % 4 else LOSSLESS, rng.random() < 0.5
-        job = Job(seed, world, horizon=rng.randrange(1, 4), faults=faults, groups=groups, agrees=agrees)
+        job = Job(seed, world, horizon=rng.randrange(0, 4), faults=faults, groups=groups, agrees=agrees)
         steps = AGREED_STEPS if job.agrees else STEPS
         dies = (rng.randrange(world), rng.randrange(-1, steps), rng.random() < 0.5) if seed % 5 == 0 else None
         run(job, steps, dies=dies)
@@ -139,7 +139,7 @@ def test_a_corrupted_decision_is_found_within_one_step_of_its_record(block: int)
         rng = random.Random(seed)
         world, groups = rng.choice([(3, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4)])
         size = world // groups
-        job = Job(seed, world, horizon=rng.randrange(1, 4), groups=groups, agrees=seed % 4 > 0)
+        job = Job(seed, world, horizon=rng.randrange(0, 4), groups=groups, agrees=seed % 4 > 0)
         job.corrupt = (rng.randrange(world), rng.randrange(10))
         rank, step = job.corrupt
         in_lockstep(job, job.anybody_ended)
@@ -167,9 +167,13 @@ def test_a_corrupted_decision_is_found_within_one_step_of_its_record(block: int)
 
 def in_lockstep(job: Job, until: Callable[[], bool], rounds: int = 60) -> None:
     """Turns as collectives hold the ranks together: nobody begins one before all have begun the one before."""
+
+    def holds_up(other: Rank, step: int) -> bool:
+        return other.machine.step < step or (other.machine.step == step and other.in_turn and not job.agrees)
+
     for _ in range(rounds):
         for each in job.ranks:
-            behind = any(r.machine.step < each.machine.step or (r.in_turn and not job.agrees) for r in job.ranks)
+            behind = any(holds_up(other, each.machine.step) for other in job.ranks)
             if not each.over and not each.in_turn and not behind:
                 job.turn(each)
         if until():
@@ -333,8 +337,47 @@ def test_turns_are_taken_one_by_one(step: int) -> None:
         follower.turn(step, 0, 0.0)
 
 
-def test_a_horizon_of_zero_needs_a_world_of_one() -> None:
-    with pytest.raises(ValueError, match="horizon 0 with 2 ranks"):
-        Leader(Codec(1, 0, 2), 0)
-    with pytest.raises(ValueError, match="horizon 0 with 2 ranks"):
-        Follower(Codec(1, 0, 2), 1, 0)
+def test_a_negative_horizon_is_refused() -> None:
+    with pytest.raises(ValueError, match="horizon -1"):
+        Leader(Codec(1, 0, 2), -1)
+    with pytest.raises(ValueError, match="horizon -1"):
+        Follower(Codec(1, 0, 2), 1, -1)
+
+
+def test_with_a_horizon_of_zero_events_and_the_stop_take_effect_in_the_turn_that_announces_them() -> None:
+    codec = Codec(1, 0, 2)
+    leader, follower = Leader(codec, 0), Follower(codec, 1, 0)
+    follower.turn(0, 7, 0.0)
+    early = follower.effect
+    assert early is None, "its record is not here: it may not plan"
+    assert leader.turn(0, 7, b"now", 0.0) == b"now"
+    before = leader.pending
+    follower.receive(codec.decode(leader.outbox.pop()[1]), 0.0)
+    assert follower.effect == b"now"
+    leader.submit_stop()
+    assert (before, leader.pending) == (False, True)
+    leader.turn(1, 8, b"last", 0.0)
+    follower.turn(1, 8, 0.0)
+    follower.receive(codec.decode(leader.outbox.pop()[1]), 0.0)
+    assert (leader.state, follower.state) == (LeaderState.STOPPED, FollowerState.STOPPED)
+    assert follower.effect == b"last"
+
+
+def test_a_horizon_is_settled_before_the_first_turn_and_only_then() -> None:
+    codec = Codec(1, 0, 2)
+    leader, follower = Leader(codec, 0), Follower(codec, 1, 0)
+    leader.settle_horizon(3)
+    frame = codec.decode(leader.outbox.pop()[1])
+    follower.receive(frame, 0.0)
+    assert (leader.horizon, follower.horizon, follower.settled) == (3, 3, True)
+    for step in range(4):
+        payload = b"%d" % step
+        assert leader.turn(step, 0, payload, 0.0) == (b"0" if step == 3 else b"")
+        follower.receive(codec.decode(leader.outbox.pop()[1]), 0.0)
+        follower.turn(step, 0, 0.0)
+        assert follower.effect == (b"0" if step == 3 else b"")
+    with pytest.raises(ValueError, match="set before step 0"):
+        leader.settle_horizon(1)
+    follower.receive(frame, 0.0)
+    assert follower.verdict is not None
+    assert "HORIZON 3 in step 3" in follower.verdict.text

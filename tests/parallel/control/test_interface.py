@@ -48,7 +48,7 @@ def errors(ended: Mapping[int, object]) -> dict[int, ControlError]:
     return {rank: what for rank, what in ended.items() if isinstance(what, ControlError)}
 
 
-@pytest.mark.parametrize(("world", "horizon"), [(2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("world", "horizon"), [(2, 0), (2, 1), (2, 3), (4, 0), (4, 2)])
 def test_every_rank_gets_the_same_events_in_the_same_turn(place: Path, world: int, horizon: int) -> None:
     rng = random.Random(world)
     submitted = [rng.randbytes(rng.randrange(40)) if rng.random() < 0.5 else b"" for _ in range(300)]
@@ -56,6 +56,26 @@ def test_every_rank_gets_the_same_events_in_the_same_turn(place: Path, world: in
     expected = [b""] * horizon + submitted + [b""]
     assert ended == dict.fromkeys(range(world), expected)
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("wanted", [0, 3])
+def test_the_leader_settles_the_horizon_of_all_ranks_from_measured_round_trips(place: Path, wanted: int) -> None:
+    """What follows runs with it, and messages of the engines are not mixed up with those that were timed."""
+    submitted, hops = [b"%d" % step for step in range(20)], []
+
+    def choose(hop_s: float) -> int:
+        hops.append(hop_s)
+        return wanted
+
+    def body(plane: ControlPlane) -> list[bytes]:
+        assert plane.settle_horizon(choose) == plane.horizon == wanted
+        assert plane.take_messages() == []
+        return take_turns(plane, submitted)
+
+    ended = run_ranks(3, place, body, horizon=0)
+    assert ended == dict.fromkeys(range(3), [b""] * wanted + submitted + [b""])
+    (hop_s,) = hops
+    assert 0.0 < hop_s < LIMITS.resend / 2, "nothing was sent twice"
 
 
 def test_events_larger_than_any_socket_buffer_do_not_stop_the_leader(place: Path) -> None:

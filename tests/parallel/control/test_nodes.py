@@ -40,7 +40,7 @@ def place() -> Iterator[Path]:
         yield folder / "control"
 
 
-@pytest.mark.parametrize(("nodes", "local", "horizon"), [(2, 1, 1), (2, 2, 2), (3, 2, 1)])
+@pytest.mark.parametrize(("nodes", "local", "horizon"), [(2, 1, 1), (2, 2, 2), (2, 2, 0), (3, 2, 1)])
 def test_every_rank_of_every_node_gets_the_same_events(place: Path, nodes: int, local: int, horizon: int) -> None:
     rng = random.Random(nodes)
     submitted = [rng.randbytes(rng.randrange(40)) if rng.random() < 0.5 else b"" for _ in range(200)]
@@ -50,6 +50,17 @@ def test_every_rank_of_every_node_gets_the_same_events(place: Path, nodes: int, 
     assert set(ended) == set(range(nodes * local))
     for rank, effects in ended.items():
         assert effects == expected, f"rank {rank}: {effects!r:.300}"
+
+
+def test_the_horizon_is_settled_over_relays_too(place: Path) -> None:
+    submitted = [b"%d" % step for step in range(20)]
+
+    def body(plane: ControlPlane) -> list[bytes]:
+        assert plane.settle_horizon(lambda hop_s: 2 if hop_s > 0.0 else 0) == plane.horizon == 2
+        return take_turns(plane, submitted)
+
+    expected = [b"", b"", *submitted, b""]
+    assert run_nodes(2, 3, place, body, horizon=0) == dict.fromkeys(range(6), expected)
 
 
 def paced(plane: ControlPlane, reached: list[int], step: int) -> None:

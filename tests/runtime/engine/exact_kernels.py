@@ -52,7 +52,7 @@ class ExactKernels(ReferenceKernels):
         scale: float,
         out_THD: Tensor | None = None,
     ) -> Tensor:
-        if out_THD is not None:
+        if out_THD is not None or inputs.starts_B is not None:
             return super().decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
         q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
         return _attend(q_BQHD, kv_layer, inputs.page_table_BP, inputs.kv_lengths_B, scale).flatten(0, 1)

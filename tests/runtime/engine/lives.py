@@ -110,7 +110,7 @@ def live(
     life, arriving = Life(), dict(later or {})
     for one in chain(requests, *arriving.values()):
         if one.sampling.logprobs is not None:
-            life.asked[one.request_id] = one.sampling.logprobs
+            life.asked |= dict.fromkeys(one.answer_ids, one.sampling.logprobs)
 
     def turn_begins(engine: Engine, turn: int) -> None:
         for one in arriving.pop(turn, ()):
@@ -153,7 +153,7 @@ def check_all_is_back(engine: Engine) -> None:
     assert (scheduler.unfinished, len(scheduler.chain)) == (0, 0)
     assert scheduler.pool.free_count == scheduler.config.blocks
     assert scheduler.pool.soon_free == 0
-    assert scheduler.slots.free_count == scheduler.config.slots
+    assert scheduler.slots.free_count == scheduler.config.limits.slots
     assert scheduler.slots.fenced_count == 0
     assert sum(scheduler.slots.epochs) == scheduler.counters.admissions
 

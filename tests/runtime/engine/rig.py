@@ -27,7 +27,7 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
-from runtime.execute.role import ExecutorLimits, MakeRole
+from runtime.execute.role import ExecutorConfig, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.load_balancer import LoadBalancer
@@ -35,10 +35,10 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
-from runtime.schedule.config import MixedSteps
+from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 VOCABULARY = 211
@@ -147,7 +147,7 @@ def rig(
     decode steps, in turn; ``further_roles`` serve those that are not 1.
     """
     torch.set_num_threads(1)
-    if groups is not None or widths != (1,):  # where prefill and decode take turns
+    if widths != (1,):  # where prefill and decode take turns
         mixed = None
     config = EngineConfig(
         model="tiny",
@@ -173,23 +173,20 @@ def rig(
         experts=experts,
         kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
     )
+    limits = StepLimits(rows, 2 * rows, block_size, max_model_len, depth, max(widths), max_prefill_tokens)
     executor = Executor(
         device,
         model,
-        ExecutorLimits(
-            rows=rows,
-            slots=2 * rows,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            depth=depth,
-            width=max(widths),
-            max_prefill_tokens=max_prefill_tokens,
+        ExecutorConfig(
+            limits=limits,
             decode_buckets=config.decode_buckets,
             memory_fraction=0.9,
             num_blocks=blocks,
             agree_min=int,
             warm_variants=variants,
-            exchanges=() if groups is None else exchange_ladder(config.decode_buckets, max_prefill_tokens),
+            exchanges=()
+            if groups is None
+            else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
         ),
@@ -200,14 +197,9 @@ def rig(
     )
     scheduler = Scheduler(
         SchedulerConfig(
-            rows=rows,
-            slots=2 * rows,
+            limits=limits,
             blocks=blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            depth=depth,
             widths=widths,
-            max_prefill_tokens=max_prefill_tokens,
             prefill_burst=prefill_burst,
             prefix_caching=prefix_caching and executor.restores_prefixes,
             mixed=mixed,

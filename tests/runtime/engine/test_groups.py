@@ -19,16 +19,35 @@ from parallel.layers.experts import ExpertSplit
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchResolver, LaunchSpec, exchange_ladder
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.step_sync import DpStepSync
-from runtime.schedule.plan import Chunk, Finished, StepKind, StepPlan
+from runtime.schedule.plan import Chunk, Finished, Scored, StepKind, StepPlan
 from runtime.schedule.request import Request
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
-from tests.runtime.engine.rig import RigLimits, RigPlace, request, rig, run
+from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 
 LIMITS: RigLimits = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
 BUCKETS = (1, 2, 4, 8)
+CAPTURED = (16, 40, 72)  # tokens; the last holds a whole prefill and every row that decodes
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({}, id="launched"),
+        pytest.param({"prefill_buckets": CAPTURED}, id="captured"),
+        pytest.param({"prefill_buckets": (16, 40, 64), "mixed": None}, id="in turns"),
+    ]
+)
+def chunks(request: pytest.FixtureRequest) -> RigLimits:
+    """How steps with chunks are launched: one by one, as graphs, or as graphs without rows that decode."""
+    limits: RigLimits = request.param
+    return limits
+
+
+def within(limits: RigLimits, **more: Unpack[RigLimits]) -> RigLimits:
+    """Both."""
+    return {**limits, **more}
 
 
 class Lives:
@@ -92,20 +111,23 @@ _REST = ("prompt_token_ids", "sampling", "stop_token_ids", "priority")
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_groups_are_idle_join_and_drain_at_different_times(depth: int) -> None:
+def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: RigLimits) -> None:
     first, second = mixture(31, count=5), ids_from(100, mixture(32, count=4))
     late = ids_from(200, mixture(33, count=2))
-    lives = Lives([{0: first, 60: late}, {9: second}], depth=depth)
+    lives = Lives([{0: first, 60: late}, {9: second}], **within(chunks, depth=depth))
     assert outcome(lives.finished) == alone([*first, *second, *late])
     assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
     assert all(idle > 0 for idle in lives.idle_steps)
-    captured = [counters["graph_captures_after_warmup"] for counters in lives.counters]
-    assert captured[0] == captured[1]
+    mixes = chunks.get("mixed", MIXED) is not None
+    assert [counters["mixed_steps"] > 0 for counters in lives.counters] == [mixes] * 2
+    if "prefill_buckets" not in chunks:  # of captured steps each group draws its own rows, in graphs of its own
+        captured = [counters["graph_captures_after_warmup"] for counters in lives.counters]
+        assert captured[0] == captured[1]
 
 
-def test_a_group_that_never_has_a_request_takes_part_in_everything() -> None:
+def test_a_group_that_never_has_a_request_takes_part_in_everything(chunks: RigLimits) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=6, stops=()) for i in range(3)]
-    lives = Lives([{0: requests}, {}], depth=2)
+    lives = Lives([{0: requests}, {}], **within(chunks, depth=2))
     assert outcome(lives.finished) == alone(requests)
     assert lives.rows[0] == lives.rows[1]
     assert lives.counters[1]["steps"] == 0
@@ -113,27 +135,28 @@ def test_a_group_that_never_has_a_request_takes_part_in_everything() -> None:
     assert lives.counters[0]["graph_captures_after_warmup"] == 0
 
 
-def test_a_prefill_leaves_the_others_in_their_graphs() -> None:
+def test_a_prefill_leaves_the_others_in_their_graphs(chunks: RigLimits) -> None:
     """One group decodes without a break while long prompts come in at the other; nothing is captured for it."""
     steady = [request(0, range(5, 12), max_tokens=40, stops=())]
     long = [request(10 + i, range(60), max_tokens=2, stops=(), seed=i) for i in range(3)]
-    lives = Lives([{0: steady}, {4: long[:1], 12: long[1:2], 20: long[2:]}], depth=2)
+    lives = Lives([{0: steady}, {4: long[:1], 12: long[1:2], 20: long[2:]}], **within(chunks, depth=2))
     assert outcome(lives.finished) == alone([*steady, *long])
     assert [counters["graph_captures_after_warmup"] for counters in lives.counters] == [0, 0]
     assert lives.counters[0]["chain_breaks{start}"] == 1
     assert lives.counters[0]["chained_steps"] == lives.counters[0]["steps"] - 1
-    ladder = exchange_ladder(BUCKETS, 64)
+    ladder = chunks.get("prefill_buckets") or exchange_ladder(BUCKETS, 64, 8)
     assert {rows for rows in lives.rows[0] if rows > BUCKETS[-1]} <= set(ladder)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_arrivals(seed: int) -> None:
+def test_random_arrivals(seed: int, chunks: RigLimits) -> None:
     draw = random.Random(seed)
     requests = mixture(40 + seed, count=9)
     arrivals: list[dict[int, list[Request]]] = [{}, {}]
     for one in requests:
         arrivals[draw.randrange(2)].setdefault(draw.randrange(40), []).append(one)
-    lives = Lives(arrivals, depth=draw.choice((0, 1, 3)), blocks=draw.choice((40, 200)))
+    limits = within(chunks, depth=draw.choice((0, 1, 3)), blocks=draw.choice((40, 200)))
+    lives = Lives(arrivals, **limits)
     assert outcome(lives.finished) == alone(requests)
     assert lives.rows[0] == lives.rows[1]
 
@@ -159,10 +182,11 @@ def joined(
     *others: tuple[int, ...],
     variant: SamplingVariant = GREEDY,
     buckets: tuple[int, ...] = BUCKETS,
+    captured: tuple[int, ...] = (),
 ) -> LaunchSpec | None:
     """How a group with ``plan`` launches step 7 beside groups with such numbers."""
-    ladders = Ladders(buckets, exchange=exchange_ladder(buckets, 64))
-    resolver = LaunchResolver(ladders, 9, (Serves("decode"), Serves("prefill")))
+    ladders = Ladders(buckets, captured, exchange_ladder(buckets, 64))
+    resolver = LaunchResolver(ladders, 9, (Serves("decode"), Serves("prefill", "mixed")))
     agreed = DpStepSync(Others(IDLE, *others)).join(7, replace(resolver.needs(plan), variant=variant))
     if agreed is None:
         return None
@@ -174,9 +198,10 @@ class Serves:
     """A role that is asked nothing but what it serves."""
 
     name: str
+    other: str = ""
 
     def serves(self, plan: StepPlan) -> bool:
-        return plan.kind.name.lower() == self.name
+        return plan.kind.name.lower() in (self.name, self.other)
 
 
 def decode(rows: int) -> StepPlan:
@@ -213,6 +238,33 @@ def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
     beside_a_wide_decode = joined(mine, (8, *IDLE[1:]))
     assert beside_a_wide_decode is not None
     assert beside_a_wide_decode.exchange_rows == max(rows, 16)
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(1, 16), (16, 16), (17, 40), (72, 72)])
+def test_every_group_replays_a_captured_step_with_chunks(tokens: int, padded: int) -> None:
+    """Padded to the same tokens: one that decodes, one without work, and the one that asked for it."""
+    others = (0, tokens, *IDLE[2:])
+    beside, idle = joined(decode(3), others, captured=CAPTURED), joined(None, others, captured=CAPTURED)
+    chunk = Chunk(3, 0, (1,) * tokens, True)
+    mine = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (4, *IDLE[1:]), captured=CAPTURED)
+    for spec, slots, bucket in ((beside, (1, 2, 3), 4), (idle, (), 1), (mine, (3,), 1)):
+        assert spec is not None
+        assert (spec.role, spec.plan.slots, spec.bucket) == ("prefill", slots, bucket)
+        assert (spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (padded, padded, 0)
+
+
+def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows() -> None:
+    """Attention plans a chunk of padding there."""
+    spec = joined(decode(8), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(8, 16))
+    assert spec is not None
+    assert spec.padded_tokens == 16
+
+
+def test_a_scored_prompt_is_launched_with_the_exchange_that_the_others_replay() -> None:
+    chunk = Chunk(3, 0, (1,) * 20, True, scored=Scored(1, (1,) * 19, 0))
+    spec = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (4, *IDLE[1:]), captured=CAPTURED)
+    assert spec is not None
+    assert (spec.bucket, spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (1, 0, 40, 0)
 
 
 def test_an_exchange_is_never_narrower_than_an_idle_group_s_graph() -> None:

@@ -15,9 +15,11 @@ import torch
 
 from models.registry import ARCHITECTURES
 from runtime.engine import Engine
+from runtime.execute import launch_spec
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs, prefill_buckets
+from runtime.schedule.config import MixedSteps
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
@@ -25,6 +27,7 @@ from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
+from tests.runtime.engine.test_mixed import MIXED
 from tests.runtime.engine.test_prompt_logprobs import check
 
 BUCKETS = (16, 40, 64)
@@ -60,6 +63,30 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(
         assert engine.counters["chained_steps"] == (engine.counters["steps"] - 1 if depth else 0)
         assert sum(counts.values()) == engine.counters["prefill_steps"]
     assert sum(map(bool, counts.values())) > 1, f"steps of one size show little: {counts}"
+
+
+@pytest.mark.parametrize("mixed", [None, MIXED], ids=["separate", "mixed"])
+@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
+def test_steps_with_split_keys_give_the_same_tokens(
+    shape: dict[str, Any], mixed: MixedSteps | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+    requests = mixture(2)
+    with rig(depth=0, shape=shape, **EXACT) as engine:
+        launched = outcome(run(engine, requests))
+    monkeypatch.setattr(launch_spec, "LONG_PREFIX", 4)
+    with rig(depth=2, shape=shape, prefill_buckets=BUCKETS, **{**EXACT, "mixed": mixed}) as engine:
+        split: list[bool] = []
+        launch = engine.executor.prefill.graphs.launch
+
+        def noted(spec: LaunchSpec, lengths: Lengths) -> None:
+            split.append(spec.split_keys)
+            launch(spec, lengths)
+
+        engine.executor.prefill.graphs.launch = noted  # type: ignore[method-assign]
+        assert outcome(run(engine, requests)) == launched
+    assert sum(split) > 3
+    assert not all(split)
 
 
 def test_steps_beyond_the_last_bucket_are_launched() -> None:
@@ -108,8 +135,8 @@ def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
     """``agree_min`` says what the least able rank can do."""
     with rig(prefill_buckets=BUCKETS) as engine:
         role = engine.executor.prefill
-        assert role.graphs.captured == len(BUCKETS)
-        parts = replace(role._parts, limits=replace(role._parts.limits, agree_min=lambda mine: 0))
+        assert role.graphs.captured == 2 * len(BUCKETS), "those with split keys, too"
+        parts = replace(role._parts, config=replace(role._parts.config, agree_min=lambda mine: 0))
         other = PrefillGraphs(parts, role)
         other.warm_up()
         assert other.captured == 0

@@ -56,7 +56,7 @@ class DraftedDecode:
         self._toy_caches = parts.pool.allocate(self._toy.cache_layout)
         self.guesses_N = parts.device.zeros(BUCKETS[-1], dtype=torch.int64)
         self._target = DecodeRole(parts, name=self.name)
-        maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.limits.decode_buckets}
+        maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(self.name, parts.device, self._both, parts.ring, maps)
 
     def serves(self, plan: StepPlan) -> bool:
@@ -68,7 +68,7 @@ class DraftedDecode:
         self._parts.ring.undo()
 
     def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.limits.warm_variants)
+        self.graphs.warm_up(self._parts.config.warm_variants)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.steps += 1

@@ -60,7 +60,7 @@ class Clockwork:
 
     def turn(self) -> None:
         """The host's part of a step; it waits, while the device works, for the step it must land."""
-        while self.steps_done <= self.turns - self.engine.config.chain_depth:
+        while self.steps_done <= self.turns - self.engine.scheduler.config.limits.depth:
             assert self.step_time(), "a wait for a step that was never launched"
         for ended in self.engine.step().finished:
             self.finished[ended.request_id] = ended

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from models.kernels.reference import ReferenceKernels
 from parallel.comm.collectives import SingleRank
+from runtime.build import _executor_config
+from runtime.config import EngineConfig
+from runtime.execute.executor import Executor
 from runtime.execute.fallbacks import QUIET_SECONDS, Fallbacks
 from tests.runtime.engine.rig import request, rig, run
 
@@ -39,6 +46,17 @@ class SlowGroup(SingleRank):
     slower = "all-reduces go through NCCL"
 
 
+class NotCaptured(ReferenceKernels):
+    """Kernels for a GPU that has none of its own, and whose prefill attention reads lengths on the host."""
+
+    slower = "Triton is not installed"
+
+    def repeat_prefill(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> None:
+        return None
+
+
 def test_an_engine_counts_what_stands_and_what_each_prefill_takes() -> None:
     with rig(kernels=SlowPrefill(), collectives=SlowGroup()) as engine:
         run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(4)])
@@ -49,3 +67,41 @@ def test_an_engine_counts_what_stands_and_what_each_prefill_takes() -> None:
     with rig() as engine:
         run(engine, [request(0, range(9), max_tokens=3)])
         assert [name for name in engine.counters if name.startswith("fallbacks")] == []
+
+
+def test_prefills_that_were_to_be_captured_and_are_not_are_counted() -> None:
+    with rig(kernels=NotCaptured(), prefill_buckets=(8, 64)) as engine:
+        run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(2)])
+        counted = engine.counters
+        chunked = counted["prefill_steps"] + counted["mixed_steps"]
+        assert counted["fallbacks{eager_prefill}"] == chunked > 1
+        assert counted["fallbacks{torch_kernels}"] == 1
+
+
+class Standing:
+    """What an executor looks at, at the end of its start-up, on a GPU."""
+
+    _count_standing_fallbacks = Executor._count_standing_fallbacks
+
+    def __init__(self, *, slower: dict[str, str], mixes: bool) -> None:
+        self.fallbacks = Fallbacks()
+        self.mixes = mixes
+        self._config = SimpleNamespace(slower=slower, mixed=True)
+        self._model = SimpleNamespace(collectives=SingleRank(), kernels=ReferenceKernels())
+        self.device = SimpleNamespace(torch_device=torch.device("cuda"))
+        self.tables = SimpleNamespace(columns=SimpleNamespace(records=torch.zeros(1)))  # of a CPU: no Triton there
+        cast(Any, self)._count_standing_fallbacks()
+
+
+def test_what_stands_is_counted_by_what_takes_its_place() -> None:
+    found = Standing(slower={"nccl_exchange": "the ranks are on several nodes"}, mixes=False)
+    assert found.fallbacks.counts == {"nccl_exchange": 1, "separate_prefill": 1, "torch_sampling": 1}
+    assert Standing(slower={}, mixes=True).fallbacks.counts == {"torch_sampling": 1}
+
+
+@pytest.mark.parametrize("slower", ["exchanges go through NCCL", None])
+def test_a_slower_exchange_between_groups_is_told_to_the_executor(slower: str | None) -> None:
+    exchange = cast(Any, SimpleNamespace(slower=slower))
+    config = EngineConfig(model="m", device="cpu", data_parallel=2)
+    made = _executor_config(config, config.step_limits(64, 4), int, None, None, exchange, 1)
+    assert made.slower == ({} if slower is None else {"nccl_exchange": slower})

@@ -29,7 +29,7 @@ class Serves:
 
 def resolver(ladders: Ladders = LADDERS) -> LaunchResolver:
     roles = (Serves("wide", StepKind.DECODE, 4), Serves("decode", StepKind.DECODE), Serves("prefill", StepKind.PREFILL))
-    return LaunchResolver(ladders, 17, roles)
+    return LaunchResolver(ladders, 25, roles)
 
 
 def decode(rows: int, *, width: int = 1, writes: tuple[SlotWrite, ...] = ()) -> StepPlan:
@@ -50,6 +50,27 @@ def test_decode_takes_the_least_bucket_that_holds_its_rows(rows: int, bucket: in
 def test_prefill_is_filled_up_to_a_captured_number_of_tokens(tokens: int, padded: int) -> None:
     spec = resolver().resolve(prefill(tokens))
     assert (spec.role, spec.bucket, spec.padded_tokens) == ("prefill", 1, padded)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "split"),
+    [
+        ([(1024, 3)], True),
+        ([(1023, 3)], False),
+        ([(1024, 17), (0, 5)], True),
+        ([(5000, 1)] * 16, True),
+        ([(5000, 1)] * 17, False),
+        ([(5000, 15 * 16 + 1)], True),
+        ([(5000, 16 * 16 - 3), (0, 1)], False),
+    ],
+)
+def test_keys_of_few_short_chunks_behind_long_prefixes_are_split(chunks: list[tuple[int, int]], split: bool) -> None:
+    ladders = Ladders(decode=(1, 64), prefill=(64, 256, 512), split=(64, 256))
+    made = tuple(Chunk(3 + i, start, (1,) * tokens, True) for i, (start, tokens) in enumerate(chunks))
+    slots = tuple(chunk.slot for chunk in made)
+    plan = StepPlan(1, StepKind.PREFILL, slots, (0,) * len(slots), 1, chunks=made)
+    assert resolver(ladders).resolve(plan).split_keys is split
+    assert not resolver(Ladders((1, 64), (64, 256, 512))).resolve(plan).split_keys, "no such graphs"
 
 
 def test_prefill_that_scores_its_prompt_or_has_no_graphs_is_launched_as_it_is() -> None:

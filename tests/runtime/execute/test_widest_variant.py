@@ -24,8 +24,8 @@ class Tried:
     ) -> None:
         self.tried: list[SamplingVariant] = []
         self.dropped = 0
-        limits = SimpleNamespace(warm_variants=(warm,), decode_buckets=(1, 8), agree_min=lambda mine: min(mine, others))
-        self._limits = limits
+        config = SimpleNamespace(warm_variants=(warm,), decode_buckets=(1, 8), agree_min=lambda mine: min(mine, others))
+        self._config = config
         self._too_much = too_much
         self.tables = SimpleNamespace(seen=None, drop_seen=self._drop)
         self.decode = SimpleNamespace(try_variant=self._try)

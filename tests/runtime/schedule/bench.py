@@ -9,10 +9,10 @@ import statistics
 import time
 from collections import deque
 
-from runtime.schedule.config import MixedSteps
+from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.plan import Admit, Cancel, StepKind, StepPlan, StepResult
 from runtime.schedule.request import Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 
 
 def result_of(plan: StepPlan | None) -> StepResult | None:
@@ -20,19 +20,15 @@ def result_of(plan: StepPlan | None) -> StepResult | None:
     if plan is None:
         return None
     rows = len(plan.slots)
-    counts = [1] * plan.decode_rows + [int(chunk.last) for chunk in plan.chunks]
+    counts = [int(plan.draws(row)) for row in range(rows)]
     return StepResult(plan.step, [7] * rows, counts, [0] * rows)
 
 
 def mixed_step(rows: int, waiting: int, steps: int = 1000, depth: int = 2) -> list[float]:
     """Seconds of plan + land of each mixed step: in every other step a request ends, and the next one is prefilled."""
     config = SchedulerConfig(
-        rows=rows,
-        slots=2 * rows,
+        StepLimits(rows=rows, slots=2 * rows, block_size=64, max_model_len=8192, depth=depth),
         blocks=rows * 64,
-        block_size=64,
-        max_model_len=8192,
-        depth=depth,
         mixed=MixedSteps(tuple(range(64, rows + 2049, 64)), ((rows, 1 << 30, rows + 512),), ((rows, 200),)),
     )
     scheduler = Scheduler(config)
@@ -65,13 +61,15 @@ def mixed_step(rows: int, waiting: int, steps: int = 1000, depth: int = 2) -> li
 def steady_step(rows: int, waiting: int, steps: int = 2000, depth: int = 2) -> list[float]:
     """Seconds of plan + land of each decode step with ``rows`` running and ``waiting`` more queued."""
     config = SchedulerConfig(
-        rows=rows,
-        slots=2 * rows,
+        StepLimits(
+            rows=rows,
+            slots=2 * rows,
+            block_size=64,
+            max_model_len=8192,
+            depth=depth,
+            max_prefill_tokens=1 << 20,
+        ),
         blocks=rows * 128,
-        block_size=64,
-        max_model_len=8192,
-        depth=depth,
-        max_prefill_tokens=1 << 20,
     )
     scheduler = Scheduler(config)
     for request_id in range(rows + waiting):

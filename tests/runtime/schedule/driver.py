@@ -6,19 +6,17 @@ Knows: the order submit, plan, launch, land. Does not know: what a test wants to
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import Unpack
 
-from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
+from tests.runtime.schedule.configs import Limits, config_with
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 from tests.runtime.schedule.mixed_rules import MixedRules
 
-ROOMY = SchedulerConfig(rows=4, slots=8, blocks=64, block_size=4, max_model_len=64, max_prefill_tokens=64)
 ENOUGH_TURNS = 500
 
 
@@ -37,33 +35,16 @@ def ending_by_stop(request_id: int, length: int, after: int) -> tuple[tuple[int,
     raise ValueError(f"no prompt of {length} tokens makes request {request_id} new {after} times")
 
 
-class Limits(TypedDict, total=False):
-    """Fields of SchedulerConfig."""
-
-    rows: int
-    slots: int
-    blocks: int
-    block_size: int
-    max_model_len: int
-    depth: int
-    widths: tuple[int, ...]
-    max_prefill_tokens: int
-    prefill_burst: int
-    prefix_caching: bool
-    max_waiting: int
-    mixed: MixedSteps | None
-
-
 class Driver:
     """``limits`` replace fields of ROOMY. Keeps everything planned and landed, checks the accounts after every verb,
     and with mixed steps every plan against their rules.
     """
 
     def __init__(self, **limits: Unpack[Limits]) -> None:
-        self.config = replace(ROOMY, **limits)
+        self.config = config_with(**limits)
         self.scheduler = Scheduler(self.config)
-        max_blocks = -(-(self.config.max_model_len + self.config.max_width) // self.config.block_size)
-        self.device = FakeDevice(self.config.blocks, self.config.block_size, self.config.slots, max_blocks)
+        sizes = self.config.limits
+        self.device = FakeDevice(self.config.blocks, sizes.block_size, sizes.slots, sizes.max_blocks)
         self.plans: list[StepPlan | None] = []
         self.outputs: list[StepOutput] = []
         self.finished: dict[int, Finished] = {}
@@ -80,12 +61,15 @@ class Driver:
         max_tokens: int = 4,
         stop: int | None = None,
         priority: int = 0,
+        n: int = 1,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """``prompt`` is its tokens, or how many."""
         tokens = prompt_of(prompt, request_id) if isinstance(prompt, int) else prompt
         stops = () if stop is None else (stop,)
-        request = Request(request_id, tokens, SamplingParams(max_tokens=max_tokens), stops, priority)
-        self._requests[request_id] = request
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs)
+        request = Request(request_id, tokens, sampling, stops, priority)
+        self._requests |= {answer.request_id: answer for answer in request.answers()}
         self._ended(self.scheduler.submit(Admit(request)))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -113,12 +97,14 @@ class Driver:
         if self._rules is not None:
             self._rules.after(plan)
         self.scheduler.check()
-        assert plan is None or len(plan.slots) <= self.config.rows, "a step is never wider than memory was sized for"
+        assert plan is None or len(plan.slots) <= self.config.limits.rows, (
+            "a step is never wider than memory was sized for"
+        )
         self._room_for_rows(plan)
         self.device.launch(plan)
         self.plans.append(plan)
         self._in_flight.append(self.scheduler.step - 1)
-        if len(self._in_flight) > self.config.depth:
+        if len(self._in_flight) > self.config.limits.depth:
             self._land()
         return plan
 
@@ -131,7 +117,7 @@ class Driver:
             return
         for sequence in self.scheduler.chain._flights[-1].rows[: plan.decode_rows]:
             came_to = min(sequence.planned_tokens - plan.width, sequence.max_length - 1)
-            assert came_to - 1 + plan.width <= len(sequence.blocks) * self.config.block_size
+            assert came_to - 1 + plan.width <= len(sequence.blocks) * self.config.limits.block_size
 
     def turns(self, count: int) -> list[StepPlan | None]:
         return [self.turn() for _ in range(count)]
@@ -165,7 +151,7 @@ class Driver:
         while not self.scheduler.quiescent:
             self.turn()  # void, until the last ghosts have landed too
         assert self.scheduler.pool.free_count == self.config.blocks
-        assert self.scheduler.slots.free_count == self.config.slots
+        assert self.scheduler.slots.free_count == self.config.limits.slots
         for request_id, ended in self.finished.items():
             assert ended.token_ids == self.alone(request_id)[: len(ended.token_ids)], f"request {request_id}"
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH) and not self._stopped_by_host(ended):
@@ -180,7 +166,7 @@ class Driver:
         """What this request generates with nobody beside it."""
         request = self._requests[request_id]
         prompt = tuple(request.prompt_token_ids)
-        longest = min(len(prompt) + request.sampling.max_tokens, self.config.max_model_len)
+        longest = min(len(prompt) + request.sampling.max_tokens, self.config.limits.max_model_len)
         return complete_alone(request_id, prompt, request.stop_token_ids, longest)[0]
 
     def sequence(self, request_id: int) -> SequenceState:

@@ -14,15 +14,17 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from runtime.schedule.config import MixedSteps
+from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.slots import AccountingError
+from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 from tests.runtime.schedule.mixed_rules import MixedRules
 
 MOST_STEPS = 4000  # a trace that runs longer hangs
+MOST_ANSWERS = 6  # to one prompt
 LEAST_VOID = 8  # steps without work behind the last one: more than may be in flight, so that every fence opens
 WIDTHS = ((1,), (1,), (2,), (8,), (1, 4), (1, 8, 3), (32, 1))
 
@@ -70,7 +72,7 @@ def make_trace(seed: int) -> Trace:
     block_size = draw.choice((2, 3, 4))
     widths = draw.choice(WIDTHS)
     for_drafts = max(widths) // block_size * draw.choice((1, 1, 2, 4))  # else wide rows are refused, or never meet
-    config = SchedulerConfig(
+    config = config_with(
         rows=rows,
         slots=rows + draw.choice((0, 1, rows)),
         blocks=draw.choice((8, 10, 14, 20, 40)) + for_drafts,
@@ -110,8 +112,8 @@ def make_trace(seed: int) -> Trace:
             breaks_at[admit.request.request_id] = len(admit.request.prompt_token_ids) + draw.randrange(9)
     barren = draw.random() < 0.3
     if draw.random() < 0.4:
-        most = draw.choice((config.max_prefill_tokens, 5))  # so that prompts are in pieces
-        config = replace(config, mixed=_draw_mixed(draw, config), max_prefill_tokens=most)
+        most = draw.choice((config.limits.max_prefill_tokens, 5))  # so that prompts are in pieces
+        config = config_with(config, mixed=_draw_mixed(draw, config), max_prefill_tokens=most)
         _add_prompts(draw, events)
         _score_some(draw, events)
     poisons = {}
@@ -121,8 +123,42 @@ def make_trace(seed: int) -> Trace:
     if draw.random() < 0.4:
         events = _together(events, draw)
     if draw.random() < 0.15:
-        config = replace(config, block_size=draw.choice((8, 16)))  # large enough that rows look early for a block
+        config = config_with(config, block_size=draw.choice((8, 16)))  # large enough that rows look early for a block
+    if draw.random() < 0.4:
+        events, breaks_at, poisons = _with_answers(events, breaks_at, poisons, draw)
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
+
+
+def _with_answers(
+    events: dict[int, list[Event]], breaks_at: dict[int, int], poisons: dict[int, int], draw: random.Random
+) -> tuple[dict[int, list[Event]], dict[int, int], dict[int, int]]:
+    """The same with up to six answers to each prompt. What befalls a request befalls one; some are cancelled."""
+    answers = {
+        event.request.request_id: draw.choice((1, 2, 3, 6))
+        for listed in events.values()
+        for event in listed
+        if isinstance(event, Admit)
+    }
+
+    chosen = {
+        request_id: MOST_ANSWERS * request_id + draw.choice((0, draw.randrange(n))) for request_id, n in answers.items()
+    }
+
+    changed: dict[int, list[Event]] = {}
+    for at, listed in sorted(events.items()):
+        for event in listed:
+            if isinstance(event, Admit):
+                request = event.request
+                sampling = replace(request.sampling, n=answers[request.request_id])
+                request = replace(request, request_id=MOST_ANSWERS * request.request_id, sampling=sampling)
+                changed.setdefault(at, []).append(Admit(request))
+                for answer_id in request.answer_ids[draw.randrange(2) :] if draw.random() < 0.25 else ():
+                    cancel = Cancel(answer_id)
+                    changed.setdefault(at + draw.randrange(12), []).append(cancel)
+            else:
+                changed.setdefault(at, []).append(replace(event, request_id=chosen[event.request_id]))
+    broken = {chosen[request_id]: tokens for request_id, tokens in breaks_at.items()}
+    return changed, broken, {chosen[request_id]: position for request_id, position in poisons.items()}
 
 
 def _together(events: dict[int, list[Event]], draw: random.Random) -> dict[int, list[Event]]:
@@ -143,12 +179,12 @@ def _together(events: dict[int, list[Event]], draw: random.Random) -> dict[int, 
 
 def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
     """Any table there is, good or bad: buckets for all totals, for a few, or none; budgets below the decode rows."""
-    decoding = config.rows * config.max_width
+    decoding = config.limits.rows * config.limits.width
     most = decoding + draw.choice((1, 4, 16))
     buckets: tuple[int, ...] = ()
     if draw.random() < 0.7:
         buckets = tuple(sorted({most, *draw.sample(range(1, most + 1), draw.randrange(most))}))
-    limits = [(rows, kv_tokens) for rows in range(config.rows + 1) for kv_tokens in (0, 5, 12, 30, 100)]
+    limits = [(rows, kv_tokens) for rows in range(config.limits.rows + 1) for kv_tokens in (0, 5, 12, 30, 100)]
     some = sorted(draw.sample(limits, draw.choice((0, 1, 6, len(limits)))))
     budgets = tuple((rows, kv_tokens, draw.randrange(most + 8)) for rows, kv_tokens in some)
     calm = tuple((rows, draw.randrange(most)) for rows in sorted(draw.sample(range(8), draw.choice((0, 1, 4)))))
@@ -195,8 +231,8 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
     """
     config = trace.config
     scheduler = build(config)
-    max_blocks = -(-(config.max_model_len + config.max_width) // config.block_size)  # as the executor sizes its table
-    device = FakeDevice(config.blocks, config.block_size, config.slots, max_blocks, barren=trace.barren)
+    limits = config.limits
+    device = FakeDevice(config.blocks, limits.block_size, limits.slots, limits.max_blocks, barren=trace.barren)
     device.breaks_at, device.poisons = trace.breaks_at, dict(trace.poisons)
     in_flight: deque[int] = deque()
     finished: dict[int, Finished] = {}
@@ -235,13 +271,13 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
         plan = scheduler.plan()
         if rules is not None:
             rules.after(plan)
-        if plan is not None and len(plan.slots) > config.rows:
-            raise TooManyRows(f"step {plan.step} has {len(plan.slots)} rows, there is room for {config.rows}")
+        if plan is not None and len(plan.slots) > config.limits.rows:
+            raise TooManyRows(f"step {plan.step} has {len(plan.slots)} rows, there is room for {config.limits.rows}")
         device.launch(plan)
         in_flight.append(scheduler.step - 1)
         if check and plan is not None:
             scheduler.check()
-        if len(in_flight) > config.depth:
+        if len(in_flight) > config.limits.depth:
             land()
             if check:
                 scheduler.check()
@@ -261,7 +297,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
         counted = Counter({reason: n for reason, n in scheduler.counters.finished.items() if n})
         if counted != Counter(ended.reason.label for ended in finished.values()):
             raise AccountingError(f"finishes are counted as {counted}")
-        if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.slots:
+        if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.limits.slots:
             raise AccountingError("everything has ended, but not every block and slot is free")
     recomputed = scheduler.counters.evictions + scheduler.counters.distrusted
     return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, recomputed)
@@ -276,13 +312,19 @@ def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -
     """The same of any trace. The oracles are depth 0 and, for other widths, width 1 at this depth."""
     config = trace.config
     deep = run(trace, build, check=check)
-    serial = run(replace(trace, config=replace(config, depth=0)), build, check=False) if config.depth else deep
+    serial = (
+        run(replace(trace, config=config_with(config, depth=0)), build, check=False) if config.limits.depth else deep
+    )
     oracles = {"depth 0": serial}
-    if config.max_width > 1:
-        plain = replace(trace, config=replace(config, widths=(1,)))
+    if config.limits.width > 1:
+        plain = replace(trace, config=config_with(config, widths=(1,)))
         oracles["width 1"] = run(plain, build, check=False)
     requests = {
-        e.request.request_id: e.request for events in trace.events.values() for e in events if isinstance(e, Admit)
+        answer.request_id: answer
+        for events in trace.events.values()
+        for e in events
+        if isinstance(e, Admit)
+        for answer in e.request.answers()
     }
     for request_id, request in requests.items():
         ends = {name: run.finished.get(request_id) for name, run in {"this": deep, **oracles}.items()}
@@ -302,7 +344,7 @@ def _ran(ended: Finished | None) -> bool:
 
 def _compare(trace: Trace, request: Request, ends: dict[str, Finished | None]) -> None:
     """``ends``: how it ended in each run. Where it was neither refused nor cancelled it ended as it does alone."""
-    max_length = min(len(request.prompt_token_ids) + request.sampling.max_tokens, trace.config.max_model_len)
+    max_length = min(len(request.prompt_token_ids) + request.sampling.max_tokens, trace.config.limits.max_model_len)
     alone, reason = complete_alone(
         request.request_id,
         tuple(request.prompt_token_ids),

@@ -27,12 +27,15 @@ class MixedRules:
         self._mixed: MixedSteps = scheduler.config.mixed
         self._waited = False  # rows that decode waited for the step before
         self._planned: dict[int, int] = {}  # by id, before the plan
+        self._waiting: list[int] = []  # tokens that each of those in the queue is to compute
         self._scoring: set[int] = set()
         self._left: dict[tuple[int, int], int] = {}  # by slot and epoch: prompt tokens to be prefilled
 
     def before(self) -> None:
         sequences = self._scheduler.resources.sequences
         self._planned = {request_id: sequence.planned_tokens for request_id, sequence in sequences.items()}
+        waiting = [s for s in sequences.values() if s.state is State.WAITING]
+        self._waiting = [0 if s.expects_fork else min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
         self._scoring = {request_id for request_id, sequence in sequences.items() if sequence.scoring}
         prefilling = self._scheduler.resources.by_state[State.PREFILL].values()
         self._left = {(s.slot, s.epoch): s.prefill_target - s.prefilled for s in prefilling}
@@ -48,7 +51,8 @@ class MixedRules:
         by_slot = {s.slot: s for s in resources.sequences.values() if s.slot and s.state is not State.EVICTING}
         rows = [by_slot[slot] for slot in plan.slots[: plan.decode_rows]]
         cut = {by_slot[chunk.slot]: len(chunk.token_ids) for chunk in plan.chunks}
-        waiting = [by_slot[slot] for slot in decoding if by_slot[slot] not in cut and by_slot[slot] not in rows]
+        begun = {*cut, *rows, *(by_slot[fork.slot] for fork in plan.forks)}
+        waiting = [by_slot[slot] for slot in decoding if by_slot[slot] not in begun]
         scored = [self._scores(sequence) for sequence in cut]
         if waiting and (self._waited or plan.kind is not StepKind.PREFILL or not all(scored)):
             raise BrokenRule(f"step {plan.step}: slots {[s.slot for s in waiting]} decode, and wait: {plan}")
@@ -75,7 +79,7 @@ class MixedRules:
             if (
                 self._mixed.buckets
                 and total not in self._mixed.buckets
-                and given < self._scheduler.config.max_prefill_tokens
+                and given < self._scheduler.config.limits.max_prefill_tokens
             ):
                 raise BrokenRule(f"step {plan.step} has {total} tokens, which is no bucket: {plan}")
         elif wanting and given != most:
@@ -88,10 +92,10 @@ class MixedRules:
         """Tokens of chunks where enough wait, found by looking at every total that a step may have."""
         config, mixed = self._scheduler.config, self._mixed
         if not rows:
-            return config.max_prefill_tokens
+            return config.limits.max_prefill_tokens
         width = plan.width if plan.decode_rows else self._scheduler.planner._width()
         decoding = len(rows) * width
-        budget = decoding + config.max_prefill_tokens
+        budget = decoding + config.limits.max_prefill_tokens
         if mixed.budgets:
             row_limit = covering((entry[0] for entry in mixed.budgets), len(rows))
             totals = {kv_tokens: total for limit, kv_tokens, total in mixed.budgets if limit == row_limit}
@@ -107,17 +111,14 @@ class MixedRules:
             budget = min([budget, *enough[:1]])
         least = min(total for total in totals_there_are if total > decoding)
         total = max([least, *(total for total in totals_there_are if total <= budget)])
-        return min(total - decoding, config.max_prefill_tokens)
+        return min(total - decoding, config.limits.max_prefill_tokens)
 
     def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
         """As it was when the plan was begun: nobody was seated for it, nothing cut."""
         before = [s for s in prefills if (s.slot, s.epoch) in self._left]
-        seated_now = {s.request.request_id for s in prefills if s not in before}
         tokens = sum(min(self._left[s.slot, s.epoch], self._mixed.long_prompt) for s in before)
-        sequences = self._scheduler.resources.sequences
-        waiting = [s for id_, s in sequences.items() if s.state is State.WAITING or id_ in seated_now]
-        free = self._scheduler.config.rows - len(before) - len(rows)
-        known = [min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
+        free = self._scheduler.config.limits.rows - len(before) - len(rows)
+        known = self._waiting
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
 
 

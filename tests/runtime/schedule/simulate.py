@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 from runtime.schedule.budget import budget_table, calm_table
-from runtime.schedule.config import MixedSteps
+from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
+from tests.runtime.schedule.configs import config_with
 
 # ---- what a step costs ----
 
@@ -147,7 +148,7 @@ class TimedDevice:
         self.free_at_ms = max(self.free_at_ms, now_ms) + self._costs.step(plan, kv_tokens, self._buckets)
         for chunk in plan.chunks:
             self._lengths[chunk.slot] = chunk.start + len(chunk.token_ids)
-        counts = [1] * plan.decode_rows + [int(chunk.last) for chunk in plan.chunks]
+        counts = [int(plan.draws(row)) for row in range(len(plan.slots))]
         finish = []
         for slot, count in zip(plan.slots, counts, strict=True):
             self._lengths[slot] += count
@@ -191,7 +192,7 @@ def simulate(
         now += host_ms
         result = None if plan is None else device.launch(plan, now)
         in_flight.append((result, 0.0 if result is None else device.free_at_ms))
-        if len(in_flight) <= config.depth:
+        if len(in_flight) <= config.limits.depth:
             continue
         result, ended_at = in_flight.popleft()
         now = max(now, ended_at)
@@ -260,7 +261,9 @@ def bursts() -> list[Arrival]:
 
 ROW_LIMITS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 KV_LIMITS = tuple(1 << n for n in range(12, 21))
-ROOMY = SchedulerConfig(rows=256, slots=512, blocks=46_000, block_size=16, max_model_len=40_960, prefix_caching=False)
+ROOMY = SchedulerConfig(
+    StepLimits(rows=256, slots=512, block_size=16, max_model_len=40_960), blocks=46_000, prefix_caching=False
+)
 
 
 def with_table(costs: StepCosts, target_ms: float | None = None) -> SchedulerConfig:
@@ -280,7 +283,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
     options = parser.parse_args()
     config = ROOMY if options.separate else with_table(QWEN3_8B_H200, options.itl_target_ms)
-    config = replace(config, depth=options.depth)
+    config = config_with(config, depth=options.depth)
     print(HEADER)
     for load in options.loads:
         figures = simulate(config, QWEN3_8B_H200, *LOADS[load]())

@@ -17,7 +17,7 @@ from runtime.schedule.budget import (
     calm_table,
 )
 from runtime.schedule.config import MixedSteps
-from tests.runtime.schedule.driver import ROOMY
+from tests.runtime.schedule.configs import ROOMY
 from tests.runtime.schedule.mixed_rules import covering
 
 MANY = 1 << 20

@@ -12,7 +12,8 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError, SlotPool
 from runtime.schedule.states import TRANSITIONS, IllegalTransition, State, Trigger
-from tests.runtime.schedule.driver import ROOMY, Driver
+from tests.runtime.schedule.configs import ROOMY
+from tests.runtime.schedule.driver import Driver
 
 LEGAL = [(state, trigger) for state in State for trigger in Trigger if trigger in TRANSITIONS[state]]
 ILLEGAL = [(state, trigger) for state in State for trigger in Trigger if trigger not in TRANSITIONS[state]]

@@ -9,7 +9,8 @@ import pytest
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.request import FinishReason
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import Driver, Limits, ending_by_stop, prompt_of
+from tests.runtime.schedule.configs import Limits
+from tests.runtime.schedule.driver import Driver, ending_by_stop, prompt_of
 
 
 def tight(**more: Unpack[Limits]) -> Driver:

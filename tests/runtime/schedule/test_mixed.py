@@ -13,7 +13,8 @@ from runtime.schedule.plan import Admit, StepKind, StepPlan
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import ROOMY, Driver, Limits, ending_by_stop, prompt_of
+from tests.runtime.schedule.configs import Limits, config_with
+from tests.runtime.schedule.driver import Driver, ending_by_stop, prompt_of
 
 SIXTEEN = MixedSteps(buckets=(4, 8, 16, 32), budgets=((16, 1 << 20, 16),))  # tokens of any mixed step
 WIDE_OPEN: Limits = {
@@ -439,13 +440,13 @@ def test_ranks_with_other_numbers_disagree_before_the_first_step() -> None:
         MixedSteps(long_prompt=5),
         MixedSteps(costly_prefix=5),
     ]
-    digests = [digest(replace(ROOMY, mixed=mixed)) for mixed in tables]
+    digests = [digest(config_with(mixed=mixed)) for mixed in tables]
     assert len(set(digests)) == len(tables)
-    assert digest(replace(ROOMY, mixed=MixedSteps((8, 64)))) == digests[2]
+    assert digest(config_with(mixed=MixedSteps((8, 64)))) == digests[2]
 
 
 def test_the_largest_bucket_holds_all_rows_and_a_prompts_token() -> None:
     for rows, widths in ((8, (1,)), (4, (1, 2))):
         with pytest.raises(ValueError, match=f"8 tokens: {rows} decode rows of width {max(widths)} leave no room"):
-            replace(ROOMY, rows=rows, widths=widths, mixed=MixedSteps((4, 8)))
-    assert replace(ROOMY, rows=7, mixed=MixedSteps((4, 8))).mixed is not None
+            config_with(rows=rows, widths=widths, mixed=MixedSteps((4, 8)))
+    assert config_with(rows=7, mixed=MixedSteps((4, 8))).mixed is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from runtime.schedule.chain import Flight
@@ -13,9 +11,10 @@ from runtime.schedule.planner import Planner
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.resources import Resources
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import ROOMY, prompt_of
+from tests.runtime.schedule.configs import config_with
+from tests.runtime.schedule.driver import prompt_of
 
-DEEP = replace(ROOMY, depth=8)
+DEEP = config_with(depth=8)
 
 
 def planner_of(config: SchedulerConfig, *, requests: int = 1, kind: type[Planner] = Planner) -> Planner:
@@ -58,7 +57,7 @@ def test_what_is_paused_is_not_planned() -> None:
 
 @pytest.mark.parametrize("widths", [(1,), (2,), (1, 4), (1, 8, 3), (32, 1)], ids=str)
 def test_decode_steps_take_their_widths_in_turn_and_prefills_have_one(widths: tuple[int, ...]) -> None:
-    planner = planner_of(replace(DEEP, widths=widths, blocks=200))
+    planner = planner_of(config_with(DEEP, widths=widths, blocks=200))
     resources = planner.resources
     assert launch_next(planner).width == 1
     sequence = resources.sequences[0]
@@ -76,9 +75,9 @@ def test_decode_steps_take_their_widths_in_turn_and_prefills_have_one(widths: tu
 def test_the_width_is_one_method_that_a_policy_replaces() -> None:
     class NarrowWhenBusy(Planner):
         def _width(self) -> int:
-            return 1 if len(self._decoding) > 1 else self.config.max_width
+            return 1 if len(self._decoding) > 1 else self.limits.width
 
-    planner = planner_of(replace(DEEP, widths=(4,)), kind=NarrowWhenBusy)
+    planner = planner_of(config_with(DEEP, widths=(4,)), kind=NarrowWhenBusy)
     assert [launch_next(planner).width for _ in range(3)] == [1, 4, 4]
     planner.resources.arrive(Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
     assert [launch_next(planner).width for _ in range(3)] == [1, 1, 1]
@@ -89,7 +88,7 @@ def test_widths_enter_the_digest() -> None:
     """Two ranks whose plans differ in nothing but a width disagree."""
 
     def digest(*widths: int) -> int:
-        planner = planner_of(replace(DEEP, widths=(*widths, 4), blocks=200))
+        planner = planner_of(config_with(DEEP, widths=(*widths, 4), blocks=200))
         for _ in range(3):
             launch_next(planner)
         return planner.resources.digest.value
@@ -101,15 +100,9 @@ def test_widths_enter_the_digest() -> None:
 def test_a_row_drains_when_the_steps_in_flight_are_surely_enough() -> None:
     """Seven more tokens after the prompt's: however wide the steps are, it takes seven to be sure."""
     for widths in ((1,), (4,), (1, 4), (8, 1)):
-        planner = planner_of(replace(DEEP, depth=20, widths=widths, blocks=200), requests=0)
+        planner = planner_of(config_with(DEEP, depth=20, widths=widths, blocks=200), requests=0)
         planner.resources.arrive(Request(0, prompt_of(3), SamplingParams(max_tokens=8)))
         plans = [launch_next(planner) for _ in range(8)]
         assert [plan.kind for plan in plans] == [StepKind.PREFILL] + [StepKind.DECODE] * 7
         assert planner.plan() is None
         assert planner.resources.sequences[0].state is State.DRAINING
-
-
-@pytest.mark.parametrize("widths", [(), (0,), (4, 0), (-1,)], ids=str)
-def test_a_width_without_a_token_is_refused(widths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        replace(ROOMY, widths=widths)

@@ -11,10 +11,11 @@ import pytest
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.schedule.plan import Admit, Cancel
 from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
+from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.driver import Driver, prompt_of
 
-ROOM = SchedulerConfig(rows=4, slots=8, blocks=4096, block_size=64, max_model_len=16384)
+ROOM = config_with(blocks=4096, block_size=64, max_model_len=16384, max_prefill_tokens=8192)
 
 
 def test_a_request_for_several_answers_is_as_many_requests_over_one_prompt() -> None:

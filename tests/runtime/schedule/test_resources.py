@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,9 +13,10 @@ from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.states import State, Trigger
-from tests.runtime.schedule.driver import ROOMY, Driver, prompt_of
+from tests.runtime.schedule.configs import config_with
+from tests.runtime.schedule.driver import Driver, prompt_of
 
-SMALL = replace(ROOMY, blocks=8, block_size=2, depth=1)
+SMALL = config_with(blocks=8, block_size=2, depth=1)
 
 
 def arrive(resources: Resources, request_id: int, prompt: int = 4, max_tokens: int = 8) -> SequenceState:
@@ -111,7 +111,7 @@ def test_with_nothing_in_flight_an_evicted_request_queues_again_at_once() -> Non
 @pytest.mark.parametrize("widths", [(1,), (2,), (1, 8), (32, 1)], ids=str)
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_a_reservation_covers_every_step_in_flight_at_the_largest_width(widths: tuple[int, ...], depth: int) -> None:
-    resources = Resources(replace(ROOMY, widths=widths, depth=depth, max_model_len=400, blocks=400))
+    resources = Resources(config_with(widths=widths, depth=depth, max_model_len=400, blocks=400))
     most, ahead = max(widths), (depth + 1) * max(widths)
     assert resources.reservation(arrive(resources, 0, 5, 300)) == 5 + ahead
     near = arrive(resources, 1, 5, 3)
@@ -122,7 +122,7 @@ def test_nobody_can_ever_write_beyond_the_block_table() -> None:
     """The executor sizes a row of it for max_model_len + W entries."""
     for width in (1, 2, 8, 32):
         for max_model_len in range(2, 40):
-            config = replace(ROOMY, widths=(width, 1), depth=4, max_model_len=max_model_len, blocks=400, block_size=3)
+            config = config_with(widths=(width, 1), depth=4, max_model_len=max_model_len, blocks=400, block_size=3)
             resources = Resources(config)
             longest = arrive(resources, 0, max_model_len - 1, 100)
             assert resources.blocks_for(resources.reservation(longest)) <= -(-(max_model_len + width) // 3)
@@ -246,7 +246,7 @@ def test_rows_of_one_length_do_not_all_need_their_blocks_in_one_step() -> None:
 
 def test_a_row_that_is_early_goes_on_with_what_it_has() -> None:
     """No block is free for it: nobody is evicted for its sake before it really needs one."""
-    resources = Resources(replace(ROOMY, blocks=6, block_size=16, depth=1))
+    resources = Resources(config_with(blocks=6, block_size=16, depth=1))
     rows = [seat(resources, request_id, blocks=1) for request_id in range(3)]
     held = resources.pool.take(3)
     last = rows[-1]

@@ -8,7 +8,8 @@ from runtime.schedule.plan import Admit, StepKind
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import ROOMY, Driver, ending_by_stop, prompt_of
+from tests.runtime.schedule.configs import ROOMY
+from tests.runtime.schedule.driver import Driver, ending_by_stop, prompt_of
 
 UNBROKEN = {"start": 1}
 

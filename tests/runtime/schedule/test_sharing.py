@@ -10,7 +10,8 @@ from runtime.schedule.plan import Chunk
 from runtime.schedule.request import FinishReason
 from runtime.schedule.sharing import MOST_WAITS
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import Driver, Limits, prompt_of
+from tests.runtime.schedule.configs import Limits
+from tests.runtime.schedule.driver import Driver, prompt_of
 
 
 def sharing(**more: Unpack[Limits]) -> Driver:

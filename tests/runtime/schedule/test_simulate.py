@@ -8,6 +8,7 @@ import pytest
 
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Chunk, StepKind, StepPlan
+from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.simulate import (
     QWEN3_8B_H200,
     ROOMY,
@@ -49,7 +50,7 @@ def test_an_arrival_waits_for_the_steps_in_flight(depth: int) -> None:
     """One that comes while step N runs is planned behind N + D."""
     flat = StepCosts(((1, 2.0), (1000, 2.0)), 0.0, 0.0)
     arrivals = [Arrival(10, 50), Arrival(10, 5, at_ms=21.0)]
-    figures = simulate(replace(ROOMY, depth=depth), flat, arrivals, None, host_ms=0.0)
+    figures = simulate(config_with(ROOMY, depth=depth), flat, arrivals, None, host_ms=0.0)
     assert figures.ttft_ms[1] == 1.0 + depth * 2 + 2
 
 

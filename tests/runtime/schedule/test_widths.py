@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
+from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import Admit, Finished, Pause, Resume, StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler, SchedulerConfig
+from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
-from tests.runtime.schedule.driver import ROOMY, Driver, ending_by_stop, prompt_of
+from tests.runtime.schedule.configs import config_with
+from tests.runtime.schedule.driver import Driver, ending_by_stop, prompt_of
 
 PATTERNS = [(1,), (2,), (8,), (1, 4), (1, 8, 3), (32, 1)]
 
@@ -63,7 +64,7 @@ def widths_of(plans: Sequence[StepPlan | None]) -> list[int]:
 
 
 def test_planned_tokens_are_those_landed_and_the_widths_in_flight() -> None:
-    engine = Scripted(replace(ROOMY, depth=3, widths=(1, 4)), max_tokens=20)
+    engine = Scripted(config_with(depth=3, widths=(1, 4)), max_tokens=20)
     assert widths_of([engine.plan() for _ in range(4)]) == [1, 1, 4, 1]
     assert engine.counts == (3, 3 + 1 + 1 + 4 + 1, 3)
     engine.land(5)
@@ -80,7 +81,7 @@ def test_planned_tokens_are_those_landed_and_the_widths_in_flight() -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_live_row_without_a_token_gives_its_planned_tokens_back_and_goes_on(width: int) -> None:
-    engine = Scripted(replace(ROOMY, depth=1, widths=(width,)), max_tokens=20)
+    engine = Scripted(config_with(depth=1, widths=(width,)), max_tokens=20)
     engine.plan()
     engine.plan()
     engine.land(5)
@@ -97,7 +98,7 @@ def test_a_live_row_without_a_token_gives_its_planned_tokens_back_and_goes_on(wi
 @pytest.mark.parametrize("widths", [(1,), (4,), (1, 4)], ids=str)
 def test_a_draining_row_that_falls_short_becomes_a_row_again(widths: tuple[int, ...]) -> None:
     """Three steps in flight were surely enough for three tokens; one of them gives none."""
-    engine = Scripted(replace(ROOMY, depth=2, widths=widths), max_tokens=4)
+    engine = Scripted(config_with(depth=2, widths=widths), max_tokens=4)
     engine.plan()
     engine.plan()
     engine.plan()
@@ -124,7 +125,7 @@ def test_a_draining_row_that_falls_short_becomes_a_row_again(widths: tuple[int, 
 
 
 def test_a_draining_row_that_falls_short_while_it_is_to_pause_pauses() -> None:
-    engine = Scripted(replace(ROOMY, depth=1), max_tokens=3)
+    engine = Scripted(config_with(depth=1), max_tokens=3)
     engine.plan()
     engine.plan()
     engine.land(5)
@@ -146,7 +147,7 @@ def test_a_draining_row_that_falls_short_while_it_is_to_pause_pauses() -> None:
 
 
 def test_a_row_that_stops_in_the_middle_of_a_wide_step_keeps_the_tokens_before() -> None:
-    engine = Scripted(replace(ROOMY, depth=1, widths=(8,)), max_tokens=20)
+    engine = Scripted(config_with(depth=1, widths=(8,)), max_tokens=20)
     engine.plan()
     engine.plan()
     engine.land(5)

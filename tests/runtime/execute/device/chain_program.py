@@ -37,7 +37,7 @@ class ChainProgram:
 
     def __post_init__(self) -> None:
         self.tables = SlotTables(self.device, max_requests=SLOTS, max_blocks=4, vocab_size=11)
-        self.staging = Staging(self.device, self.tables, max_prefill_tokens=64, max_rows=ROWS)
+        self.staging = Staging(self.device, self.tables, max_prefill_tokens=64, max_rows=ROWS, entries=4)
         self.ring = ResultRing(self.device, entries=self.depth + 2, rows=ROWS, width=1)
         self.landing = ResultReader(self.device, self.ring, on_timing=self.times.append)
         row_map = self.staging.row_map("decode", ROWS)

@@ -118,7 +118,7 @@ def test_shares_of_the_vocabulary_draw_the_same(ranks: int) -> None:
 
 def test_what_a_request_names_is_staged_when_it_is_seated_and_taken_back_from_its_slot(device: TwinDevice) -> None:
     tables = SlotTables(device, max_requests=6, max_blocks=4, vocab_size=VOCAB)
-    staging = Staging(device, tables, max_prefill_tokens=8, max_rows=6)
+    staging = Staging(device, tables, max_prefill_tokens=8, max_rows=6, entries=4)
     draw, rng, plain = random.Random(3), np.random.default_rng(3), SamplingParams(seed=0)
     held: dict[int, tuple[SamplingParams, list[int]]] = {}
     for step in range(1, 80):
@@ -143,7 +143,7 @@ def test_what_a_request_names_is_staged_when_it_is_seated_and_taken_back_from_it
 
 def test_requests_that_name_no_tokens_and_steady_steps_stage_nothing_for_it(device: TwinDevice) -> None:
     tables = SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCAB)
-    staging = Staging(device, tables, max_prefill_tokens=8, max_rows=4)
+    staging = Staging(device, tables, max_prefill_tokens=8, max_rows=4, entries=4)
     plain, biased = SamplingParams(seed=0), SamplingParams(seed=0, logit_bias=((3, 1.0),))
     slots, sizes = (1,), []
     for step, sampling in enumerate((plain, plain, biased, plain, plain)):

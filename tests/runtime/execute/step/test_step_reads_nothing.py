@@ -20,6 +20,7 @@ from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.registry import ARCHITECTURES
 from parallel.comm.collectives import SingleRank
+from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
@@ -102,8 +103,9 @@ class Parts:
         caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
-        limits = cast(Any, SimpleNamespace(block_size=BLOCK, decode_buckets=()))
-        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), limits)
+        limits = SimpleNamespace(block_size=BLOCK)
+        sizes = cast(Any, SimpleNamespace(limits=limits, decode_buckets=()))
+        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
 
@@ -152,11 +154,15 @@ def test_what_a_plan_changes() -> None:
         chunk_tokens_3T=integers(3, 10),
         chunk_rows_4R=integers(4, 2),
         scored_2S=integers(2, 4),
+        copied_blocks_2C=integers(2, 3),
     )
     pool = Parts(TINY | HYBRID).pool
+    copier = BlockCopier(pool.paged)
     with step():
-        apply_changes(changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64))
+        apply_changes(changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64), integers(2, 8))
         pool.reset(integers(3))
+        copier.copy(integers(2, 3))
+        pool.copy_slots([(1, 2), (1, 3)])
 
 
 @pytest.mark.parametrize(

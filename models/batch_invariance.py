@@ -1,0 +1,31 @@
+"""Whether a model's parts keep the promise of the deterministic mode, and which do not.
+
+Knows: who declares what. Does not know: how a kernel or a sum keeps its promise; docs/determinism.md says what is
+promised.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from models.kernels.interface import Kernels
+from models.layers.decoder import Decoder, DecoderLayer
+
+
+def missing_invariance(model: Decoder) -> list[str]:
+    """What of ``model`` gives other bits in another batch, by name; nothing where a token's bits are its own."""
+    sparse = model.config.experts is not None
+    found = [f"{name} of the {model.kernels.name} kernels" for name in missing_operations(model.kernels, sparse=sparse)]
+    if not model.collectives.batch_invariant:
+        found.append(f"sums between ranks by {type(model.collectives).__name__}")
+    mixers = {
+        type(mixer).__name__ for layer in model.layers if not (mixer := cast(DecoderLayer, layer).mixer).batch_invariant
+    }
+    return found + [f"layers of {name}" for name in sorted(mixers)]
+
+
+def missing_operations(kernels: Kernels, *, sparse: bool = True) -> list[str]:
+    """Operations that ``kernels`` do not declare batch-invariant; those of experts only of a ``sparse`` model."""
+    declared = kernels.batch_invariant
+    needed = [name for name in kernels.operations if sparse or name not in ("route_top_k", "expert_mlp")]
+    return [name for name in needed if not declared.get(name, False)]

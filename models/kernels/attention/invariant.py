@@ -1,0 +1,451 @@
+"""Paged attention whose reduction depends on a query's own position only: decode, windows, mixed steps and prefill.
+
+Knows: one order of additions for every query (below), a kernel for rows whose lengths are on the device, and one for
+tiles that the host lists, both over the NHD pages [2, pages, S, K, D]. Does not know: the fastest attention
+(decode.py, prefill.py), rotation, what else the deterministic mode takes (docs/determinism.md).
+
+Keys are cut into chunks of CHUNK at fixed positions, beginning with position 0, and a chunk into blocks of keys. Within
+a chunk: online softmax over its blocks in ascending order (``_chunk``). Then the chunks' results are merged in
+ascending order by one formula (``_merged``). Queries fill a tile of the same shape everywhere: a few tokens of a row,
+for the query heads that share a key and value head, and zeros. So all kinds of steps run the same instructions on a
+query, and a key that it may not see adds an exact zero: its bits do not depend on the tile's other queries, nor on
+whether a program takes all chunks in turn or each chunk has a program.
+Sums that a compiler may fuse or not are written as fused multiply-adds, so that every kernel rounds alike.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.inputs import DecodeAttention, PrefillAttention
+from models.kernels.attention.prefill import Blocks, RepeatedTiles, Tiles, heads_of_a_tile, list_tiles
+from models.kernels.attention.query import LOG2_E, padded_dim, power_of_two_above
+
+BATCH_INVARIANT = True
+CHUNK = 512  # keys; changes bits, so it is not tuned by shape
+COUNTERS = 1 << 16  # int32 counters that merging has
+_FIELDS = 4  # of a listed tile
+_PROGRAMS_EACH = 4  # of a multiprocessor, below which a row's chunks are programs
+
+
+@triton.jit
+def _chunk(
+    q,  # [BLOCK_M, BLOCK_D]
+    last,  # int32 [BLOCK_M]: the last key that each query sees
+    keys_ptr,  # of the kv head
+    values_ptr,
+    table_row,
+    begin,
+    end,
+    keys,  # that the tile's last query sees
+    scale_log2e,
+    K,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """(weighted values relative to the maximum, maximum, sum of weights) of keys [begin, end) of one chunk."""
+    within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    offsets = within[:, None] * (K * D) + dims[None, :]
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        position = start + within
+        there = position < keys
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table_row + start // PAGE).to(tl.int64)
+            where = (page * PAGE + start % PAGE) * (K * D) + offsets
+        else:
+            pages = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
+            where = (pages * PAGE + position % PAGE)[:, None] * (K * D) + dims[None, :]
+        mask = there[:, None]  # memory behind the last key is uninitialised, maybe NaN
+        if D != BLOCK_D:
+            mask = mask & (dims < D)[None, :]
+        k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+        v = tl.load(values_ptr + where, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(position[None, :] <= last[:, None], scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2e)
+        # A query that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
+        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weights = tl.exp2(tl.fma(scores, scale_log2e, -shift[:, None]))
+        decay = tl.exp2(peak - shift)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _merged(acc, peak, total, more_acc, more_peak, more_total):
+    """What was merged so far with the next chunk. Merging with nothing, on either side, changes no bit."""
+    new_peak = tl.maximum(peak, more_peak)
+    shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    kept, added = tl.exp2(peak - shift), tl.exp2(more_peak - shift)
+    total = tl.fma(total, kept, more_total * added)
+    acc = tl.fma(acc, kept[:, None], more_acc * added[:, None])
+    return acc, new_peak, total
+
+
+@triton.jit
+def _all_chunks(
+    q,
+    last,
+    keys_ptr,
+    values_ptr,
+    table_row,
+    keys,
+    scale_log2e,
+    K,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """(weighted values, sum of weights) over all keys, chunk after chunk."""
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    for begin in tl.range(0, keys, LENGTH, num_stages=1, disable_licm=True):
+        more_acc, more_peak, more_total = _chunk(
+            q, last, keys_ptr, values_ptr, table_row, begin, tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, D,
+            BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+        acc, peak, total = _merged(acc, peak, total, more_acc, more_peak, more_total)
+    return acc, total
+
+
+@triton.jit
+def _write(out_ptr, acc, total, query, head, count, H, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of tokens below ``count``; ``query`` and ``head`` [ROWS] of each row, from the tile's first on."""
+    dims = tl.arange(0, BLOCK_D)
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    where = (query * H + head)[:, None] * D + dims[None, :]
+    mask = (query < count)[:, None] & (dims < D)[None, :]
+    tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_queries(q_ptr, count, H, PACK: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile [BLOCK_M, BLOCK_D]: PACK heads of each of ``count`` tokens, zeros behind them."""
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query = rows // PACK
+    where = (query * H + rows % PACK)[:, None] * D + dims[None, :]
+    return tl.load(q_ptr + where, mask=(query < count)[:, None] & (dims < D)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["items"])
+def _invariant_prefill_kernel(
+    q_ptr,  # [T, H, D]
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    tiles_ptr,  # int32 [tiles, 4]: first token, tokens (0: nothing to do), the first's position, row of the page table
+    out_ptr,
+    scale_log2e,
+    table_width,
+    items,  # tiles times the parts that the heads are cut into
+    K,
+    GROUP: tl.constexpr,  # query heads of a key and value head
+    PACK: tl.constexpr,  # of these, how many share a tile; divides GROUP
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LENGTH: tl.constexpr,  # keys of a chunk
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    parts = K * (GROUP // PACK)
+    programs = tl.num_programs(0)
+    for turn in tl.range(0, (items + programs - 1) // programs, num_stages=1, disable_licm=True):
+        # Boustrophedon: the program with the longest tile of one turn gets the shortest of the next.
+        place = tl.where(turn % 2 == 0, tl.program_id(0), programs - 1 - tl.program_id(0))
+        item = turn * programs + place
+        tile = tiles_ptr + item // parts * 4
+        count = tl.load(tile + 1, mask=item < items, other=0)
+        if count > 0:
+            part = item % parts
+            position = tl.load(tile + 2)
+            table_row = page_table_ptr + tl.load(tile + 3).to(tl.int64) * table_width
+            query, head = tl.arange(0, BLOCK_M) // PACK, tl.arange(0, BLOCK_M) % PACK
+            first = (tl.load(tile).to(tl.int64) * K * GROUP + part * PACK) * D
+            q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
+            kv = part * PACK // GROUP * D
+            acc, total = _all_chunks(
+                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, position + count, scale_log2e, K, D,
+                BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES,
+            )  # fmt: skip
+            _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _invariant_decode_kernel(
+    q_ptr,  # [T, H, D]
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    lengths_ptr,
+    starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
+    queries_ptr,
+    out_ptr,
+    partial_ptr,  # float32 [units, most, REAL_ROWS, BLOCK_D]; a unit is a row's tile of queries
+    stats_ptr,  # float32 [units, most, 2, REAL_ROWS]: maximum and sum
+    counter_ptr,  # int32 [units]
+    scale_log2e,
+    table_width,
+    K,
+    most,  # chunks of a row
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REAL_ROWS: tl.constexpr,  # rows of a tile that can be queries, padded to a power of two
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    APART: tl.constexpr,  # a row's chunks are shared by several programs
+    RAGGED: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    parts = K * (GROUP // PACK)
+    tokens: tl.constexpr = BLOCK_M // PACK  # of a tile
+    part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + row)
+    first_token = row * QUERY_LEN
+    new = QUERY_LEN
+    if RAGGED:
+        first_token = tl.load(starts_ptr + row).to(tl.int64)
+        new = tl.load(queries_ptr + row)
+    count = tl.minimum(new - tile * tokens, tokens)
+    position = length - new + tile * tokens  # of the tile's first query
+    keys = tl.maximum(position + count, 0)
+    chunks = tl.maximum((keys + LENGTH - 1) // LENGTH, 1)
+    wanted = count > 0
+    if SKIP_EMPTY:
+        wanted = wanted & (length > 0)
+    if APART:
+        wanted = wanted & (tl.program_id(2) < chunks)
+    if wanted:
+        table_row = page_table_ptr + row * table_width
+        query, head = tl.arange(0, BLOCK_M) // PACK, tl.arange(0, BLOCK_M) % PACK
+        first = ((first_token + tile * tokens) * K * GROUP + part * PACK) * D
+        q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
+        kv = part * PACK // GROUP * D
+        if APART:
+            unit = row * tl.num_programs(0) + tl.program_id(0)
+            partial = partial_ptr + unit * most * (REAL_ROWS * BLOCK_D)
+            stats = stats_ptr + unit * most * (2 * REAL_ROWS)
+            rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+            real = rows < REAL_ROWS
+            within = rows[:, None] * BLOCK_D + dims[None, :]
+            for chunk in tl.range(tl.program_id(2), chunks, tl.num_programs(2), num_stages=1, disable_licm=True):
+                begin = chunk * LENGTH
+                acc, peak, total = _chunk(
+                    q, position + query, keys_ptr + kv, values_ptr + kv, table_row, begin,
+                    tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES,
+                )  # fmt: skip
+                tl.store(partial + chunk * (REAL_ROWS * BLOCK_D) + within, acc, mask=real[:, None])
+                tl.store(stats + chunk * (2 * REAL_ROWS) + rows, peak, mask=real)
+                tl.store(stats + (chunk * 2 + 1) * REAL_ROWS + rows, total, mask=real)
+            tl.debug_barrier()  # every thread's results are written before one thread counts them
+            sharing = tl.minimum(chunks, tl.num_programs(2))
+            if tl.atomic_add(counter_ptr + unit, 1, sem="acq_rel", scope="gpu") == sharing - 1:
+                tl.store(counter_ptr + unit, 0)
+                real_rows = tl.arange(0, REAL_ROWS)
+                real_within = real_rows[:, None] * BLOCK_D + dims[None, :]
+                every = tl.zeros((REAL_ROWS, BLOCK_D), tl.float32)
+                every_total = tl.zeros((REAL_ROWS,), tl.float32)
+                every_peak = tl.full((REAL_ROWS,), -float("inf"), tl.float32)
+                for chunk in tl.range(0, chunks, num_stages=3):
+                    theirs = stats + chunk * (2 * REAL_ROWS) + real_rows
+                    more_peak = tl.load(theirs, cache_modifier=".cg")
+                    more_total = tl.load(theirs + REAL_ROWS, cache_modifier=".cg")
+                    more = tl.load(partial + chunk * (REAL_ROWS * BLOCK_D) + real_within, cache_modifier=".cg")
+                    every, every_peak, every_total = _merged(
+                        every, every_peak, every_total, more, more_peak, more_total
+                    )
+                real_query, real_head = real_rows // PACK, real_rows % PACK
+                _write(
+                    out_ptr + first, every, every_total, real_query, real_head, count, K * GROUP, REAL_ROWS, D, BLOCK_D
+                )
+        else:
+            acc, total = _all_chunks(
+                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, K, D, BLOCK_D, PAGE,
+                BLOCK_M, BLOCK_N, LENGTH, STAGES,
+            )  # fmt: skip
+            _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
+
+
+def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
+    """Of both kernels, or queries would meet other instructions in decode than in prefill. None spills on an H200: two
+    sets of sums, of this chunk and of those before, leave no registers for blocks of 64 keys.
+    """
+    if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
+        return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
+    return Blocks(64, 32, 5, 4) if head_dim <= 128 else Blocks(64, 32, 3, 8)
+
+
+def supports(head_dim: int) -> bool:
+    """Whether both kernels take heads of this size."""
+    return padded_dim(head_dim) <= 256
+
+
+def tokens_of_a_tile(heads: int, kv_layer: Tensor) -> int:
+    """Of prefill, as its tiles are listed."""
+    *_, kv_heads, head_dim = kv_layer.shape
+    rows = blocks_for(kv_layer.dtype, head_dim).m
+    return rows // heads_of_a_tile(heads // kv_heads, rows)
+
+
+def listed_tiles(inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> Tiles:
+    """The tiles of one step; their copy to the device is asynchronous."""
+    a_tile = tokens_of_a_tile(heads, kv_layer)
+    listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, a_tile, inputs.first_token)
+    tiles = torch.tensor(listed, dtype=torch.int32).view(-1, _FIELDS)
+    if kv_layer.device.type == "cuda":
+        tiles = tiles.pin_memory()  # an asynchronous copy needs pinned memory
+    return Tiles(tiles.to(kv_layer.device, non_blocking=True))
+
+
+def prefill_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_BP: Tensor,
+    planned: Tiles | RepeatedTiles,
+    scale: float,
+    *,
+    programs: int,
+    chunk: int = CHUNK,
+    pdl: bool,
+) -> Tensor:
+    """See Kernels.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
+    tokens, heads, head_dim = q_THD.shape
+    _, _, page, kv_heads, _ = kv_layer.shape
+    blocks = blocks_for(q_THD.dtype, head_dim)
+    pack = heads_of_a_tile(heads // kv_heads, blocks.m)
+    q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    items = planned.count(tokens) * (heads // pack)
+    _invariant_prefill_kernel[(max(1, min(items, programs)),)](
+        q_THD,
+        kv_layer[0],
+        kv_layer[1],
+        page_table_BP,
+        planned.tiles,
+        out_THD,
+        scale * LOG2_E,
+        page_table_BP.stride(0),
+        items,
+        kv_heads,
+        GROUP=heads // kv_heads,
+        PACK=pack,
+        D=head_dim,
+        BLOCK_D=padded_dim(head_dim),
+        PAGE=page,
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        LENGTH=chunk,
+        STAGES=blocks.stages,
+        PDL=pdl,
+        num_warps=blocks.warps,
+        launch_pdl=pdl,
+    )
+    return out_THD
+
+
+def decode_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    workspace: Tensor,
+    counters: Tensor,
+    *,
+    out_THD: Tensor | None = None,
+    multiprocessors: int,
+    sharing: int | None = None,
+    chunk: int = CHUNK,
+    pdl: bool,
+) -> Tensor:
+    """See Kernels.decode_attention. ``sharing``: programs that share a row's chunks, by default as many as are likely
+    fast; no bit depends on it. ``workspace`` float32 has room for the results of all chunks, or a program takes all of
+    a row's; ``counters`` int32 are zero and left zero; both are for one stream.
+    """
+    heads, head_dim = q_THD.shape[1:]
+    _, _, page, kv_heads, _ = kv_layer.shape
+    rows, query_len = inputs.kv_lengths_B.shape[0], inputs.query_len
+    blocks = blocks_for(q_THD.dtype, head_dim)
+    pack = heads_of_a_tile(heads // kv_heads, blocks.m)
+    a_tile = blocks.m // pack
+    real_rows = min(blocks.m, power_of_two_above(pack * min(query_len, a_tile)))
+    block_d = padded_dim(head_dim)
+    if out_THD is None:
+        out_THD = torch.empty(rows * query_len, heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
+    units = -(-query_len // a_tile) * (heads // pack)  # of a row
+    most = max(1, -(-inputs.max_kv_length // chunk))
+    if sharing is None:
+        sharing = max(1, _PROGRAMS_EACH * multiprocessors // (rows * units))
+    sharing = min(sharing, most)
+    slots = rows * units * most * real_rows
+    if slots * (block_d + 2) > workspace.numel() or rows * units > counters.numel():
+        sharing = 1
+    _invariant_decode_kernel[(units, rows, sharing)](
+        q_THD.contiguous(),
+        kv_layer[0],
+        kv_layer[1],
+        inputs.page_table_BP,
+        inputs.kv_lengths_B,
+        inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
+        inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
+        out_THD,
+        workspace,
+        workspace[slots * block_d :] if sharing > 1 else workspace,
+        counters,
+        scale * LOG2_E,
+        inputs.page_table_BP.stride(0),
+        kv_heads,
+        most,
+        GROUP=heads // kv_heads,
+        PACK=pack,
+        D=head_dim,
+        BLOCK_D=block_d,
+        PAGE=page,
+        QUERY_LEN=query_len,
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        REAL_ROWS=real_rows,
+        LENGTH=chunk,
+        STAGES=blocks.stages,
+        APART=sharing > 1,
+        RAGGED=inputs.starts_B is not None,
+        SKIP_EMPTY=inputs.skip_empty,
+        PDL=pdl,
+        num_warps=blocks.warps,
+        launch_pdl=pdl,
+    )
+    return out_THD

@@ -1,0 +1,182 @@
+"""The Kernels protocol on NVIDIA GPUs for the deterministic mode: no result depends on who shares a step.
+
+Knows: one kernel an operation, whatever the number of tokens, and what each of them declares (BATCH_INVARIANT).
+Does not know: how a kernel keeps its promise (matmul/invariant.py, attention/invariant.py), models, or who asks for the
+mode. docs/determinism.md says what the mode promises, and which tests show it.
+
+One object serves one stream, and steps can be captured, as with NvidiaKernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.kernels.attention import invariant as attention
+from models.kernels.attention import rope_decode, rope_prefill
+from models.kernels.attention.prefill import RepeatedTiles, Tiles
+from models.kernels.experts import grouped, route
+from models.kernels.interface import Kernels, Rotation
+from models.kernels.matmul import invariant as matmul
+from models.kernels.matmul import norm
+from models.kernels.nvidia import unsupported
+from models.kernels.traits import DeviceTraits, traits_of
+
+_PRODUCT_BYTES = 64 << 20  # of sums of segments
+_ATTENTION_BYTES = 128 << 20  # of results of chunks
+_PROGRAMS_A_MULTIPROCESSOR = 4  # of prefill attention
+
+
+class DeterministicKernels(Kernels):
+    """See the module. Takes 0.2 GiB of device memory for workspaces.
+
+    Raises RuntimeError on a device that ``unsupported`` of nvidia.py refuses, and for shapes without such a kernel.
+    """
+
+    name = "deterministic"
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        reason = unsupported(device)
+        if reason is not None:
+            raise RuntimeError(f"DeterministicKernels cannot run on {device}: {reason}")
+        self._open(device, traits_of(device))
+
+    def _open(self, device: torch.device, traits: DeviceTraits) -> None:
+        self.device, self.traits, self.pdl = device, traits, traits.dependent_launch
+        self._sums = torch.empty(_PRODUCT_BYTES // 4, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(matmul.COUNTERS, dtype=torch.int32, device=device)
+        self._chunks = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
+        self._chunk_counters = torch.zeros(attention.COUNTERS, dtype=torch.int32, device=device)
+
+    @property
+    def batch_invariant(self) -> Mapping[str, bool]:
+        return {
+            name: all(getattr(module, "BATCH_INVARIANT", False) for module in modules)
+            for name, modules in _MODULES.items()
+        }
+
+    # -- norms and matrix products ------------------------------------------------------------------------------------
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)
+
+    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return norm.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, self.pdl), residual_TN
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        return norm.silu_mul(gate_up_T2I, self.pdl)
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        return matmul.linear(x_TN, weight_ON, bias_O, self._sums, self._counters, pdl=self.pdl)
+
+    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
+        return matmul.linear(x_TN, gate_up_2IN, None, self._sums, self._counters, gate_up=True, pdl=self.pdl)
+
+    # -- experts ------------------------------------------------------------------------------------------------------
+
+    def route_top_k(
+        self,
+        logits_TE: Tensor,
+        choices: int,
+        renormalise: bool,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return route.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
+
+    def expert_mlp(
+        self,
+        x_TN: Tensor,
+        gate_up_G2IN: Tensor,
+        down_GNI: Tensor,
+        weights_TC: Tensor,
+        local_TC: Tensor,
+        *,
+        all_experts: int,
+    ) -> Tensor:
+        """Always the grouped kernels: a list of any length, in tiles of any size, takes each sum in the same order."""
+        if not grouped.supports(gate_up_G2IN, down_GNI):
+            shapes = f"{tuple(gate_up_G2IN.shape)} and {tuple(down_GNI.shape)}"
+            raise RuntimeError(f"experts of {shapes} have no batch-invariant kernel: tensor cores need multiples of 16")
+        return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        """By one kernel for any number of tokens; which one is up to the shape of a head."""
+        if (rotation.q_norm_D is None) != (rotation.k_norm_D is None):
+            raise RuntimeError("a norm of only queries or only keys has no batch-invariant kernel")
+        if rope_prefill.supports(kv_layer.shape[4], rotation.cos_sin_LR.shape[1]):
+            return rope_prefill.rope_and_cache(qkv_TX, heads, kv_layer, rotation, self.pdl)
+        return rope_decode.rope_and_cache(qkv_TX, heads, kv_layer, rotation, self.pdl, heads_a_program=8)
+
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
+        _require_head_dim(kv_layer)
+        return attention.decode_attention(
+            q_THD,
+            kv_layer,
+            inputs,
+            scale,
+            self._chunks,
+            self._chunk_counters,
+            out_THD=out_THD,
+            multiprocessors=self.traits.multiprocessors,
+            pdl=self.pdl,
+        )
+
+    def plan_prefill(
+        self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
+    ) -> PrefillAttention:
+        _require_head_dim(kv_layer)
+        tiles = attention.listed_tiles(inputs, heads, kv_layer)
+        return PrefillAttention(
+            inputs.page_table_BP, inputs.query_lengths, inputs.kv_lengths, tiles, inputs.first_token
+        )
+
+    def repeat_prefill(
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedPrefill | None:
+        _require_head_dim(kv_layer)
+        a_tile = attention.tokens_of_a_tile(heads, kv_layer)
+        return RepeatedTiles(self.device, len(page_table_BP), max_tokens, a_tile)
+
+    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        if not isinstance(inputs.planned, Tiles | RepeatedTiles):
+            raise TypeError("prefill attention is planned first (plan_prefill, repeat_prefill)")
+        programs = _PROGRAMS_A_MULTIPROCESSOR * self.traits.multiprocessors
+        return attention.prefill_attention(
+            q_THD, kv_layer, inputs.page_table_BP, inputs.planned, scale, programs=programs, pdl=self.pdl
+        )
+
+
+# Operation -> the modules with its kernels, each of which declares BATCH_INVARIANT.
+_MODULES: dict[str, tuple[ModuleType, ...]] = {
+    "rms_norm": (norm,),
+    "silu_mul": (norm,),
+    "linear": (matmul,),
+    "rope_and_cache": (rope_prefill, rope_decode),
+    "decode_attention": (attention,),
+    "prefill_attention": (attention,),
+    "route_top_k": (route,),
+    "expert_mlp": (grouped,),
+}
+
+
+def _require_head_dim(kv_layer: Tensor) -> None:
+    if not attention.supports(kv_layer.shape[-1]):
+        raise RuntimeError(
+            f"attention with heads of {kv_layer.shape[-1]} dims has no batch-invariant kernel (256 at most)"
+        )

@@ -1,0 +1,130 @@
+"""The Kernels protocol in plain torch for the deterministic mode: every token is computed alone.
+
+Knows: how the reference is called so that no result depends on who shares a step. Does not know: speed.
+
+A library picks another order of additions for another number of rows, and a vectorised loop treats its last elements in
+another way. Where each token has calls of its own, of shapes that its own position decides, over memory of the same
+alignment, its bits are a function of what it is and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.inputs import DecodeAttention, PrefillAttention
+from models.kernels.interface import Rotation
+from models.kernels.reference import ReferenceKernels
+
+
+class DeterministicReferenceKernels(ReferenceKernels):
+    """ReferenceKernels token by token, for CPUs. Slow: a prompt takes a pass over the weights for each token."""
+
+    name = "deterministic reference"
+
+    @property
+    def batch_invariant(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self.operations, True)
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+        return _one_by_one(lambda x_1N: super(DeterministicReferenceKernels, self).rms_norm(x_1N, weight_N, eps), x_TN)
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        out_TI = gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
+        return _one_by_one(super().silu_mul, gate_up_T2I, out_TI)
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        out_TO = x_TN.new_empty(x_TN.shape[0], weight_ON.shape[0])
+        return _one_by_one(lambda x_1N: F.linear(x_1N, weight_ON, bias_O), x_TN, out_TO)
+
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        """Norms are sums over a head; the rotation has no sum, and its products and differences are rounded exactly."""
+        return super().rope_and_cache(qkv_TX, heads, kv_layer, rotation)
+
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
+        rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
+        out_THD = torch.zeros_like(q_THD[: rows * new]) if out_THD is None else out_THD
+        lengths = inputs.kv_lengths_B.tolist()
+        starts = range(0, rows * new, new) if inputs.starts_B is None else inputs.starts_B.tolist()
+        counts = [new] * rows if inputs.queries_B is None else inputs.queries_B.tolist()
+        for pages_P, start, count, length in zip(inputs.page_table_BP, starts, counts, lengths, strict=True):
+            if length or not inputs.skip_empty:
+                here = slice(start, start + count)
+                out_THD[here] = self._prefill_row(q_THD[here], kv_layer, pages_P, length, scale)
+        return out_THD
+
+    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        return super().prefill_attention(q_THD, kv_layer, inputs, scale)
+
+    def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
+        """Each query by itself over the keys up to its own position: shapes are those of its decode step."""
+        out_QHD = torch.zeros_like(q_QHD)
+        size, kv_heads = kv_layer.shape[2:4]
+        for query, seen in enumerate(range(length - q_QHD.shape[0] + 1, length + 1)):
+            if seen < 1:
+                continue  # of a row that is not live
+            pages = pages_P[: -(-seen // size)].long()
+            keys_KLD, values_KLD = (part[pages].flatten(0, 1)[:seen].transpose(0, 1).contiguous() for part in kv_layer)
+            q_KGD = q_QHD[query].reshape(kv_heads, -1, q_QHD.shape[2]).clone()
+            scores_KGL = (q_KGD.float() @ keys_KLD.float().transpose(1, 2)) * scale
+            out_KGD = scores_KGL.softmax(-1) @ values_KLD.float()
+            out_QHD[query] = out_KGD.reshape(q_QHD.shape[1:]).to(q_QHD.dtype)
+        return out_QHD
+
+    def route_top_k(
+        self,
+        logits_TE: Tensor,
+        choices: int,
+        renormalise: bool,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        found = [
+            super(DeterministicReferenceKernels, self).route_top_k(
+                logits_TE[t : t + 1].clone(), choices, renormalise, local_E, real_T[t : t + 1], load_E
+            )
+            for t in range(logits_TE.shape[0])
+        ]
+        weights, local = zip(*found, strict=True) if found else ((), ())
+        if not found:
+            return logits_TE.new_empty(0, choices, dtype=torch.float32), local_E.new_empty(0, choices)
+        return torch.cat(weights), torch.cat(local)
+
+    def expert_mlp(
+        self,
+        x_TN: Tensor,
+        gate_up_G2IN: Tensor,
+        down_GNI: Tensor,
+        weights_TC: Tensor,
+        local_TC: Tensor,
+        *,
+        all_experts: int,
+    ) -> Tensor:
+        """A token's experts in the order of its choices."""
+        out_TN = torch.zeros(x_TN.shape, dtype=torch.promote_types(x_TN.dtype, torch.float32), device=x_TN.device)
+        for token, chosen in enumerate(local_TC.tolist()):
+            x_1N = x_TN[token : token + 1].clone()
+            for choice, expert in enumerate(chosen):
+                if expert >= 0:
+                    inner_1I = super().silu_mul(F.linear(x_1N, gate_up_G2IN[expert]))
+                    out_TN[token] += F.linear(inner_1I, down_GNI[expert])[0] * weights_TC[token, choice]
+        return out_TN.to(x_TN.dtype)
+
+
+def _one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``call`` of each row [1, ...] of x, copied to memory of its own, where every row has the same alignment."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    for row in range(x.shape[0]):
+        out[row : row + 1] = call(x[row : row + 1].clone(memory_format=torch.contiguous_format))
+    return out

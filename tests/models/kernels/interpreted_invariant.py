@@ -1,0 +1,276 @@
+"""The kernels of the deterministic mode through Triton's interpreter, on a CPU: ``TRITON_INTERPRET=1 python -m ...``.
+
+A row's result has the same bits in any batch, at any place in it, in tiles of any size, however its sum is shared
+between programs, in decode, in windows and in prefill. Products are taken column by column here, as a tensor core does
+16 at a time, so bits tell the order of additions. And each result is what the formula says. Exits with an error where
+one differs.
+
+Knows: shapes that reach every branch of the kernels, and mutants that must be caught. Does not know: GPUs
+(tests/gpu/test_deterministic_gpu.py), where the same kernels run compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention
+from models.kernels.attention import invariant as attention
+from models.kernels.attention.prefill import RepeatedTiles
+from models.kernels.deterministic import DeterministicKernels
+from models.kernels.matmul import invariant as matmul
+from models.kernels.matmul.invariant import Tile
+from tests.models.kernels.interpreted_kernels import REFERENCE, TRAITS, Cache, check, randn
+from tests.runtime.engine.rig import request, rig, run
+
+_plain_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot_by_columns(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """d + a @ b in float32, one column of a after the other."""
+    left, right, total = a.data.astype(np.float32), b.data.astype(np.float32), d.data.astype(np.float32)
+    for k in range(left.shape[1]):
+        total = total + left[:, k : k + 1] * right[k : k + 1]
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot_by_columns
+
+
+class InterpretedDeterministic(DeterministicKernels):
+    """DeterministicKernels without a GPU. Workspaces begin as NaN."""
+
+    def __init__(self) -> None:
+        self._open(torch.device("cpu"), TRAITS)
+        self._sums = torch.full((1 << 20,), math.nan)
+        self._chunks = torch.full((1 << 20,), math.nan)
+
+    def check_counters(self) -> None:
+        assert not self._counters.any(), "a product left its counters set"
+        assert not self._chunk_counters.any(), "attention left its counters set"
+
+
+def same(found: Tensor, expected: Tensor, what: object) -> None:
+    assert torch.equal(found, expected), f"{what}: {int((found != expected).sum())} of {found.numel()} differ"
+
+
+# -- products ------------------------------------------------------------------------------------------------------
+
+TILES = (Tile(16, 64, 128, 3, 4), Tile(32, 32, 64, 2, 4), Tile(64, 64, 128, 3, 4))
+
+
+def products(kernels: InterpretedDeterministic) -> None:
+    """Three segments; a weight that is no multiple of a tile or step; with SiLU-mul and with a bias."""
+    for outputs, inner, dtype, gate_up in (
+        (96, 1536, torch.float16, False),
+        (96, 1536, torch.float32, True),
+        (50, 72, torch.float16, False),
+    ):
+        x, weight = randn(70, inner, dtype=dtype), randn(outputs, inner, dtype=dtype) * inner**-0.5
+        bias = None if gate_up else randn(outputs, dtype=dtype)
+        segments = matmul.segments_of(outputs, inner)
+        assert segments == (3 if inner == 1536 else 1)
+
+        def product(
+            x: Tensor, more: dict[str, Any], w: Tensor = weight, b: Tensor | None = bias, g: bool = gate_up
+        ) -> Tensor:
+            return matmul.linear(x, w, b, kernels._sums, kernels._counters, gate_up=g, pdl=False, **more)
+
+        together = product(x, {})
+        plain = REFERENCE.linear(x, weight, bias)
+        check(together, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, ("product", outputs, inner))
+        for rows in (1, 7, 16, 33):
+            picked = torch.randperm(70)[:rows]
+            same(product(x[picked], {}), together[picked], ("rows", rows, outputs, inner))
+        for tile in TILES[: None if segments > 1 else 1]:
+            for apart in (False, True):
+                same(product(x[:20], {"tile": tile, "apart": apart}), together[:20], (tile, apart, outputs, inner))
+        kernels.check_counters()
+    same(kernels.linear(torch.zeros(0, 72), torch.ones(8, 72)), torch.zeros(0, 8), "no rows")
+
+
+def a_split_by_rows_is_caught(kernels: InterpretedDeterministic) -> None:
+    """The mutant: more segments for fewer rows, as the fastest kernels have it."""
+    x, weight = randn(70, 1536, dtype=torch.float32), randn(96, 1536, dtype=torch.float32)
+    together = kernels.linear(x, weight)
+    plain, matmul.segments_of = matmul.segments_of, lambda weight_rows, inner: 6
+    few = kernels.linear(x[:7], weight)
+    matmul.segments_of = plain
+    check(few, together[:7], torch.float32, "the mutant is right but for its bits")
+    assert not torch.equal(few, together[:7])
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+CASES = (
+    (4, 2, 16, 32, torch.float32, 32),  # heads, kv heads, head dim, page, dtype, chunk
+    (6, 2, 24, 24, torch.float16, 64),  # blocks of keys that straddle pages; heads that are no power of two
+    (40, 1, 16, 16, torch.float32, 32),  # more heads of a kv head than a tile of float32 has rows
+)
+
+
+def attentions(kernels: InterpretedDeterministic) -> None:
+    """A row's queries in one prefill, in chunks, each in a decode step, in windows, alone and beside others."""
+    for heads, kv_heads, dim, page, dtype, chunk in CASES:
+        length, scale, what = 100, dim**-0.5, (heads, kv_heads, dim, page, dtype)
+        cache = Cache([length, length], kv_heads, dim, page, dtype)
+        q = randn(length, heads, dim, dtype=dtype)
+
+        def prefill(
+            first: int,
+            end: int,
+            *more: tuple[int, int],
+            c: Cache = cache,
+            q: Tensor = q,
+            s: float = scale,
+            n: int = chunk,
+        ) -> Tensor:
+            """Queries [first, end) of row 0 behind ``more`` (first, end) of row 1."""
+            spans = (*more, (first, end))
+            inputs = PrefillAttention(
+                c.table[[1] * len(more) + [0]], tuple(e - f for f, e in spans), tuple(e for _, e in spans)
+            )
+            planned = attention.listed_tiles(inputs, q.shape[1], c.kv)
+            packed = torch.cat([q[f:e] for f, e in spans])
+            found = attention.prefill_attention(
+                packed, c.kv, inputs.page_table_BP, planned, s, programs=5, chunk=n, pdl=False
+            )
+            return found[-(end - first) :]
+
+        whole = prefill(0, length)
+        inputs = PrefillAttention(cache.table[:1], (length,), (length,))
+        check(whole, REFERENCE.prefill_attention(q, cache.kv, inputs, scale), dtype, ("prefill", what))
+        for first, end, more in ((0, 33, ()), (70, 90, ((0, 9), (60, 90))), (99, 100, ((3, 4),))):
+            same(prefill(first, end, *more), whole[first:end], ("chunk", first, end, what))
+
+        def decode(
+            ends: list[int],
+            new: int,
+            more: dict[str, Any],
+            c: Cache = cache,
+            q: Tensor = q,
+            s: float = scale,
+            n: int = chunk,
+        ) -> Tensor:
+            lengths = torch.tensor(ends, dtype=torch.int32)
+            inputs = DecodeAttention(c.table[[0] * len(ends)], lengths, new, c.table.shape[1] * c.page)
+            mine = torch.cat([q[max(0, end - new) : max(new, end)] for end in ends])
+            chunks, counters = kernels._chunks, kernels._chunk_counters
+            return attention.decode_attention(
+                mine, c.kv, inputs, s, chunks, counters, multiprocessors=8, chunk=n, pdl=False, **more
+            )
+
+        places = [1, 32, 65, 100]
+        for sharing in (1, 2):
+            found = decode(places, 1, {"sharing": sharing})
+            same(found, whole[[place - 1 for place in places]], ("decode", sharing, what))
+            windows = decode([3, 66], 3, {"sharing": sharing}).view(2, 3, heads, dim)
+            for window, end in zip(windows, (3, 66), strict=True):
+                same(window, whole[end - 3 : end], ("window", end, sharing, what))
+        assert decode([0, 7], 1, {}).isfinite().all()
+        kernels.check_counters()
+
+
+def mixed(kernels: InterpretedDeterministic) -> None:
+    """Rows that decode before rows that prefill, planned for a replay; what belongs to no row stays as it is."""
+    heads, kv_heads, dim, page, dtype, scale = 4, 2, 16, 16, torch.float32, 0.25
+    cache = Cache([700, 90, 600], kv_heads, dim, page, dtype)
+    q = randn(3 + 40, heads, dim, dtype=dtype)
+    lengths = torch.tensor([700, 0, 600], dtype=torch.int32)
+    decode = DecodeAttention(cache.table, lengths, 1, 704, skip_empty=True)
+    place = kernels.repeat_prefill(cache.table, 48, heads, kv_heads, cache.kv)
+    assert isinstance(place, RepeatedTiles)
+    place.plan((0, 40, 0), (700, 90, 600), 3)
+    both = MixedAttention(decode, PrefillAttention(cache.table, (43,), (43,), place))
+    out = kernels.mixed_attention(q, cache.kv, both, scale)
+    alone = PrefillAttention(cache.table[1:2], (40,), (90,))
+    alone = kernels.plan_prefill(alone, heads, kv_heads, dim, cache.kv)
+    same(out[3:], kernels.prefill_attention(q[3:], cache.kv, alone, scale), "prefill of a mixed step")
+    for row in (0, 2):
+        one = DecodeAttention(cache.table[row : row + 1], lengths[row : row + 1], 1, 704)
+        same(
+            out[row : row + 1],
+            kernels.decode_attention(q[row : row + 1], cache.kv, one, scale),
+            "a row of a mixed step",
+        )
+        check(out[row : row + 1], REFERENCE.decode_attention(q[row : row + 1], cache.kv, one, scale), dtype, "a row")
+    kernels.check_counters()
+
+
+# -- experts -------------------------------------------------------------------------------------------------------
+
+
+def experts(kernels: InterpretedDeterministic) -> None:
+    """Lists of one token and of many, in tiles for either."""
+    tokens, hidden, inner, held, choices, dtype = 40, 64, 32, 4, 2, torch.float16
+    x = randn(tokens, hidden, dtype=dtype)
+    gate_up, down = randn(held, 2 * inner, hidden, dtype=dtype) * 0.1, randn(held, hidden, inner, dtype=dtype) * 0.1
+    logits, local = randn(tokens, held, dtype=torch.float32), torch.arange(held, dtype=torch.int32)
+    real = torch.ones(tokens, dtype=torch.bool)
+
+    def mlp(rows: Tensor) -> Tensor:
+        weights, chosen = kernels.route_top_k(logits[rows], choices, True, local, real[rows])
+        return kernels.expert_mlp(x[rows], gate_up, down, weights, chosen, all_experts=held)
+
+    together = mlp(torch.arange(tokens))
+    weights, chosen = REFERENCE.route_top_k(logits, choices, True, local, real)
+    expected = REFERENCE.expert_mlp(x, gate_up, down, weights, chosen, all_experts=held)
+    check(together, expected, dtype, "experts")
+    for count in (1, 3, 17):
+        picked = torch.randperm(tokens)[:count]
+        same(mlp(picked), together[picked], ("experts", count))
+
+
+# -- a whole engine ------------------------------------------------------------------------------------------------
+
+SHAPE: dict[str, object] = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "vocab_size": 64}
+
+
+def engine(kernels: InterpretedDeterministic) -> None:
+    """Alone and together, serial and chained: the same tokens."""
+    requests = [
+        request(i, range(3 + i, 9 + 3 * i), max_tokens=2 + i, temperature=0.9 * (i % 2), stops=()) for i in range(3)
+    ]
+    options: dict[str, Any] = {
+        "shape": SHAPE | {"num_hidden_layers": 1},
+        "blocks": 24,
+        "max_model_len": 64,
+        "max_prefill_tokens": 16,
+        "kernels": kernels,
+    }
+    with rig(rows=2, depth=2, buckets=(1, 2), **options) as together:
+        found = run(together, requests)
+    for one in requests:
+        with rig(rows=1, depth=0, **options) as alone:
+            assert run(alone, [one])[one.request_id].token_ids == found[one.request_id].token_ids
+    kernels.check_counters()
+
+
+PARTS: tuple[Callable[[InterpretedDeterministic], None], ...] = (
+    products,
+    a_split_by_rows_is_caught,
+    attentions,
+    mixed,
+    experts,
+    engine,
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for part in PARTS:
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        part(InterpretedDeterministic())
+        print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

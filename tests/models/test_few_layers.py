@@ -1,0 +1,73 @@
+"""Rehearsals before captures run one layer of each kind: which ones, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.layers.decoder import Decoder
+from models.row_buckets import LARGE_STEP
+from tests.models.test_config import tiny
+from tests.models.tiny_checkpoint import build
+
+
+def called(model: Decoder) -> list[int]:
+    """Numbers of the layers that a forward pass runs; every layer is replaced by one that only says so."""
+    seen: list[int] = []
+
+    class Said(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x_TN: Tensor, residual_TN: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+            seen.append(self.number)
+            return x_TN, x_TN if residual_TN is None else residual_TN
+
+    kept, model.layers = model.layers, nn.ModuleList(Said(number) for number in range(len(model.layers)))
+    try:
+        inputs = type("Inputs", (), {"token_ids_T": torch.zeros(2, dtype=torch.int64), "logit_rows_R": None})()
+        model._planned = lambda inputs, caches: inputs  # type: ignore[method-assign]
+        model._whole_last_layer = lambda: True  # type: ignore[method-assign]
+        Decoder.forward(model, inputs, [torch.empty(0)] * len(kept))
+    finally:
+        model.layers = kept
+    return seen
+
+
+def test_one_layer_of_each_kind_and_both_ends() -> None:
+    model = build(tiny(num_hidden_layers=7))
+    with model.few_layers():
+        assert model._one_layer_a_kind == (0, 1, 6)
+        assert called(model) == [0, 1, 6]
+    assert called(model) == list(range(7))
+
+
+def test_layers_that_differ_in_a_number_are_of_different_kinds() -> None:
+    model = build(tiny(num_hidden_layers=8))
+    for number in (4, 5):
+        setattr(model.layers[number].mixer, "window", 128)  # noqa: B010
+    assert model._one_layer_a_kind == (0, 1, 4, 7)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_models_without_a_middle(layers: int) -> None:
+    assert build(tiny(num_hidden_layers=layers))._one_layer_a_kind == tuple(range(layers))
+
+
+def test_it_ends_with_an_error_too() -> None:
+    model = build(tiny(num_hidden_layers=5))
+    with pytest.raises(ZeroDivisionError), model.few_layers():
+        raise ZeroDivisionError
+    assert called(model) == list(range(5))
+
+
+def test_slices_of_a_large_step() -> None:
+    from models.kernels.matmul.dispatch import slice_rows
+
+    for rows in (LARGE_STEP + 1, 2560, 3072, 4608, 5000, 7168, 8192, 16384):
+        size = slice_rows(rows)
+        assert size <= LARGE_STEP
+        assert size % 128 == 0
+        assert -(-rows // size) == -(-rows // LARGE_STEP), "no more slices than needed"

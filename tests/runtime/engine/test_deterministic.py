@@ -1,0 +1,121 @@
+"""The deterministic mode on the CPU twin: a request's tokens and log-probabilities are its own, in every bit.
+
+Against the plainest engine, which runs one request after the other. A mutant shows that the comparison can fail.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.batch_invariance import missing_invariance, missing_operations
+from models.kernels.deterministic_reference import DeterministicReferenceKernels
+from models.kernels.reference import ReferenceKernels
+from models.kernels.select import select_kernels
+from runtime.build import _require_invariance
+from runtime.config import ConfigError, EngineConfig
+from tests.runtime.engine.rig import rig
+from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
+from tests.runtime.engine.tensor_ranks import MetCollectives, tensor_rig
+from tests.runtime.engine.test_experts import EXPERTS
+
+SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS}
+
+
+@pytest.mark.parametrize(("shape", "conditions"), [("dense", CONDITIONS), ("sparse", CONDITIONS[2::2])])
+def test_nothing_that_others_do_changes_a_bit(shape: str, conditions: tuple[Any, ...]) -> None:
+    """Batch sizes, depths, chunks, mixed steps, prefix hits and evictions."""
+    model: dict[str, Any] = {"shape": SHAPES[shape], "kernels": DeterministicReferenceKernels()}
+    requests = questions(1)
+    expected = plainly(rig, requests, **model)
+    for name, limits, counter in conditions:
+        with rig(**(limits | model)) as engine:
+            found = answers(engine, requests)
+            assert engine.counters[counter] > 0, f"{name}: nothing was tried"
+        told = difference(found, expected)
+        assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
+        assert told.compared > 80
+
+
+def test_two_ranks_against_themselves() -> None:
+    requests = questions(2, 4)
+    model: dict[str, Any] = {"kernels": DeterministicReferenceKernels()}
+    with tensor_rig(2, depth=0, rows=1, mixed=None, prefix_caching=False, **model) as engine:
+        expected = answers(engine, requests)
+    several: tuple[dict[str, Any], ...] = ({"depth": 4, "rows": 5, "max_prefill_tokens": 16},)
+    for limits in several:
+        with tensor_rig(2, **limits, **model) as engine:
+            found = answers(engine, requests)
+        assert difference(found, expected).bits == 0
+        assert found.tokens == expected.tokens
+
+
+class SplitsByRows(DeterministicReferenceKernels):
+    """The mutant: for few rows a sum over K in two halves, as the fastest kernels of a GPU have it."""
+
+    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        if x_TN.shape[0] > 1:
+            return super().linear(x_TN, weight_ON, bias_O)
+        half = x_TN.shape[1] // 2
+        return F.linear(x_TN[:, :half], weight_ON[:, :half], bias_O) + F.linear(x_TN[:, half:], weight_ON[:, half:])
+
+
+def test_a_split_that_depends_on_the_rows_is_caught() -> None:
+    requests = questions(1, 4)
+    expected = plainly(rig, requests, kernels=SplitsByRows())
+    with rig(depth=2, kernels=SplitsByRows()) as engine:
+        found = answers(engine, requests)
+    assert difference(found, expected).bits > 10
+
+
+# -- who may take part -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_batch_invariant_is_named() -> None:
+    assert missing_operations(DeterministicReferenceKernels()) == []
+    assert missing_operations(ReferenceKernels(), sparse=False) == [
+        "rms_norm",
+        "silu_mul",
+        "linear",
+        "rope_and_cache",
+        "decode_attention",
+        "prefill_attention",
+    ]
+    with rig(kernels=DeterministicReferenceKernels()) as engine:
+        model = engine.executor._model
+        assert missing_invariance(model) == []
+        _require_invariance(model)
+        model.collectives = MetCollectives.__new__(MetCollectives)
+        with pytest.raises(ConfigError, match="sums between ranks by MetCollectives"):
+            _require_invariance(model)
+    with (
+        rig() as engine,
+        pytest.raises(ConfigError, match=r"linear of the reference kernels.*leave out --deterministic"),
+    ):
+        _require_invariance(engine.executor._model)
+
+
+def test_a_layer_that_does_not_declare_it_is_named(every_model: str) -> None:
+    with rig(kernels=DeterministicReferenceKernels()) as engine:
+        named = missing_invariance(engine.executor._model)
+    assert bool(named) == (every_model == "hybrid"), named
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    assert EngineConfig(model="m", device="cpu", deterministic=True).deterministic
+    with pytest.raises(ConfigError, match="--data-parallel-size or --deterministic"):
+        EngineConfig(model="m", device="cpu", deterministic=True, data_parallel=2)
+    with pytest.raises(ConfigError, match="--prefill-attention or --deterministic"):
+        EngineConfig(model="m", device="cpu", deterministic=True, prefill_attention="flashinfer")
+    plain, mode = (EngineConfig(model="m", device="cpu", deterministic=on) for on in (False, True))
+    assert plain.digest != mode.digest
+    assert "deterministic=True" in mode.describe()
+
+
+def test_the_mode_selects_its_kernels() -> None:
+    import torch
+
+    assert select_kernels("cpu", torch.float32, 64, deterministic=True).name == "deterministic reference"
