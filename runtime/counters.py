@@ -41,7 +41,12 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
         "prefix_query_tokens": schedule.prefix_query_tokens,
         "prefix_hit_tokens": schedule.prefix_hit_tokens,
         "prefix_waits": schedule.prefix_waits,
+        "forks": schedule.forks,
+        "forked_tokens": schedule.forked_tokens,
         "distrusted": schedule.distrusted,
+        "spec_num_drafts": schedule.spec_num_drafts,
+        "spec_num_draft_tokens": schedule.spec_num_draft_tokens,
+        "spec_num_accepted_tokens": schedule.spec_num_accepted_tokens,
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": results.device_to_host_bytes,
@@ -52,6 +57,8 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
     counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.late_captures.items()}
     counted |= {f"fallbacks{{{name}}}": count for name, count in executor.fallbacks.counts.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
+    kept = schedule.spec_accepted_per_position
+    counted |= {f"spec_accepted_per_position{{{position}}}": count for position, count in enumerate(kept)}
     if router is not None:
         counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(router.assignment.requests)}
         counted |= {f"group_idle_steps{{{g}}}": count for g, count in enumerate(router.idle_steps)}

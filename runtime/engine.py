@@ -270,6 +270,11 @@ class Engine:
         self._outbox.put(Resume(request_id))
 
     @property
+    def agreements(self) -> tuple[tuple[int, ...], float]:
+        """Turns by how long their events took to be agreed, in the buckets of AGREEMENT_BOUNDS; and their seconds."""
+        return tuple(self.observe.agreements), self.observe.agreement_ns / 1e9
+
+    @property
     def occupancy(self) -> Occupancy:
         """How full this rank's group is after the latest turn. A block that only a cached prefix needs is not used."""
         scheduler, pool = self.scheduler, self.scheduler.resources.pool

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.bench.environment import device_name, engine_facts, environment
+from launch.bench.load.client_process import ClientProcesses, ServerAddress
 from launch.bench.load.engine_backend import EngineBackend
 from launch.bench.load.figures import (
     METRICS,
@@ -30,7 +31,7 @@ from launch.bench.load.figures import (
 from launch.bench.load.generator import Backend, generate_load
 from launch.bench.load.journal import Journal
 from launch.bench.load.loads import Load, loads_of
-from launch.bench.load.openai_backend import OpenAIBackend, OpenAIServer
+from launch.bench.load.openai_backend import Clients, OpenAIBackend, OpenAIServer
 from launch.bench.load.report import Progress, report, shown_seconds, summary
 from launch.bench.load.steady import Window, steady_window, steps_of
 from launch.bench.load.timeline import timeline
@@ -104,14 +105,22 @@ def _serve_url(session: Session, options: ServeOptions, url: str, draw: DrawLoad
     if session.ranks > 1:
         raise UsageError(f"--base-url is measured by one process, but {session.ranks} were started: leave out torchrun")
     loads = loads_of(session, options, cached=False)
-    with closing(OpenAIServer(url, options.endpoint, options.served_model_name)) as server:
+    with closing(_clients(options, url)) as clients:
         target = Target(
             options.label or "openai",
             url,
             None,
-            lambda requests: OpenAIBackend(server, requests),
+            lambda requests: OpenAIBackend(clients, requests),
         )
         return ServeBench(session, options, target, draw).run(loads)
+
+
+def _clients(options: ServeOptions, url: str) -> Clients:
+    server = OpenAIServer(url, options.endpoint, options.served_model_name)
+    if options.client_processes == 0:
+        return server
+    server.close()
+    return ClientProcesses(options.client_processes, ServerAddress(url, options.endpoint, server.model))
 
 
 class ServeBench:

@@ -114,7 +114,7 @@ class _EchoDevice:
         counts, finish = [], []
         for number, slot in enumerate(plan.slots):
             length, longest = self._lengths[slot]
-            gains = length < longest and (not plan.chunks or plan.chunks[number].last)
+            gains = length < longest and plan.draws(number)
             self._lengths[slot] = (length + gains, longest)
             counts.append(int(gains))
             finish.append(int(FinishReason.LENGTH) if gains and length + 1 == longest else 0)

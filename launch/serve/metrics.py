@@ -29,6 +29,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from runtime.frontend.serve_messages import ITERATION_BUCKETS, Ready, Stats
+from runtime.observe.step_record import AGREEMENT_BOUNDS
 
 _TTFT: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -243,6 +244,14 @@ class _Page(Collector):
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             count = [("", counters.get(f"spec_{name}", 0.0))]
             yield self._counter(f"vllm:spec_decode_{name}", "Speculation; 0 without a proposer.", count)
+        kept = [
+            (found.group(2), value)
+            for counter, value in counters.items()
+            if (found := _LABEL.fullmatch(counter)) and found.group(1) == "spec_accepted_per_position"
+        ]
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Proposals kept, by place in the window.", kept, "position"
+        )
         iterations = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens that a step generated.", labels=list(self._labels)
         )
@@ -252,9 +261,19 @@ class _Page(Collector):
         yield from self._of_chain(stats)
 
     def _of_chain(self, stats: Stats) -> Iterator[Metric]:
+        seconds = HistogramMetricFamily(
+            "lockstride:agreement_seconds",
+            "Until the ranks had agreed on a turn's events and submitted them.",
+            labels=list(self._labels),
+        )
+        buckets = _cumulated(AGREEMENT_BOUNDS, stats.agreements)
+        seconds.add_metric(list(self._labels.values()), buckets, stats.agreement_seconds)
+        yield seconds
         labelled: dict[str, list[tuple[str, float]]] = {name: [] for name in _LABELLED}
         for name, value in stats.counters.items():
             found = _LABEL.fullmatch(name)
+            if name.startswith("spec_"):  # under vLLM's names
+                continue
             if found is None:
                 yield self._counter(f"lockstride:{name}", "See runtime/counters.py.", [("", value)])
             elif found.group(1) in labelled:

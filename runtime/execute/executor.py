@@ -92,6 +92,7 @@ class Executor:
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
         self._warm_up(roles[:-2])
+        self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
         ladders = Ladders(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
@@ -245,8 +246,22 @@ class Executor:
         if staged is not None:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)
+        if spec.plan.forks:
+            self._fork(spec)
         compute.record(ticket.ready)
         self.results.submit(ticket)
+
+    def _fork(self, spec: LaunchSpec) -> None:
+        """Behind the step: what forked answers continue from and do not share with the prompt's own row."""
+        pool, plan, blocks_2C = self.pool, spec.plan, self.staging.copied_blocks(spec)
+        slots = [(plan.chunks[fork.chunk].slot, fork.slot) for fork in plan.forks] if pool.banks else []
+
+        def work() -> None:
+            if blocks_2C.shape[1]:
+                pool.copy_blocks(blocks_2C)
+            pool.copy_slots(slots)
+
+        self.device.compute.submit(work)
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""

@@ -158,7 +158,8 @@ class LaunchResolver:
         if plan.kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
             return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket)
-        tokens, rows = plan.packed_tokens, len(plan.slots)
+        rows = len(plan.slots)
+        tokens = max(plan.packed_tokens, rows)  # rows of forks have none, and a graph has no more rows than tokens
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
             return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket)
         padded = _rung(ladders.prefill, tokens)

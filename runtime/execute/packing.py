@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.logit_edits import HISTORY, NO_ID, WORD_BITS, mask_words
-from runtime.execute.slot_state import NEWEST, PADDING_SLOT, SlotTables, fill_record
-from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
+from runtime.execute.slot_state import NEWEST, SlotTables, fill_record
+from runtime.schedule.plan import PADDING_SLOT, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 _Array = npt.NDArray[Any]
@@ -34,6 +34,7 @@ class Changes(Generic[A]):
     and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T, known_tokens_T int64 and
     known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
     slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
+    copied_blocks_2C int64: blocks, and those that get their contents behind the step's forward pass.
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
     longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
@@ -52,6 +53,7 @@ class Changes(Generic[A]):
     chunk_tokens_3T: A | None = None
     chunk_rows_4R: A | None = None
     scored_2S: A | None = None
+    copied_blocks_2C: A | None = None
     edit_slots_E: A | None = None
     edit_sizes_E3: A | None = None
     recent_EH: A | None = None
@@ -88,6 +90,8 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
         _pack_chunks(packed, spec, max_rows)
         if plan.scored_tokens:
             _pack_scored(packed, plan)
+        if copied := [fork.copied for fork in plan.forks if fork.copied is not None]:
+            packed.copied_blocks_2C = np.array(copied, np.int64).T.copy()
     elif mapped is not plan.slots:
         packed.row_map_B = np.full(spec.bucket, PADDING_SLOT, np.int64)
         packed.row_map_B[: len(plan.slots)] = plan.slots
@@ -198,7 +202,7 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
 
 
 def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:
-    plan, decoding = spec.plan, spec.plan.decode_rows
+    plan, decoding, chunked = spec.plan, spec.plan.decode_rows, spec.plan.decode_rows + len(spec.plan.chunks)
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
     tokens_3T = np.full((3, max(plan.packed_tokens, spec.padded_tokens)), PADDING_SLOT, np.int64)
     slots_R = _integers(plan.slots)
@@ -213,11 +217,14 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
         offset += length
     rows_4R = np.zeros((4, max(spec.bucket, min(spec.padded_tokens, max_rows))), np.int64)
     real = len(plan.slots)
-    rows_4R[0, :real] = slots_R
+    ends = decoding + np.cumsum(lengths) - 1
+    rows_4R[0, :chunked] = slots_R[:chunked]
     rows_4R[1, :decoding] = slots_R[:decoding]
-    rows_4R[1, decoding:real] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]
+    rows_4R[1, decoding:chunked] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]
+    rows_4R[1, chunked:real] = slots_R[chunked:]
     rows_4R[2, :decoding] = np.arange(decoding)
-    rows_4R[2, decoding:real] = decoding + np.cumsum(lengths) - 1
+    rows_4R[2, decoding:chunked] = ends
+    rows_4R[2, chunked:real] = ends[[fork.chunk for fork in plan.forks]]
     rows_4R[3, :decoding] = 1
     packed.chunk_tokens_3T, packed.chunk_rows_4R = tokens_3T, rows_4R
 

@@ -31,10 +31,8 @@ from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import SlotWrite
-from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason
+from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 
-PADDING_SLOT = 0
-TRASH_BLOCK = 0
 NEWEST = -1  # staged as a token's position: the slot's newest token, which only the device knows
 NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
 
@@ -56,6 +54,11 @@ _FIELDS = (
     ("frequency_penalty", "<f4", 60),
 )
 _STOP_IDS_AT = 64
+# Fields that SamplingParams has, too, with the same values.
+_OF_THE_REQUEST = tuple(
+    name for name, _, _ in _FIELDS if name in SamplingParams.__dataclass_fields__ and name != "seed"
+)
+_OF_A_DRAW = (*_OF_THE_REQUEST, "seed", "min_length", "max_length")  # columns that the sampler takes as they are
 
 
 def record_dtype(stop_ids: int) -> np.dtype[Any]:
@@ -83,50 +86,45 @@ def fill_record(record: npt.NDArray[Any], write: SlotWrite, stop_ids: int) -> No
     if sampling.seed is None:
         raise ValueError(f"request {write.request_id}: the seed must be drawn before the request is scheduled")
     padding = (NO_TOKEN,) * (stop_ids - len(write.stop_token_ids))
-    record[()] = (
-        write.token_ids[-1],
-        (sampling.seed + 2**63) % 2**64 - 2**63,  # any integer is a seed; the table holds its low 64 bits
-        len(write.token_ids),
-        write.epoch,
-        FinishReason.NONE,
-        write.min_length,
-        write.max_length,
-        sampling.top_k,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        (*write.stop_token_ids, *padding),
-    )
+    record["last_token"] = write.token_ids[-1]
+    record["seed"] = (sampling.seed + 2**63) % 2**64 - 2**63  # any integer is a seed; the table holds its low 64 bits
+    record["length"] = len(write.token_ids)
+    record["finished"] = FinishReason.NONE
+    for name in ("epoch", "min_length", "max_length"):
+        record[name] = getattr(write, name)
+    for name in _OF_THE_REQUEST:
+        record[name] = getattr(sampling, name)
+    record["stop_ids"] = (*write.stop_token_ids, *padding)
 
 
 class SlotColumns:
     """Named columns over records [n, words] int32: views, no copies. Every column is [n] but stop_ids_NK.
 
-    last_token i64; seed i64; length, epoch, min_length, max_length, top_k i32; finished i32, a FinishReason (0 = live);
-    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty f32; stop_ids_NK i32, -1 unused.
+    Their names and dtypes are those of the table above; finished is a FinishReason (0 = live). stop_ids_NK i32, -1
+    unused.
     """
 
+    last_token: Tensor
+    seed: Tensor
+    length: Tensor
+    epoch: Tensor
+    finished: Tensor
+    min_length: Tensor
+    max_length: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+
     def __init__(self, records: Tensor, stop_ids: int) -> None:
-        longs, floats = records.view(torch.int64), records.view(torch.float32)
+        views = {"<i8": records.view(torch.int64), "<i4": records, "<f4": records.view(torch.float32)}
         self.records = records
-        self.last_token = longs[:, 0]
-        self.seed = longs[:, 1]
-        self.length = records[:, 4]
-        self.epoch = records[:, 5]
-        self.finished = records[:, 6]
-        self.min_length = records[:, 7]
-        self.max_length = records[:, 8]
-        self.top_k = records[:, 9]
-        self.temperature = floats[:, 10]
-        self.top_p = floats[:, 11]
-        self.min_p = floats[:, 12]
-        self.repetition_penalty = floats[:, 13]
-        self.presence_penalty = floats[:, 14]
-        self.frequency_penalty = floats[:, 15]
-        self.stop_ids_NK = records[:, 16 : 16 + stop_ids]
+        for name, kind, offset in _FIELDS:
+            setattr(self, name, views[kind][:, offset // views[kind].element_size()])
+        self.stop_ids_NK = records[:, _STOP_IDS_AT // 4 :][:, :stop_ids]
 
     def sampling(self) -> SamplingInputs:
         """The sampler's view of these rows: the next token's position is the length."""
@@ -134,21 +132,8 @@ class SlotColumns:
 
     def sampling_at(self, position_N: Tensor, ended_N: Tensor) -> SamplingInputs:
         """``sampling``, of the next tokens' positions (int64) and the finished flags (bool) that are there already."""
-        return SamplingInputs(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=self.seed,
-            position=position_N,
-            min_length=self.min_length,
-            max_length=self.max_length,
-            stop_ids=self.stop_ids_NK,
-            finished=ended_N,
-        )
+        columns = {name: getattr(self, name) for name in _OF_A_DRAW}
+        return SamplingInputs(**columns, position=position_N, stop_ids=self.stop_ids_NK, finished=ended_N)
 
 
 class SlotTables:

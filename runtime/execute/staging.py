@@ -28,7 +28,8 @@ from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import Changes, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
-from runtime.execute.slot_state import PADDING_SLOT, SlotTables
+from runtime.execute.slot_state import SlotTables
+from runtime.schedule.plan import PADDING_SLOT
 
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
@@ -46,9 +47,10 @@ class Chunks:
     token_ids_T, positions_T, slots_T: each new token, its position and its slot. Of a row that decodes the host knows
     neither: the position is NEWEST, the id 0. slots_R: each row's slot; emitting_R: the same where the row decodes or
     its chunk is the last, the padding slot elsewhere, so that sampling into ``emitting_R`` masks the others;
-    logit_rows_R: where in T each row's last token is; decodes_R: 1 where the row decodes. R is the step's bucket; the
-    rows past its real ones are slot 0 and logit row 0. scored_2S: of each prompt token that is scored, where in T the
-    token before it is, and its id; None when there is none.
+    logit_rows_R: where in T each row's last token is; decodes_R: 1 where the row decodes. A fork has no tokens: its
+    slot is in ``emitting_R`` only, and its logit row is that of the chunk which it draws behind. R is the step's
+    bucket; the rows past its real ones are slot 0 and logit row 0. scored_2S: of each prompt token that is scored,
+    where in T the token before it is, and its id; None when there is none.
     """
 
     token_ids_T: Tensor
@@ -116,6 +118,7 @@ class Staging:
         self._chunk_tokens_3T = device.zeros(3, max_prefill_tokens, dtype=torch.int64)
         self._chunk_rows_4R = device.zeros(4, max_rows, dtype=torch.int64)
         self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
+        self._copied_blocks_2R = device.zeros(2, max_rows, dtype=torch.int64)
         expected_bytes = max_rows * (tables.record_dtype.itemsize + 256) + max_prefill_tokens * 40 + 1024
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
         self._used = 0
@@ -147,6 +150,10 @@ class Staging:
         tokens, scored = spec.plan.packed_tokens, spec.plan.scored_tokens
         chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, : spec.bucket])
         return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
+
+    def copied_blocks(self, spec: LaunchSpec) -> Tensor:
+        """int64 [2, C]: blocks, and those that get their contents once the step has written them; C may be 0."""
+        return self._copied_blocks_2R[:, : sum(fork.copied is not None for fork in spec.plan.forks)]
 
     # ---- each step ----
 
@@ -183,7 +190,7 @@ class Staging:
         """Put staged changes into force on the compute stream, before the step's work."""
         tables, changes = self._tables, staged.changes
         row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
-        chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T)
+        chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R)
 
         def work() -> None:
             apply_changes(changes, tables, row_map, *chunks)
@@ -248,6 +255,7 @@ def apply_changes(
     chunk_tokens_3T: Tensor,
     chunk_rows_4R: Tensor,
     scored_2T: Tensor,
+    copied_blocks_2R: Tensor,
 ) -> None:
     """Scatter staged changes into their tables: a few kernels, none without a change, no synchronisation."""
     if changes.slots_N is not None and changes.records_NX is not None:
@@ -266,6 +274,8 @@ def apply_changes(
         chunk_rows_4R[:, : changes.chunk_rows_4R.shape[1]].copy_(changes.chunk_rows_4R)
     if changes.scored_2S is not None:
         scored_2T[:, : changes.scored_2S.shape[1]].copy_(changes.scored_2S)
+    if changes.copied_blocks_2C is not None:
+        copied_blocks_2R[:, : changes.copied_blocks_2C.shape[1]].copy_(changes.copied_blocks_2C)
 
 
 def _load_seen(changes: Changes[Tensor], tables: SlotTables, reset_K: Tensor) -> None:

@@ -68,6 +68,8 @@ class ServedEngine(EngineProtocol, Protocol):
 
     @property
     def occupancy(self) -> Occupancy: ...
+    @property
+    def agreements(self) -> tuple[tuple[int, ...], float]: ...
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
         """Ranks that have said nothing for longer. From any thread."""
         ...
@@ -493,6 +495,7 @@ class EngineServer:
             self.disconnected,
             tuple(self._iterations),
             self._iteration_tokens,
+            *self._engine.agreements,
         )
 
     def _broadcast(self, message: ToApi) -> None:

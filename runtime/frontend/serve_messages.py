@@ -134,7 +134,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=4):
     ``queued``: sequences that no step has begun. ``full``: no more are taken for now. ``restarts``: API processes that
     had to be started again. ``disconnected``: sequences that were cancelled because nobody waited for them any more.
     ``iterations``: tokens that each step brought, counted in the buckets of ITERATION_BUCKETS and one beyond; and their
-    sum.
+    sum. ``agreements``: the same of the seconds that ranks took to agree on a turn's events, in AGREEMENT_BOUNDS.
     """
 
     counters: dict[str, float]
@@ -147,6 +147,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=4):
     disconnected: int
     iterations: tuple[int, ...]
     iteration_tokens: int
+    agreements: tuple[int, ...]
+    agreement_seconds: float
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=5):

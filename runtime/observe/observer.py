@@ -11,22 +11,28 @@ Each mark ends the phase before it. All of a step's marks together cost about a 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from time import perf_counter_ns
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.ranges import Ranges
-from runtime.observe.step_record import VOID, StepRecord
+from runtime.observe.step_record import AGREEMENT_BOUNDS, VOID, StepRecord
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepPlan
 
+_AGREEMENT_NS = tuple(round(bound * 1e9) for bound in AGREEMENT_BOUNDS)
 RECENT = 256  # more than can ever be in flight (chain_depth is at most 64), and than a watchdog's bundle shows
 _ROLES = ("prefill", "decode", "mixed")  # by StepKind
 
 
 class StepObserver:
-    """One an engine; the marks are its thread's. ``timed``: the executor shall pass device times to ``on_timing``."""
+    """One an engine; the marks are its thread's. ``timed``: the executor shall pass device times to ``on_timing``.
+
+    ``agreements``: turns by how long their events took to be agreed with the other ranks and submitted, in the buckets
+    of AGREEMENT_BOUNDS and one beyond; ``agreement_ns`` the sum.
+    """
 
     def __init__(
         self,
@@ -42,6 +48,8 @@ class StepObserver:
         self._ring = [StepRecord(-1, 0)] * RECENT
         self._turn = self._ring[0]
         self._ghosts = 0
+        self.agreements = [0] * (len(AGREEMENT_BOUNDS) + 1)
+        self.agreement_ns = 0
 
     def recent(self) -> list[StepRecord]:
         """The latest records, oldest first, with those in flight. From any thread; a step in flight goes on growing."""
@@ -57,7 +65,9 @@ class StepObserver:
 
     def plan(self) -> None:
         turn = self._turn
-        turn.agree_ns = perf_counter_ns() - turn.began_at_ns
+        turn.agree_ns = agreed = perf_counter_ns() - turn.began_at_ns
+        self.agreements[bisect_left(_AGREEMENT_NS, agreed)] += 1
+        self.agreement_ns += agreed
         self._next("plan")
 
     def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isnan, nan
 
+# Upper bounds, in seconds, of the buckets that agreements are counted in; one more is beyond them.
+AGREEMENT_BOUNDS = (
+    *(5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
 VOID = "void"
 
 

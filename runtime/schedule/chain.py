@@ -86,8 +86,8 @@ class Chain:
                 decode_rows = plan.decode_rows
                 for sequence in flight.rows[:decode_rows]:
                     yield sequence, plan.width
-                for sequence, chunk in zip(flight.rows[decode_rows:], plan.chunks, strict=True):
-                    if chunk.last:
+                for row, sequence in enumerate(flight.rows[decode_rows:], decode_rows):
+                    if plan.draws(row):
                         yield sequence, 1
 
     def landed_after(self, step: int) -> bool:

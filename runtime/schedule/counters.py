@@ -42,7 +42,12 @@ class ScheduleCounters:
     Prompts, in tokens: ``prefill_tokens`` were computed. ``prefix_query_tokens`` were looked up in the prefix index, of
     which ``prefix_hit_tokens`` were there or came in time, so that they were not computed. ``prefix_waits``: blocks
     that a prompt waited for because another was writing them. ``distrusted``: requests that were computed again
-    because blocks that they shared came from one that broke.
+    because blocks that they shared came from one that broke. ``forks``: answers that began where another answer's
+    prompt ended; ``forked_tokens``: of their prompts, which were not computed for them. Both are no part of the three.
+
+    Windows, counted when a live row of one lands: ``spec_num_drafts`` rows, ``spec_num_draft_tokens`` tokens proposed,
+    ``spec_num_accepted_tokens`` of them kept; ``spec_accepted_per_position``: how often the first, the second and so on
+    was kept, from 0.
     """
 
     prefill_steps: int = 0
@@ -67,10 +72,27 @@ class ScheduleCounters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_waits: int = 0
+    forks: int = 0
+    forked_tokens: int = 0
     distrusted: int = 0
     fenced_blocks: int = 0
+    spec_num_drafts: int = 0
+    spec_num_draft_tokens: int = 0
+    spec_num_accepted_tokens: int = 0
+    spec_accepted_per_position: list[int] = field(default_factory=list)
     latest_break: str | None = None
     _why_void: str = "start"
+
+    def proposed(self, width: int, gained: int) -> None:
+        """A row of a window of ``width`` tokens landed: it gained one more than were kept of those proposed."""
+        kept = max(0, gained - 1)
+        self.spec_num_drafts += 1
+        self.spec_num_draft_tokens += width - 1
+        self.spec_num_accepted_tokens += kept
+        positions = self.spec_accepted_per_position
+        positions += [0] * (width - 1 - len(positions))
+        for position in range(kept):
+            positions[position] += 1
 
     def planned(self, plan: StepPlan | None, chain: Chain, why_void: str) -> None:
         """Count one planned step, before it joins the chain."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 from runtime.schedule.request import FinishReason, Request, SamplingParams
+
+PADDING_SLOT: Final = 0  # of rows that no request has; requests have slots from 1 on
+TRASH_BLOCK: Final = 0  # where padding and ghost rows write; requests hold blocks from 1 on
 
 # ---- events: everything that may change a plan from outside, agreed by all ranks with the step it takes effect in ----
 
@@ -111,6 +114,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """One row without tokens of its own: another answer to a prompt whose last chunk is in the same step.
+
+    It draws its first token behind that chunk's last one, into ``slot``. ``chunk``: which of the plan's chunks that is.
+    The full blocks of the prompt are in the table of both slots. Where the prompt ends within a block, ``copied`` is
+    (that block, the answer's own): once the step has written the one, its contents are copied to the other.
+    """
+
+    slot: int
+    chunk: int
+    copied: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, the same on every rank.
 
@@ -120,8 +137,8 @@ class StepPlan:
     ``slot_writes`` take effect before the step's rows are gathered.
     ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
     token's position on; it holds blocks for all of them. A row with a chunk gains one token at most, whatever W is.
-    ``chunks``: those of the last rows, in order: of none in a decode step, of all in a prefill step. In a mixed step
-    the first ``decode_rows`` rows decode.
+    ``chunks``: those of the rows behind the ``decode_rows`` that decode, in order: none in a decode step. ``forks``: of
+    the rows behind these, in order.
     """
 
     step: int
@@ -132,11 +149,17 @@ class StepPlan:
     slot_writes: tuple[SlotWrite, ...] = ()
     block_writes: tuple[tuple[int, int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    forks: tuple[Fork, ...] = ()
 
     @property
     def decode_rows(self) -> int:
-        """Rows without a chunk; they come first."""
-        return len(self.slots) - len(self.chunks)
+        """Rows that decode; they come first."""
+        return len(self.slots) - len(self.chunks) - len(self.forks)
+
+    def draws(self, row: int) -> bool:
+        """Whether a row, if it is live, is to give a token: all are but those with a chunk that is not the last."""
+        chunk = row - self.decode_rows
+        return not 0 <= chunk < len(self.chunks) or self.chunks[chunk].last
 
     @property
     def prefill_tokens(self) -> int:

@@ -15,15 +15,19 @@ Policy, in one place:
     a running request, and waits while any request is stalled. With mixed steps, whoever would get no tokens of the step
     holds no blocks for it: a long prompt behind another one waits on, and a shorter one, or one of the other kind
     (scored or not), passes it. Nobody passes whoever is due and does not fit.
+  * The last chunk of a prompt takes the other answers to it along (forks), as many as there are rows, slots and blocks
+    for. Rows are kept for them from when the prompt is seated, unless it is a long one. Who is left out queues again.
   * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when
     those could not be enough does the last in line give up its blocks and queue again (recompute).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.schedule.budget import TokenBudget
 from runtime.schedule.config import MixedSteps, SchedulerConfig
-from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
+from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.shares import cost, gets_a_share, remaining, share_out
@@ -54,6 +58,9 @@ class Planner:
         self._scored_before = False  # the step before was for scored prompts, and rows that decode waited for it
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
         self._slot_writes: list[SlotWrite] = []
+        self._forks: list[Fork] = []  # of the plan that is being made, and the sequences that they are of
+        self._forked: list[SequenceState] = []
+        self._paused_now = 0  # rows of the plan that is being made whose requests are paused already
         self._rows: tuple[SequenceState, ...] = ()  # of the latest decode step; their slots and epochs
         self._row_slots: tuple[int, ...] = ()
         self._row_epochs: tuple[int, ...] = ()
@@ -63,6 +70,7 @@ class Planner:
 
     def plan(self) -> Planned | None:
         """The next step, or None where nothing can run."""
+        self._paused_now = 0
         return self._in_turns() if self._mixed is None else self._together(self._mixed)
 
     def _in_turns(self) -> Planned | None:
@@ -115,8 +123,7 @@ class Planner:
         for sequence in list(self._prefilling.values()):
             if budget and self._goes_on(sequence):
                 budget -= self._cut_chunk(sequence, budget, rows, chunks)
-        # A row of this step may have left PREFILL and DECODE above (its pause waited for its prompt's end): count it.
-        while budget and len(rows) < self.limits.rows and (admitted := self._admit_next()) is not None:
+        while budget and (admitted := self._admit_next()) is not None:
             if self._goes_on(admitted):
                 budget -= self._cut_chunk(admitted, budget, rows, chunks)
         return self._prefill_step((rows, chunks))
@@ -125,9 +132,8 @@ class Planner:
         rows, chunks = cut
         if not chunks:
             return None
-        slots, epochs = tuple(chunk.slot for chunk in chunks), tuple(sequence.epoch for sequence in rows)
-        plan = self._step_plan(StepKind.PREFILL, slots, epochs, PREFILL_WIDTH, tuple(chunks))
-        return plan, tuple(rows)
+        rows = self._with_forked(rows)
+        return self._step_plan(StepKind.PREFILL, (), (), PREFILL_WIDTH, chunks, rows), tuple(rows)
 
     def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
         """The next chunks, of ``tokens`` together, of scored prompts, of the others, or (None) of all.
@@ -159,7 +165,7 @@ class Planner:
         """
         wanted = sum(cost(sequence, remaining(sequence), costly_prefix) for sequence in prefills)
         others = [s for s in self._prefilling.values() if s.scoring is not scored]
-        while self._row_free and not self._stalled:
+        while self._row_to_give and not self._stalled:
             for candidate in self.resources.queue.heads():
                 ours = scored is None or candidate.scoring is scored
                 if (ours and wanted < tokens) or gets_a_share(
@@ -184,13 +190,22 @@ class Planner:
         return seated + self.resources.waiting_tokens * min(rows, waiting) // max(1, waiting)
 
     @property
+    def _rows_taken(self) -> int:
+        return len(self._prefilling) + len(self._decoding) + self._paused_now
+
+    @property
     def _row_free(self) -> bool:
-        return len(self._prefilling) + len(self._decoding) < self.limits.rows
+        return self._rows_taken < self.limits.rows
+
+    @property
+    def _row_to_give(self) -> bool:
+        """To somebody who waits in the queue."""
+        return self._rows_taken + self.resources.kept_rows < self.limits.rows
 
     def _admit_next(self) -> SequenceState | None:
         """Give the head of the queue a slot and its prompt's blocks, if it fits."""
         sequence = self.resources.queue.head()
-        if sequence is None or self._stalled or not self._row_free:
+        if sequence is None or self._stalled or not self._row_to_give:
             return None
         return sequence if self._admit(sequence) else None
 
@@ -199,17 +214,22 @@ class Planner:
         resources = self.resources
         if self._refused == (sequence.request.request_id, resources.room_version):
             return False
-        config, pool, slots = self.config, resources.pool, resources.slots
+        pool, slots = resources.pool, resources.slots
         hits = resources.sharing.hits(sequence)
         fresh = resources.blocks_for(resources.reservation(sequence)) - len(hits)
-        spare = 0 if pool.free_count == config.blocks else 1 + config.blocks // 100  # room for running rows to grow
-        short = fresh + spare - (pool.free_count - pool.idle_among(hits))
+        short = fresh + self._spare_blocks - (pool.free_count - pool.idle_among(hits))
         if not slots.free_count or short > 0:
             self._defer(sequence, short)
             return False
         resources.queue.pop(sequence)
         resources.seat(sequence, hits, fresh)
         return True
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Left to running rows, to grow."""
+        blocks = self.config.blocks
+        return 0 if self.resources.pool.free_count == blocks else 1 + blocks // 100
 
     def _defer(self, sequence: SequenceState, short: int) -> None:
         """The head is ``short`` blocks, or a slot, short. What is fenced is free soon, and running rows end by
@@ -249,7 +269,28 @@ class Planner:
             resources.move(sequence, Trigger.PROMPT_PLANNED)
             if sequence.paused:
                 resources.move(sequence, Trigger.PAUSE)
+                self._paused_now += 1
+            if sequence.answers:
+                self._fork_answers(sequence, len(chunks) - 1)
         return end - start
+
+    def _fork_answers(self, prompt: SequenceState, chunk: int) -> None:
+        """Rows of this step for the other answers to ``prompt``, whose last chunk, number ``chunk``, is cut."""
+        resources = self.resources
+        for answer in resources.joining(prompt):
+            blocks = resources.blocks_to_fork(answer) + self._spare_blocks
+            room = resources.slots.free_count and blocks <= resources.pool.free_count
+            if self._stalled or not self._row_free or not room:
+                break
+            self._forks.append(resources.fork(prompt, answer, chunk))
+            self._forked.append(answer)
+            self._slot_writes.append(_slot_write(answer))
+        resources.leave_out(prompt)
+
+    def _with_forked(self, rows: list[SequenceState]) -> list[SequenceState]:
+        """All rows behind those that decode: ``rows``, which have chunks, and those of forks."""
+        forked, self._forked = self._forked, []
+        return rows + forked
 
     # ---- decode ----
 
@@ -281,20 +322,19 @@ class Planner:
             return None
         width = self._width()
         self._advance_rows(width)
-        return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), self._rows
+        return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width), self._rows
 
     def _mixed_step(self, width: int, cut: Cut) -> Planned:
         """``cut`` behind the rows that ``_ready_rows`` collected; a decode step where nothing was cut."""
         self._advance_rows(width)
         chunk_rows, chunks = cut
         if not chunks:
-            return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width, ()), self._rows
-        slots = self._row_slots + tuple(chunk.slot for chunk in chunks)
-        epochs = self._row_epochs + tuple(sequence.epoch for sequence in chunk_rows)
-        plan = self._step_plan(StepKind.MIXED, slots, epochs, width, tuple(chunks))
+            return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width), self._rows
+        behind = self._with_forked(chunk_rows)
+        plan = self._step_plan(StepKind.MIXED, self._row_slots, self._row_epochs, width, chunks, behind)
         tokens = plan.decode_rows * width + plan.prefill_tokens
         self.resources.counters.mixed_padded_tokens += self._budget.bucket(tokens) - tokens
-        return plan, (*self._rows, *chunk_rows)
+        return plan, (*self._rows, *behind)
 
     def _advance_rows(self, width: int) -> None:
         resources, step = self.resources, self.resources.chain.step
@@ -337,9 +377,15 @@ class Planner:
         slots: tuple[int, ...],
         epochs: tuple[int, ...],
         width: int,
-        chunks: tuple[Chunk, ...],
+        chunks: Sequence[Chunk] = (),
+        behind: Sequence[SequenceState] = (),
     ) -> StepPlan:
-        step = self.resources.chain.step
+        """``slots`` and ``epochs``: of the rows that decode. ``behind``: the sequences of the others."""
+        step, forks = self.resources.chain.step, tuple(self._forks)
+        self._forks.clear()
+        if behind:
+            slots += tuple([sequence.slot for sequence in behind])
+            epochs += tuple([sequence.epoch for sequence in behind])
         plan = StepPlan(
             step=step,
             kind=kind,
@@ -348,7 +394,8 @@ class Planner:
             width=width,
             slot_writes=tuple(self._slot_writes),
             block_writes=self.resources.take_block_writes(),
-            chunks=chunks,
+            chunks=tuple(chunks),
+            forks=forks,
         )
         self._slot_writes.clear()
         writes = [number for write in plan.block_writes for number in write]
@@ -356,6 +403,8 @@ class Planner:
             writes += (write.slot, write.epoch, write.request_id, write.length)
         for chunk in chunks:
             writes += (chunk.slot, chunk.start, len(chunk.token_ids))
+        for fork in forks:
+            writes += (fork.slot, fork.chunk, *(fork.copied or ()))
         self.resources.digest.fold(step, kind.name, (len(slots), *writes))
         return plan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from runtime.schedule.sequence import SequenceState
+from runtime.schedule.sequence import NOT_QUEUED, SequenceState
 from runtime.schedule.states import State
 
 
@@ -19,8 +19,9 @@ def _one_lane(_sequence: SequenceState) -> int:
 class WaitingQueue:
     """Heaps with lazy deletion: an entry counts only while its sequence is WAITING, so leaving costs nothing.
 
-    ``lane_of`` says in which of ``lanes`` a sequence waits; its answer does not change while the sequence waits. Lanes
-    keep nobody's place: the heads are those of the whole line wherever everybody's turn is in order.
+    ``lane_of`` says in which of ``lanes`` a sequence waits; its answer does not change while the sequence waits. Who
+    comes back to another lane has left an entry behind, which does not count any more. Lanes keep nobody's place: the
+    heads are those of the whole line wherever everybody's turn is in order.
     """
 
     def __init__(self, lanes: int = 1, lane_of: Callable[[SequenceState], int] = _one_lane) -> None:
@@ -29,16 +30,17 @@ class WaitingQueue:
 
     def push(self, sequence: SequenceState) -> None:
         """Join, or join again; the place in line is the sequence's own and never lost."""
-        if not sequence.queued:
-            sequence.queued = True
-            heapq.heappush(self._heaps[self._lane_of(sequence)], (sequence.order, sequence))
+        lane = self._lane_of(sequence)
+        if sequence.queued_in != lane:
+            sequence.queued_in = lane
+            heapq.heappush(self._heaps[lane], (sequence.order, sequence))
 
     def heads(self) -> list[SequenceState]:
         """Who is next in each lane, in the order of the line; they are left in place."""
         heads = []
-        for heap in self._heaps:
-            while heap and heap[0][1].state is not State.WAITING:
-                heapq.heappop(heap)[1].queued = False
+        for lane, heap in enumerate(self._heaps):
+            while heap and not (heap[0][1].state is State.WAITING and heap[0][1].queued_in == lane):
+                self._drop_head(lane)
             if heap:
                 heads.append(heap[0])
         return [sequence for _, sequence in sorted(heads)]
@@ -49,5 +51,9 @@ class WaitingQueue:
 
     def pop(self, head: SequenceState) -> None:
         """Drop the entry of one of the ``heads``."""
-        heapq.heappop(self._heaps[self._lane_of(head)])
-        head.queued = False
+        self._drop_head(head.queued_in)
+
+    def _drop_head(self, lane: int) -> None:
+        _, head = heapq.heappop(self._heaps[lane])
+        if head.queued_in == lane:
+            head.queued_in = NOT_QUEUED

@@ -14,7 +14,7 @@ from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.fence import Fence
-from runtime.schedule.plan import Finished, StepPlan
+from runtime.schedule.plan import Finished, Fork, StepPlan
 from runtime.schedule.queue import WaitingQueue
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.sequence import NOT_WAITING, SequenceState
@@ -24,6 +24,7 @@ from runtime.schedule.states import State, Trigger
 
 LANES = 3  # of the waiting queue, with mixed steps
 LONG_LANE, SCORED_LANE = 1, 2
+_IN_LINE = (State.WAITING, State.JOINING)
 
 
 class Resources:
@@ -66,6 +67,8 @@ class Resources:
 
     def _tokens_to_wait_for(self, sequence: SequenceState) -> int:
         """Does not change while it waits: only steps in flight could add tokens, and it has none."""
+        if sequence.expects_fork:
+            return 0
         mixed = self.config.mixed
         return sequence.landed_tokens if mixed is None else min(sequence.landed_tokens, mixed.long_prompt)
 
@@ -98,8 +101,13 @@ class Resources:
                 f"{len(prompt)} prompt + {max_length - len(prompt)} new tokens need {needed} blocks of "
                 f"{self.limits.block_size}, the pool has {config.blocks}",
             )
-        for answer in request.answers():
-            self._queue_up(SequenceState(answer, self._arrivals, max_length))
+        sequences = [
+            SequenceState(answer, self._arrivals + i, max_length) for i, answer in enumerate(request.answers())
+        ]
+        for i, sequence in enumerate(sequences):
+            if len(sequences) > 1:
+                sequence.answers, sequence.expects_fork = sequences, i > 0
+            self._queue_up(sequence)
         return ()
 
     def _queue_up(self, sequence: SequenceState) -> None:
@@ -112,7 +120,7 @@ class Resources:
     @property
     def waiting_arrivals(self) -> int:
         """Requests that wait for their first slot. Those that were evicted wait as well, but never had to be let in."""
-        return len(self.by_state[State.WAITING]) - self._requeued
+        return len(self.by_state[State.WAITING]) + len(self.by_state[State.JOINING]) - self._requeued
 
     def _reject(self, request: Request, detail: str) -> tuple[Finished, ...]:
         self.counters.finished[FinishReason.REJECTED.label] += request.sampling.n
@@ -130,6 +138,8 @@ class Resources:
         self.move(sequence, Trigger.END)
         del self.by_state[State.ENDED][sequence.request.request_id]
         del self.sequences[sequence.request.request_id]
+        if sequence.answers:
+            sequence.answers.remove(sequence)
         self.counters.finished[reason.label] += 1
         self.digest.fold(self.chain.step, "end", (sequence.request.request_id, int(reason), sequence.landed_tokens))
         return Finished(sequence.request.request_id, reason, sequence.generated, detail)
@@ -160,10 +170,14 @@ class Resources:
             self.waiting_tokens += self._tokens_to_wait_for(sequence)
         if before is State.DECODE or sequence.state is State.DECODE:
             self.decode_version += 1
+        if before is State.JOINING:
+            sequence.joins = None
         if before is State.PREFILL:
             self.sharing.left(sequence)
+            if trigger is not Trigger.PROMPT_PLANNED:
+                self.leave_out(sequence)
         if sequence.seated_before:
-            self._requeued += (sequence.state is State.WAITING) - (before is State.WAITING)
+            self._requeued += (sequence.state in _IN_LINE) - (before in _IN_LINE)
         if sequence.state is State.PAUSED:
             self._paused += 1
 
@@ -175,7 +189,7 @@ class Resources:
             return
         sequence.paused = True
         self.counters.pauses += 1
-        if sequence.state in (State.WAITING, State.DECODE, State.STALLED):
+        if sequence.state in (State.WAITING, State.JOINING, State.DECODE, State.STALLED):
             self.move(sequence, Trigger.PAUSE)
 
     def resume(self, sequence: SequenceState) -> None:
@@ -261,6 +275,69 @@ class Resources:
         self.counters.admissions += 1
         if self.sharing.looks_up(sequence):
             self.counters.prefix_query_tokens += sequence.landed_tokens
+        if sequence.answers and sequence.untouched:
+            self._let_others_join(sequence)
+
+    # ---- forks ----
+
+    def _let_others_join(self, prompt: SequenceState) -> None:
+        """The other answers leave the queue and wait for the end of this prompt: as many as there may be rows for."""
+        waiting = (answer for answer in prompt.answers if answer.state is State.WAITING and answer.untouched)
+        others = [answer for answer in waiting if not (answer.scoring or answer.alone)]
+        for answer in others[: self.limits.rows - 1]:
+            self.move(answer, Trigger.JOIN)
+            answer.joins = prompt
+
+    def joining(self, prompt: SequenceState) -> list[SequenceState]:
+        """The answers that wait for the end of this prompt, in the order of the line."""
+        return [answer for answer in prompt.answers if answer.joins is prompt]
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows that those who wait in the queue leave to answers that are to join, since these are before them in line.
+
+        None for answers to a long prompt, which shorter ones pass.
+        """
+        joining, mixed = self.by_state[State.JOINING], self.config.mixed
+        if mixed is None:
+            return len(joining)
+        return sum(answer.landed_tokens <= mixed.long_prompt for answer in joining.values())
+
+    def blocks_to_fork(self, answer: SequenceState) -> int:
+        """Blocks of its own that it begins with: it shares those that its prompt fills."""
+        return self.blocks_for(self.reservation(answer)) - answer.landed_tokens // self.limits.block_size
+
+    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+        """Seat ``answer`` behind the last chunk of ``prompt``, chunk number ``chunk`` of the plan that is being made.
+
+        The caller has checked that a slot and ``blocks_to_fork`` are free. Both have the same prompt; none of either's
+        tokens is generated.
+        """
+        slot = self.slots.take()
+        self.move(answer, Trigger.FORK)
+        answer.seated(slot, self.slots.epochs[slot])
+        answer.prefill_begun, answer.prefilled = True, answer.prefill_target
+        full, rest = divmod(answer.landed_tokens, self.limits.block_size)
+        fresh = self.blocks_to_fork(answer)
+        shared = prompt.blocks[:full]
+        self.pool.share(shared)
+        answer.blocks = shared + self.pool.take(fresh)
+        answer.borrowed = True  # no token has been drawn over the end of this prompt yet
+        self._write_blocks(answer, 0)
+        answer.planned_tokens = answer.landed_tokens + 1
+        answer.last_step = self.chain.step
+        self.set_wake(answer)
+        self.counters.admissions += 1
+        self.counters.forks += 1
+        self.counters.forked_tokens += answer.landed_tokens
+        return Fork(slot, chunk, (prompt.blocks[full], answer.blocks[full]) if rest else None)
+
+    def leave_out(self, prompt: SequenceState) -> None:
+        """Those who still wait for its end compute the rest themselves: back to their places in the queue."""
+        for answer in self.joining(prompt):
+            answer.expects_fork = False
+            self.move(answer, Trigger.LEFT_OUT)
+            self.queue.push(answer)
 
     def _share(self, sequence: SequenceState, found: list[int]) -> None:
         """``found`` become its blocks behind those it has published; what it held in their place is gone already."""
@@ -384,9 +461,12 @@ class Resources:
         """``plan`` is made: the blocks that its chunks fill are findable from the next plan on (sharing.py)."""
         if not plan.chunks:
             return
-        prompts = rows[len(rows) - len(plan.chunks) :]
+        prompts = rows[plan.decode_rows : len(rows) - len(plan.forks)]
         for sequence in prompts:
             self.publish(sequence, sequence.prefilled)
+        for fork, answer in zip(plan.forks, rows[len(rows) - len(plan.forks) :], strict=True):
+            prompt = prompts[fork.chunk]
+            answer.published_blocks, answer.prefix_id = prompt.published_blocks, prompt.prefix_id
         self.sharing.planned(prompts)
 
     def gained(self, sequence: SequenceState) -> None:
@@ -428,7 +508,7 @@ class Resources:
         suspects = self.pool.untrusted(blocks)
         self.pool.forget(blocks)
         for other in list(self.sequences.values()):
-            maybe = other is not broken and other.borrowed and not other.trusted
+            maybe = other is not broken and other.borrowed and not (other.trusted or other.slot_ended)
             if maybe and not suspects.isdisjoint(other.blocks or other.given_up):
                 self._compute_again(other)
         if not ghost and broken.borrowed and not broken.trusted:

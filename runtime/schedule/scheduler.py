@@ -53,8 +53,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
-        return self.resources.waiting
+        """Requests that hold no slot yet, or none any more: those in the queue, and answers that are to join others."""
+        return self.resources.waiting + len(self.resources.by_state[State.JOINING])
 
     @property
     def quiescent(self) -> bool:
@@ -108,8 +108,7 @@ class Scheduler:
 
     def _apply(self, flight: Flight, plan: StepPlan, result: StepResult) -> StepOutput:
         """Give each live row its tokens, end those that are done, and drop the ghosts."""
-        width, tokens, counts, chunks = plan.width, result.tokens, result.counts, plan.chunks
-        decode_rows = plan.decode_rows
+        width, tokens, counts, decode_rows = plan.width, result.tokens, result.counts, plan.decode_rows
         wide = width > 1
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
         if _ERROR in result.finish:
@@ -130,11 +129,12 @@ class Scheduler:
                 sequence.tokens.extend(tokens[i * width : i * width + count])
             elif i < decode_rows:
                 barren.append((sequence, width))
-            elif chunks[i - decode_rows].last:
+            elif plan.draws(i):
                 barren.append((sequence, 1))
             if wide and i < decode_rows:
                 sequence.planned_tokens += count - width
                 sequence.uncertain_tokens -= width - 1
+                self.counters.proposed(width, count)
             if code:
                 done.append(self._end_as_reported(sequence, FinishReason(code)))
             elif len(sequence.tokens) > sequence.publish_at:
@@ -204,5 +204,5 @@ class Scheduler:
 
     def _gained(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
         """Its first token since it was seated, or enough of them for a full block; nothing for a chunk in between."""
-        if row < plan.decode_rows or plan.chunks[row - plan.decode_rows].last:
+        if plan.draws(row):
             self.resources.gained(sequence)

@@ -20,6 +20,7 @@ from runtime.schedule.request import Request, packed
 from runtime.schedule.states import State
 
 NOT_WAITING = -1
+NOT_QUEUED = -1
 
 
 class SequenceState:
@@ -27,10 +28,13 @@ class SequenceState:
 
     __slots__ = (
         "alone",
+        "answers",
         "blocks",
         "borrowed",
         "epoch",
+        "expects_fork",
         "given_up",
+        "joins",
         "last_step",
         "max_length",
         "order",
@@ -42,7 +46,7 @@ class SequenceState:
         "prefix_id",
         "publish_at",
         "published_blocks",
-        "queued",
+        "queued_in",
         "request",
         "score_at",
         "seated_before",
@@ -68,7 +72,7 @@ class SequenceState:
         self.prefilled = 0  # tokens whose KV is written by landed or planned steps, while prefilling
         self.prefill_target = 0  # tokens known at admission; the chunk that reaches it samples a token
         self.seated_before = False  # whether it has held a slot at any time
-        self.queued = False  # whether the waiting queue still has an entry for it, stale or not
+        self.queued_in = NOT_QUEUED  # the lane of the waiting queue that has an entry for it, stale or not
         self.last_step = -1  # the last step that may touch its slot and blocks
         self.slot = 0
         self.slot_ended = False  # its rows in flight are ghosts, although it has not ended itself
@@ -86,6 +90,11 @@ class SequenceState:
         self.paused = False
         scoring = request.sampling.prompt_logprobs is not None
         self.score_at = 1 if scoring else len(self.tokens)  # the next prompt position to score; nothing predicts 0
+        self.answers: list[
+            SequenceState
+        ] = []  # unfinished ones to the same prompt, itself included; empty where n is 1
+        self.joins: SequenceState | None = None  # while JOINING: whose prompt it waits for
+        self.expects_fork = False  # an answer before it in line is to compute the prompt for both
 
     def take_scored(self, end: int) -> Scored | None:
         """The prompt tokens that tokens [0, end) predict and that were not scored yet; now they are."""
@@ -102,11 +111,17 @@ class SequenceState:
             self.tokens = array("i", self.tokens)
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
         self.seated_before, self.prefill_begun = True, False
+        self.expects_fork = False
         self.prefill_target = self.landed_tokens
         self.prefilled = self.published_blocks = self.publish_at = 0
         self.waits_since = NOT_WAITING
         self.prefix_id = ROOT
         self.borrowed = self.trusted = False
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it knows its prompt and nothing more."""
+        return self.landed_tokens == len(self.request.prompt_token_ids)
 
     @property
     def prefilling(self) -> bool:

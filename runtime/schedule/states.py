@@ -11,6 +11,7 @@ from enum import Enum
 
 class State(Enum):
     WAITING = "waiting"  # in the queue; holds nothing
+    JOINING = "joining"  # another answer to its prompt is computing that, and takes it along; holds nothing
     PREFILL = "prefill"  # holds a slot and blocks; part of its prompt is still to be planned
     DECODE = "decode"  # a row of every decode step
     STALLED = "stalled"  # would be a row, but no block (or no row) is free yet; holds what it has
@@ -24,6 +25,9 @@ class State(Enum):
 
 class Trigger(Enum):
     ADMIT = "admit"
+    JOIN = "prompt is begun"
+    FORK = "fork"
+    LEFT_OUT = "left out"
     PROMPT_PLANNED = "prompt planned"
     OUT_OF_BLOCKS = "out of blocks"
     GOT_ROOM = "got room"
@@ -40,6 +44,13 @@ class Trigger(Enum):
 TRANSITIONS: dict[State, dict[Trigger, State]] = {
     State.WAITING: {
         Trigger.ADMIT: State.PREFILL,
+        Trigger.JOIN: State.JOINING,
+        Trigger.PAUSE: State.PAUSED,
+        Trigger.END: State.ENDED,
+    },
+    State.JOINING: {
+        Trigger.FORK: State.DECODE,
+        Trigger.LEFT_OUT: State.WAITING,
         Trigger.PAUSE: State.PAUSED,
         Trigger.END: State.ENDED,
     },

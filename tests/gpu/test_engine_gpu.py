@@ -22,6 +22,7 @@ from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.runtime.engine.rig import RigLimits, request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.engine.test_forks import families
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 
 SHAPE: dict[str, object] = {
@@ -123,6 +124,42 @@ def test_no_step_synchronises(prefill: PrefillWanted, buckets: tuple[int, ...]) 
             finished = run(engine, again)
         assert engine.counters["graph_captures_after_warmup"] == captured
         assert len(finished) == len(warm)
+
+
+@pytest.mark.parametrize("buckets", [(16, 32, 48, 64), ()], ids=["graphs", "kernels"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_forked_answers_are_those_of_single_requests(depth: int, buckets: tuple[int, ...]) -> None:
+    """Exactly, in float32: prompts that end within a block and at its end, chunks, every kind of sampling."""
+    requests, exact = families(), torch.float32
+    single = [answer for one in requests for answer in one.answers()]
+    with gpu_rig("triton", depth=0, rows=24, dtype=exact, prefill_buckets=buckets, prefix_caching=False) as engine:
+        alone = outcome(run(engine, single))
+        assert engine.counters["forks"] == 0
+    with gpu_rig("triton", depth=depth, rows=24, dtype=exact, prefill_buckets=buckets) as engine:
+        assert outcome(run(engine, requests)) == alone
+        assert engine.counters["forks"] == len(single) - len(requests)
+        assert engine.counters["prefill_tokens"] == sum(len(one.prompt_token_ids) for one in requests)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_a_fork_synchronises_captures_and_allocates_nothing(prefill: PrefillWanted) -> None:
+    """The last block of 40 tokens is copied in one launch, for all answers and layers; 48 are whole blocks."""
+    with gpu_rig(prefill, depth=2, rows=8, variants=(SamplingVariant(random=True),), prefix_caching=False) as engine:
+        for length, copies in ((40, 1), (48, 0)):
+            prompts = [range(first, first + length) for first in (1, 100)]
+            warm, again = (request(9 * i, p, n=8, temperature=1.0, stops=()) for i, p in enumerate(prompts))
+            run(engine, [warm])
+            before = dict(engine.counters)
+            with no_synchronisation():
+                finished = run(engine, [again])
+            counters = engine.counters
+            assert len(finished) == 8
+            assert counters["prefill_tokens"] - before["prefill_tokens"] == length
+            for name in ("graph_captures_after_warmup", "device_allocs_after_warmup"):
+                assert counters[name] == before[name]
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run(engine, [request(20, range(50, 50 + length), n=8, temperature=1.0, stops=())])
+            assert Counter(event.name for event in profile.events())["_copy_kernel"] == copies
 
 
 def test_a_steady_step_is_one_launch() -> None:

@@ -85,10 +85,13 @@ def test_lengths_beyond_the_context_are_cut_to_it() -> None:
     assert len(output.prompt_token_ids) + len(completion.token_ids) == 32
 
 
-def test_more_prompts_than_may_wait_are_all_served() -> None:
+def test_more_prompts_than_may_wait_are_all_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
     greedy = SamplingParams(max_tokens=4, temperature=0.0)
-    outputs = complete(replace(CONFIG, max_num_seqs=2, max_waiting=1), ["def gcd(a, b):"] * 9, greedy)
+    config = replace(CONFIG, model=str(ROOT / CONFIG.model), max_num_seqs=2, max_waiting=1)
+    outputs = complete(config, ["def gcd(a, b):"] * 9, greedy)
+    assert list(tmp_path.iterdir()) == [], "nothing is left in the working directory"
     assert {output.completions[0].text for output in outputs} == {outputs[0].completions[0].text}
     assert all(output.failed is None for output in outputs)
 

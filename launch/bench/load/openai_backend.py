@@ -15,9 +15,9 @@ import queue
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,11 +49,10 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-@dataclass(slots=True)
-class _Answer:
-    """What came of one request."""
+class Answer(msgspec.Struct, array_like=True):
+    """What came of one request: when each portion of tokens was read, and when it was over, in perf_counter's time."""
 
-    moments: list[float] = field(default_factory=list)
+    moments: list[float] = []
     tokens: int | None = None
     reason: str = ""
     error: str = ""
@@ -115,7 +114,18 @@ class OpenAIServer:
         reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, limit=_LINE_BYTES)
         return _Connection(reader, writer)
 
-    async def complete(self, body: bytes, answer: _Answer) -> None:
+    def submit(self, body: bytes, answer: Answer, done: Callable[[], None]) -> None:
+        """``complete`` in the thread; ``done`` is called there, too, when all is known."""
+        asyncio.run_coroutine_threadsafe(self._submitted(body, answer, done), self.loop)
+
+    async def _submitted(self, body: bytes, answer: Answer, done: Callable[[], None]) -> None:
+        try:
+            await self.complete(body, answer)
+        finally:
+            answer.ended = answer.moments[-1] if answer.moments else time.perf_counter()
+            done()
+
+    async def complete(self, body: bytes, answer: Answer) -> None:
         """One streamed completion. What goes wrong stands in ``answer.error``."""
         try:
             reused = bool(self._idle)
@@ -209,7 +219,7 @@ async def _body_lines(reader: asyncio.StreamReader, headers: dict[str, str]) -> 
         yield rest
 
 
-async def _read_answer(reader: asyncio.StreamReader, status: int, headers: dict[str, str], answer: _Answer) -> None:
+async def _read_answer(reader: asyncio.StreamReader, status: int, headers: dict[str, str], answer: Answer) -> None:
     """Every event that brings a choice is a portion of tokens, as vLLM's client counts them."""
     if status != 200:
         text = b" ".join([line async for line in _body_lines(reader, headers)])
@@ -232,29 +242,31 @@ async def _read_answer(reader: asyncio.StreamReader, status: int, headers: dict[
         answer.error = "the server ended the answer without a token"
 
 
+class Clients(Protocol):
+    """Who asks the server: a thread of this process, or several processes (client_process.py)."""
+
+    model: str
+
+    def submit(self, body: bytes, answer: Answer, done: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+
+
 class OpenAIBackend:
     """One run over a server."""
 
-    def __init__(self, server: OpenAIServer, requests: Sequence[PromptRequest]) -> None:
-        self._server = server
-        self._bodies = [_body(server.model, one) for one in requests]
+    def __init__(self, clients: Clients, requests: Sequence[PromptRequest]) -> None:
+        self._clients = clients
+        self._bodies = [_body(clients.model, one) for one in requests]
         self._wanted = [one.sampling.max_tokens if one.sampling.ignore_eos else None for one in requests]
-        self._answers = [_Answer() for _ in requests]
+        self._answers = [Answer() for _ in requests]
         self._ended: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
 
     def begin(self) -> None:
         """Bodies are ready: nothing is left to do."""
 
     def send(self, number: int) -> None:
-        asyncio.run_coroutine_threadsafe(self._run(number), self._server.loop)
-
-    async def _run(self, number: int) -> None:
         answer = self._answers[number]
-        try:
-            await self._server.complete(self._bodies[number], answer)
-        finally:
-            answer.ended = answer.moments[-1] if answer.moments else time.perf_counter()
-            self._ended.put((answer.ended, number))
+        self._clients.submit(self._bodies[number], answer, lambda: self._ended.put((answer.ended, number)))
 
     def advance(self, until: float) -> Sequence[tuple[float, int]]:
         wait = min(_WAKE_SECONDS, max(0.0, until - time.perf_counter()))

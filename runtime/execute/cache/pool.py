@@ -1,7 +1,7 @@
 """The caches of all models: one place that allocates what their layers declare, and gives each layer its view.
 
-Knows: how many blocks and slots there are. Does not know: who owns a block or a slot (runtime/schedule), how many fit
-(sizing.py), or what a layer does with its view.
+Knows: how many blocks and slots there are, how what one holds is copied to another. Does not know: who owns a block or
+a slot (runtime/schedule), how many fit (sizing.py), or what a layer does with its view.
 
     declared     allocated                                   row 0
     PagedKV      a layer: [2, 1 + blocks, S, K, D]           the trash block: masked rows write there, nobody reads it
@@ -10,9 +10,13 @@ Knows: how many blocks and slots there are. Does not know: who owns a block or a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout, CacheView, PagedKV, SlotState
+from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.device.protocol import Device
 
 
@@ -30,6 +34,7 @@ class CachePool:
         self._device = device
         self._block_size = block_size
         self._slots = slots
+        self._copiers: list[BlockCopier] = []
 
     def allocate(self, layout: CacheLayout) -> list[CacheView]:
         """Caches of one more model, zeroed: what each of its layers reads and writes. Before the first step only."""
@@ -64,3 +69,24 @@ class CachePool:
         """
         for bank in self.banks:
             bank.index_fill_(1, slots_N, 0)
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Give the second slot of each pair the state of the first."""
+        for bank in self.banks:
+            for source, target in pairs:  # not all at once, which would need memory for as many states
+                bank[:, target].copy_(bank[:, source])
+
+    def copy_blocks(self, pairs_2C: Tensor) -> None:
+        """Give blocks pairs_2C[1] the contents of blocks pairs_2C[0] (int64) in every layer. No block is in both."""
+        for copier in self._copiers:
+            copier.copy(pairs_2C)
+
+    def warm_up_copies(self) -> None:
+        """Once, after the last ``allocate``: prepare ``copy_blocks``, and run it over the trash block."""
+        kinds: dict[torch.Size, list[Tensor]] = {}
+        for paged in self.paged:
+            kinds.setdefault(paged.shape, []).append(paged)
+        self._copiers = [BlockCopier(layers) for layers in kinds.values()]
+        trash_21 = self._device.zeros(2, 1, dtype=torch.int64)
+        self._device.compute.submit(lambda: self.copy_blocks(trash_21))
+        self._device.compute.synchronize()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from runtime.execute.sampling.inputs import SamplingInputs
+from runtime.schedule.plan import PADDING_SLOT
 
-_PADDING_SLOT = 0
 _MOST = 32767  # an int16 count stays there instead of wrapping
 
 
@@ -46,7 +46,7 @@ def load_tokens_(
     """
     vocab = tables.counts.shape[1]
     column_T, inside_T = _columns(tokens_T, live_T, vocab_start, vocab)
-    prompt_slots_T = torch.where(inside_T & in_prompt_T, slots_T, _PADDING_SLOT)
+    prompt_slots_T = torch.where(inside_T & in_prompt_T, slots_T, PADDING_SLOT)
     tables.prompt.view(-1).index_fill_(0, prompt_slots_T * vocab + column_T, True)
     generated_T = (inside_T & ~in_prompt_T).to(torch.int16)
     tables.counts.view(-1).scatter_add_(0, slots_T * vocab + column_T, generated_T)

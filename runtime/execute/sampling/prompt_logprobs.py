@@ -83,7 +83,7 @@ class StepPromptLogprobs:
         self.host_X.copy_(self.device_X, non_blocking=True)
 
     def read(self) -> tuple[PromptLogprobs | None, ...]:
-        """One entry a chunk, copied out of the pinned memory, which may be written again once the step is taken."""
+        """One entry a row, copied out of the pinned memory, which may be written again once the step is taken."""
         chosen, rank, ids, values = (c.numpy() for c in _columns(self.host_X, self.tokens, self.top))
         rows: list[PromptLogprobs | None] = []
         begin = 0
@@ -102,7 +102,7 @@ class StepPromptLogprobs:
                     values[here, :top].copy(),
                 )
             )
-        return tuple(rows)
+        return (*rows, *(None for _ in self.plan.forks))
 
 
 class PromptLogprobRing:

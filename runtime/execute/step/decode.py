@@ -12,10 +12,10 @@ from torch import Tensor
 from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import KERNEL_VARIANTS, SamplingVariant
-from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_decode
 from runtime.execute.step.tail import Tail
+from runtime.schedule.plan import PADDING_SLOT
 
 
 class DecodeRole(RowRole):

@@ -16,13 +16,12 @@ from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
-from runtime.execute.slot_state import PADDING_SLOT
 from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
 from runtime.execute.step.step_io import gather_packed, pieces_of
 from runtime.execute.step.tail import Tail
 from runtime.schedule.config import StepLimits
-from runtime.schedule.plan import StepKind, StepPlan
+from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
 
 
 class PrefillRole:
@@ -120,9 +119,11 @@ class PrefillRole:
         """
         size = self._parts.limits.block_size
         packed = gather_packed(self._parts.tables, chunks, size)
+        could_decode = min(len(chunks.slots_R), len(chunks.slots_T))  # forks are rows without tokens
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
         longest = table_RP.shape[1] * size
-        decode = DecodeAttention(table_RP, packed.kv_lengths_R, 1, longest, skip_empty=True)
+        lengths_R = packed.kv_lengths_R[:could_decode]
+        decode = DecodeAttention(table_RP[:could_decode], lengths_R, 1, longest, skip_empty=True)
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)

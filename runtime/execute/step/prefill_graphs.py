@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 class Lengths(NamedTuple):
     """What the host knows of the rows of a step with chunks; all three as in PrefillAttention.
 
-    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first.
+    ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first, and for
+    forks, which come last and have none.
     """
 
     query: tuple[int, ...]
@@ -51,10 +52,10 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        decoding = (0,) * plan.decode_rows
+        decoding, forks = (0,) * plan.decode_rows, (0,) * len(plan.forks)
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return cls(decoding + query, decoding + known, len(decoding))
+        return cls(decoding + query + forks, decoding + known + forks, len(decoding))
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)

@@ -20,9 +20,10 @@ from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
-from runtime.execute.slot_state import NEWEST, TRASH_BLOCK, SlotColumns, SlotTables
+from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step.step_io_kernels import kernels_for
+from runtime.schedule.plan import TRASH_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ import torch
 
 from launch.__main__ import main
 from models.expert_load import ExpertLoad
+from runtime.config import EngineConfig
 from tests.runtime.engine.rig import TINY
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.frontend.small_tokenizers import byte_level_backend
 from tests.torchrun import torchrun
 
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 240.0
 
 
@@ -81,12 +83,11 @@ def command(folder: Path, source: str, name: str) -> list[str]:
     return ["generate", *(text for key, value in given.items() for text in (f"--{key}", str(value)))]
 
 
-def as_a_user_does(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def as_a_user_does(ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
-    return subprocess.run(
-        [*program, "-m", "launch", *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env=environ
-    )
+    command = [*program, "-m", "launch", *arguments]
+    environ = dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONPATH=str(ROOT))
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environ, cwd=cwd)
 
 
 def rows(path: Path) -> dict[str, Any]:
@@ -125,11 +126,13 @@ def check_answers(folder: Path, name: str, ids: set[str] | None = None) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_groups_of_one_rank(folder: Path) -> None:
-    ran = as_a_user_does(2, *command(folder, "in", "two"), "--data-parallel", "2")
+def test_two_groups_of_one_rank(folder: Path, tmp_path: Path) -> None:
+    default = EngineConfig(model="m", device="cpu").bundles
+    flags = ["--data-parallel", "2", "--bundles", default]
+    ran = as_a_user_does(2, *command(folder, "in", "two"), *flags, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     check_answers(folder, "two")
-    assert not (folder / "bundles").exists(), "a good run leaves no empty folder"
+    assert list(tmp_path.iterdir()) == [], "a good run leaves nothing in the working directory"
     assert any(row.get("finish_reason") == "stop" for row in rows(folder / "two.jsonl").values())
     summary = json.loads((folder / "two.summary.json").read_text())
     assert len(summary["group_requests"]) == 2

@@ -30,6 +30,7 @@ from runtime.frontend.engine_protocol import Occupancy
 from runtime.frontend.engine_server import ApiLink, Beats, EngineServer
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
+from runtime.observe.step_record import AGREEMENT_BOUNDS
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason
 from tests.launch.generate.fake_engine import FakeEngine
@@ -68,6 +69,10 @@ class ServedFake(FakeEngine):
     @property
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._running), len(self._waiting), len(self._running), 100)
+
+    @property
+    def agreements(self) -> tuple[tuple[int, ...], float]:
+        return (0, 0, 3, *(0,) * (len(AGREEMENT_BOUNDS) - 2)), 5e-5
 
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
         return self.silent

@@ -471,10 +471,13 @@ def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
         assert value("vllm:iteration_tokens_total_sum") == 9
         assert value("lockstride:chain_breaks_total", reason="start") == 1
         assert value("lockstride:ghost_rows_total") == 2
+        assert value("lockstride:agreement_seconds_bucket", le="2e-05") == 3
+        assert value("lockstride:agreement_seconds_sum") == 5e-5
         http = {name: number for name, number in samples.items() if name[0] == "http_requests_total"}
         assert ("http_requests_total", ("handler", "unknown"), ("method", "GET"), ("status", "4xx")) in http
         for name in (
             *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+            *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
             *("num_preemptions", "prefix_cache_hits", "prefix_cache_queries", "e2e_request_latency_seconds"),
             *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
         ):

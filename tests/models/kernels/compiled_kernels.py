@@ -33,6 +33,7 @@ from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
+from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.step.prefill import shorter_prefills
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
@@ -69,6 +70,9 @@ def dense(driver: CompilingDriver) -> None:
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     products(driver, likeliest_wide())
+    driver.where = "a fork"
+    pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
+    copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
     same_bits(driver, "8b")
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))

@@ -110,7 +110,7 @@ def live(
     life, arriving = Life(), dict(later or {})
     for one in chain(requests, *arriving.values()):
         if one.sampling.logprobs is not None:
-            life.asked[one.request_id] = one.sampling.logprobs
+            life.asked |= dict.fromkeys(one.answer_ids, one.sampling.logprobs)
 
     def turn_begins(engine: Engine, turn: int) -> None:
         for one in arriving.pop(turn, ()):

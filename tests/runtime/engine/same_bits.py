@@ -74,10 +74,10 @@ class Answers:
                 self.bits.setdefault(request_id, []).append(entry)
 
 
-def answers(engine: Engine, requests: Iterable[Request]) -> Answers:
+def answers(engine: Engine, requests: Iterable[Request], most_turns: int = 3000) -> Answers:
     """Of ``requests`` in one engine, all at once."""
     found = Answers()
-    ended = run(engine, requests, watch=found.watch)
+    ended = run(engine, requests, watch=found.watch, most_turns=most_turns)
     found.tokens = {request_id: one.token_ids for request_id, one in ended.items()}
     for request_id, tokens in found.tokens.items():
         assert len(found.bits[request_id]) == len(tokens), f"log-probabilities of {request_id} are missing"

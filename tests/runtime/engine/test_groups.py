@@ -185,7 +185,7 @@ def joined(
     captured: tuple[int, ...] = (),
 ) -> LaunchSpec | None:
     """How a group with ``plan`` launches step 7 beside groups with such numbers."""
-    ladders = Ladders(buckets, captured, exchange_ladder(buckets, 64))
+    ladders = Ladders(buckets, captured, exchange=exchange_ladder(buckets, 64))
     resolver = LaunchResolver(ladders, 9, (Serves("decode"), Serves("prefill", "mixed")))
     agreed = DpStepSync(Others(IDLE, *others)).join(7, replace(resolver.needs(plan), variant=variant))
     if agreed is None:

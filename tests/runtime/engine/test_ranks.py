@@ -33,6 +33,17 @@ def test_any_number_of_ranks_draws_the_same_tokens(world: int, tmp_path: Path) -
 
 
 @pytest.mark.multiprocess
+def test_ranks_of_the_deterministic_mode_sum_in_rank_order(tmp_path: Path) -> None:
+    """The start refuses other collectives (build.py), and the sums come out right."""
+    with rig(depth=0) as engine:
+        alone = outcome(run(engine, mixture(SEED)))
+    ran = start(2, tiny_folder(tmp_path / "model"), tmp_path / "found.json", deterministic=True)
+    assert ran.returncode == 0, ran.said[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
+
+
+@pytest.mark.multiprocess
 def test_a_rank_that_decides_differently_is_named(tmp_path: Path) -> None:
     ran = start(2, tiny_folder(tmp_path / "model"), tmp_path / "found.wrong")
     assert ran.returncode != 0

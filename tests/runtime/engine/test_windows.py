@@ -20,6 +20,7 @@ from tests.runtime.engine.rig import request
 from tests.runtime.engine.test_lifecycle import ending
 
 WIDTHS = [(2,), (3,), (5,), (8,), (16,), (32,), (1, 4), (8, 1, 3), (32, 1)]
+FURTHER_WIDTHS = [(4,), (6,), (7,), (16, 2), (5, 6, 7)]
 ROOM = {"blocks": 400}
 
 
@@ -44,8 +45,16 @@ def windows(
     return life
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 4])
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize(
+    ("widths", "depth"),
+    [
+        *((widths, depth) for widths in WIDTHS for depth in (0, 1, 2, 4)),
+        *((widths, 3) for widths in FURTHER_WIDTHS),
+        *(pytest.param(widths, 3, marks=pytest.mark.long) for widths in WIDTHS),
+        *(pytest.param(widths, depth, marks=pytest.mark.long) for widths in FURTHER_WIDTHS for depth in (0, 1, 2, 4)),
+    ],
+    ids=str,
+)
 def test_random_rows_with_log_probabilities_end_by_length(widths: tuple[int, ...], depth: int) -> None:
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=1 + 7 * i)) for i, r in enumerate(people(6))]
     life = windows(requests, widths, depth=depth)
@@ -54,7 +63,7 @@ def test_random_rows_with_log_probabilities_end_by_length(widths: tuple[int, ...
     assert life.counters["graph_captures_after_warmup"] <= 2 * len(set(widths)), "random sampling was not warmed up"
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS + FURTHER_WIDTHS, ids=str)
 def test_right_proposals_are_all_kept(widths: tuple[int, ...]) -> None:
     """One row of 64 tokens: the first from its prompt, then W a step but for the last."""
     life = windows([request(1, prompt(9), max_tokens=64, stops=())], widths, depth=2, right=10)
@@ -63,6 +72,12 @@ def test_right_proposals_are_all_kept(widths: tuple[int, ...]) -> None:
         left -= widths[steps % len(widths)]
         steps += 1
     assert steps <= life.counters["decode_steps"] <= steps + 3, "those in flight when it ended"
+    if 1 not in widths:
+        drafts, kept = life.counters["spec_num_drafts"], life.counters["spec_num_accepted_tokens"]
+        assert drafts + kept == 63, "a row gains one token more than were kept of those proposed"
+        by_place = [life.counters[f"spec_accepted_per_position{{{place}}}"] for place in range(max(widths) - 1)]
+        assert by_place == sorted(by_place, reverse=True)
+        assert sum(by_place) == kept <= life.counters["spec_num_draft_tokens"]
 
 
 @pytest.mark.parametrize("depth", [0, 2, 4])

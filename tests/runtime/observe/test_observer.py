@@ -45,9 +45,10 @@ def test_records_agree_with_the_counters(depth: int) -> None:
     records, counters = observed(mixture(3), depth)
     assert [step.step for step in records] == list(range(len(records)))
     roles = Counter(step.role for step in records)
-    assert [roles[role] for role in ("prefill", "decode", VOID)] == [
-        counters[f"{role}_steps"] for role in ("prefill", "decode", VOID)
-    ]
+    kinds = ("prefill", "decode", "mixed", VOID)
+    assert [roles[role] for role in kinds] == [counters[f"{role}_steps"] for role in kinds]
+    assert roles["mixed"] > 0
+    assert sum(roles.values()) == len(records), "no step has another name"
     assert sum(step.chained for step in records) == counters["chained_steps"]
     breaks = Counter(step.break_reason for step in records if step.role != VOID and not step.chained)
     assert {f"chain_breaks{{{reason}}}": count for reason, count in breaks.items()} == {

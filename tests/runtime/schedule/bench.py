@@ -20,7 +20,7 @@ def result_of(plan: StepPlan | None) -> StepResult | None:
     if plan is None:
         return None
     rows = len(plan.slots)
-    counts = [1] * plan.decode_rows + [int(chunk.last) for chunk in plan.chunks]
+    counts = [int(plan.draws(row)) for row in range(rows)]
     return StepResult(plan.step, [7] * rows, counts, [0] * rows)
 
 

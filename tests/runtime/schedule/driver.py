@@ -61,12 +61,15 @@ class Driver:
         max_tokens: int = 4,
         stop: int | None = None,
         priority: int = 0,
+        n: int = 1,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """``prompt`` is its tokens, or how many."""
         tokens = prompt_of(prompt, request_id) if isinstance(prompt, int) else prompt
         stops = () if stop is None else (stop,)
-        request = Request(request_id, tokens, SamplingParams(max_tokens=max_tokens), stops, priority)
-        self._requests[request_id] = request
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs)
+        request = Request(request_id, tokens, sampling, stops, priority)
+        self._requests |= {answer.request_id: answer for answer in request.answers()}
         self._ended(self.scheduler.submit(Admit(request)))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:

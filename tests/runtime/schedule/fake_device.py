@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from runtime.schedule.plan import Chunk, StepKind, StepPlan, StepResult
+from runtime.schedule.plan import Chunk, Fork, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason
 
 VOCABULARY = 29
@@ -133,7 +133,8 @@ class FakeDevice:
         """Rows without a chunk decode, the others prefill. Each kind of step has the rows that it says it has."""
         decode_rows = plan.decode_rows
         assert len(plan.epochs) == len(plan.slots)
-        assert [chunk.slot for chunk in plan.chunks] == list(plan.slots[decode_rows:]), "chunks are of the last rows"
+        behind = [chunk.slot for chunk in plan.chunks] + [fork.slot for fork in plan.forks]
+        assert behind == list(plan.slots[decode_rows:]), "chunks are of the rows behind those that decode, then forks"
         assert (bool(decode_rows), bool(plan.chunks)) == HAS[plan.kind], "decode rows and chunks"
         assert len(set(plan.slots)) == len(plan.slots), "a slot is one row of a step"
         assert plan.width == 1 or decode_rows, "a prompt's last chunk yields one token"
@@ -147,10 +148,14 @@ class FakeDevice:
         for slot, epoch in islice(rows, decode_rows):
             self._decode(plan, slot, epoch, result, writes)
         by_chunks: Writes = []
-        for chunk, (_, epoch) in zip(plan.chunks, rows, strict=True):
-            by_chunks += self._prefill(plan, chunk, epoch, result)
+        prompts: list[tuple[int, ...]] = []
+        for chunk, (_, epoch) in zip(plan.chunks, rows, strict=False):
+            by_chunks += self._prefill(plan, chunk, epoch, result, prompts)
         self._put(by_chunks)
         writes += by_chunks
+        for fork, (_, epoch) in zip(plan.forks, rows, strict=True):
+            assert plan.chunks[fork.chunk].last, "a prompt has to be known to its end"
+            writes += self._fork(plan, fork, epoch, result, prompts[fork.chunk])
         return StepResult(plan.step, result.tokens, result.counts, result.finish), writes
 
     def land(self, epochs: list[int]) -> StepResult | None:
@@ -187,8 +192,10 @@ class FakeDevice:
         for _, _, block, offset, value in writes:
             self.cells[block][offset] = GARBAGE if not_yet else value
 
-    def _prefill(self, plan: StepPlan, chunk: Chunk, epoch: int, result: Columns) -> Writes:
-        """Returns what it writes, for the end of the step."""
+    def _prefill(
+        self, plan: StepPlan, chunk: Chunk, epoch: int, result: Columns, prompts: list[tuple[int, ...]]
+    ) -> Writes:
+        """Returns what it writes, for the end of the step. ``prompts``: gets what the chunk's last token has seen."""
         row = self.rows[chunk.slot]
         assert row is not None
         assert row.epoch == epoch
@@ -196,10 +203,27 @@ class FakeDevice:
         writes = self._chunk_writes(chunk, row, epoch)
         self._put(writes)
         row.length = chunk.start + len(chunk.token_ids)
-        new = self._advance(row, self._history(chunk.slot, row.length), 1) if chunk.last else []
+        prompts.append(self._history(chunk.slot, row.length))
+        new = self._advance(row, prompts[-1], 1) if chunk.last else []
         result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
         self._distrust(plan.step, chunk.slot, row, result.finish[-1])
         self._put(writes, not_yet=True)
+        return writes
+
+    def _fork(self, plan: StepPlan, fork: Fork, epoch: int, result: Columns, prompt: tuple[int, ...]) -> Writes:
+        """A draw behind ``prompt``, and what it copies of the prompt's last block; all of that is written already."""
+        row = self.rows[fork.slot]
+        assert row is not None
+        assert row.epoch == epoch
+        assert row.length == len(prompt), "an answer begins where its prompt ends"
+        writes: Writes = []
+        if fork.copied is not None:
+            block, own = fork.copied
+            self.cells[own] = list(self.cells[block])
+            writes = [(fork.slot, epoch, own, offset, value) for offset, value in enumerate(self.cells[own])]
+        new = self._advance(row, prompt, 1)
+        result.add(plan, new, self._code(row, new))
+        self._distrust(plan.step, fork.slot, row, result.finish[-1])
         return writes
 
     def _decode(self, plan: StepPlan, slot: int, epoch: int, result: Columns, writes: Writes) -> None:

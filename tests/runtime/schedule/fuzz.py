@@ -24,6 +24,7 @@ from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_
 from tests.runtime.schedule.mixed_rules import MixedRules
 
 MOST_STEPS = 4000  # a trace that runs longer hangs
+MOST_ANSWERS = 6  # to one prompt
 LEAST_VOID = 8  # steps without work behind the last one: more than may be in flight, so that every fence opens
 WIDTHS = ((1,), (1,), (2,), (8,), (1, 4), (1, 8, 3), (32, 1))
 
@@ -123,7 +124,41 @@ def make_trace(seed: int) -> Trace:
         events = _together(events, draw)
     if draw.random() < 0.15:
         config = config_with(config, block_size=draw.choice((8, 16)))  # large enough that rows look early for a block
+    if draw.random() < 0.4:
+        events, breaks_at, poisons = _with_answers(events, breaks_at, poisons, draw)
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
+
+
+def _with_answers(
+    events: dict[int, list[Event]], breaks_at: dict[int, int], poisons: dict[int, int], draw: random.Random
+) -> tuple[dict[int, list[Event]], dict[int, int], dict[int, int]]:
+    """The same with up to six answers to each prompt. What befalls a request befalls one; some are cancelled."""
+    answers = {
+        event.request.request_id: draw.choice((1, 2, 3, 6))
+        for listed in events.values()
+        for event in listed
+        if isinstance(event, Admit)
+    }
+
+    chosen = {
+        request_id: MOST_ANSWERS * request_id + draw.choice((0, draw.randrange(n))) for request_id, n in answers.items()
+    }
+
+    changed: dict[int, list[Event]] = {}
+    for at, listed in sorted(events.items()):
+        for event in listed:
+            if isinstance(event, Admit):
+                request = event.request
+                sampling = replace(request.sampling, n=answers[request.request_id])
+                request = replace(request, request_id=MOST_ANSWERS * request.request_id, sampling=sampling)
+                changed.setdefault(at, []).append(Admit(request))
+                for answer_id in request.answer_ids[draw.randrange(2) :] if draw.random() < 0.25 else ():
+                    cancel = Cancel(answer_id)
+                    changed.setdefault(at + draw.randrange(12), []).append(cancel)
+            else:
+                changed.setdefault(at, []).append(replace(event, request_id=chosen[event.request_id]))
+    broken = {chosen[request_id]: tokens for request_id, tokens in breaks_at.items()}
+    return changed, broken, {chosen[request_id]: position for request_id, position in poisons.items()}
 
 
 def _together(events: dict[int, list[Event]], draw: random.Random) -> dict[int, list[Event]]:
@@ -285,7 +320,11 @@ def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -
         plain = replace(trace, config=config_with(config, widths=(1,)))
         oracles["width 1"] = run(plain, build, check=False)
     requests = {
-        e.request.request_id: e.request for events in trace.events.values() for e in events if isinstance(e, Admit)
+        answer.request_id: answer
+        for events in trace.events.values()
+        for e in events
+        if isinstance(e, Admit)
+        for answer in e.request.answers()
     }
     for request_id, request in requests.items():
         ends = {name: run.finished.get(request_id) for name, run in {"this": deep, **oracles}.items()}

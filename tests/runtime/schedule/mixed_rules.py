@@ -27,12 +27,15 @@ class MixedRules:
         self._mixed: MixedSteps = scheduler.config.mixed
         self._waited = False  # rows that decode waited for the step before
         self._planned: dict[int, int] = {}  # by id, before the plan
+        self._waiting: list[int] = []  # tokens that each of those in the queue is to compute
         self._scoring: set[int] = set()
         self._left: dict[tuple[int, int], int] = {}  # by slot and epoch: prompt tokens to be prefilled
 
     def before(self) -> None:
         sequences = self._scheduler.resources.sequences
         self._planned = {request_id: sequence.planned_tokens for request_id, sequence in sequences.items()}
+        waiting = [s for s in sequences.values() if s.state is State.WAITING]
+        self._waiting = [0 if s.expects_fork else min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
         self._scoring = {request_id for request_id, sequence in sequences.items() if sequence.scoring}
         prefilling = self._scheduler.resources.by_state[State.PREFILL].values()
         self._left = {(s.slot, s.epoch): s.prefill_target - s.prefilled for s in prefilling}
@@ -48,7 +51,8 @@ class MixedRules:
         by_slot = {s.slot: s for s in resources.sequences.values() if s.slot and s.state is not State.EVICTING}
         rows = [by_slot[slot] for slot in plan.slots[: plan.decode_rows]]
         cut = {by_slot[chunk.slot]: len(chunk.token_ids) for chunk in plan.chunks}
-        waiting = [by_slot[slot] for slot in decoding if by_slot[slot] not in cut and by_slot[slot] not in rows]
+        begun = {*cut, *rows, *(by_slot[fork.slot] for fork in plan.forks)}
+        waiting = [by_slot[slot] for slot in decoding if by_slot[slot] not in begun]
         scored = [self._scores(sequence) for sequence in cut]
         if waiting and (self._waited or plan.kind is not StepKind.PREFILL or not all(scored)):
             raise BrokenRule(f"step {plan.step}: slots {[s.slot for s in waiting]} decode, and wait: {plan}")
@@ -112,12 +116,9 @@ class MixedRules:
     def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
         """As it was when the plan was begun: nobody was seated for it, nothing cut."""
         before = [s for s in prefills if (s.slot, s.epoch) in self._left]
-        seated_now = {s.request.request_id for s in prefills if s not in before}
         tokens = sum(min(self._left[s.slot, s.epoch], self._mixed.long_prompt) for s in before)
-        sequences = self._scheduler.resources.sequences
-        waiting = [s for id_, s in sequences.items() if s.state is State.WAITING or id_ in seated_now]
         free = self._scheduler.config.limits.rows - len(before) - len(rows)
-        known = [min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
+        known = self._waiting
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
 
 

@@ -148,7 +148,7 @@ class TimedDevice:
         self.free_at_ms = max(self.free_at_ms, now_ms) + self._costs.step(plan, kv_tokens, self._buckets)
         for chunk in plan.chunks:
             self._lengths[chunk.slot] = chunk.start + len(chunk.token_ids)
-        counts = [1] * plan.decode_rows + [int(chunk.last) for chunk in plan.chunks]
+        counts = [int(plan.draws(row)) for row in range(len(plan.slots))]
         finish = []
         for slot, count in zip(plan.slots, counts, strict=True):
             self._lengths[slot] += count

@@ -14,20 +14,21 @@ import pytest
 
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import MixedSteps
-from runtime.schedule.plan import Chunk, StepKind, StepOutput, StepPlan, StepResult
+from runtime.schedule.plan import Chunk, Fork, StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.planner import Cut, Planned, Planner
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.shares import remaining
 from runtime.schedule.slots import AccountingError
-from runtime.schedule.states import Trigger
+from runtime.schedule.states import State, Trigger
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fuzz import (
     WIDTHS,
     Build,
     Hang,
     StillFound,
+    TooManyRows,
     WrongTokens,
     check_range,
     check_seed,
@@ -83,12 +84,14 @@ NAMES = (
     "resumes",
     "mixed_steps",
     "mixed_padded_tokens",
+    "forks",
+    "forked_tokens",
 )
 
 
 def test_every_part_of_the_space_is_visited() -> None:
-    """The traces do reach evictions, stalls, ghosts, prefix hits, fences, rows that fall short, every depth and
-    every pattern of widths.
+    """The traces do reach evictions, stalls, ghosts, prefix hits, fences, rows that fall short, forks of every kind and
+    prompts that leave before theirs, every depth and every pattern of widths.
     """
     seen: Counter[object] = Counter()
 
@@ -101,6 +104,15 @@ def test_every_part_of_the_space_is_visited() -> None:
             before = sequence.prefilled
             super().look_again(sequence)
             seen["found later"] += sequence.prefilled > before
+
+        def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+            fork = super().fork(prompt, answer, chunk)
+            seen["copied" if fork.copied is not None else "nothing to copy"] += 1
+            return fork
+
+        def leave_out(self, prompt: SequenceState) -> None:
+            seen["left out", prompt.state] += len(self.joining(prompt))
+            super().leave_out(prompt)
 
         def reserve(self, sequence: SequenceState) -> bool:
             seen["early"] += sequence.planned_tokens == sequence.wake_at < self._wake_at_latest(sequence)
@@ -121,6 +133,8 @@ def test_every_part_of_the_space_is_visited() -> None:
     assert seen["distrusted"] > 10
     assert seen["found later"] > 5
     assert seen["early"] > 5
+    assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
+    assert min(seen["left out", state] for state in (State.ENDED, State.EVICTING, State.PAUSED)) > 0
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
@@ -278,6 +292,63 @@ class NobodyGivesWay(Resources):
         return short <= 0 and super().reserve(sequence)
 
 
+# ---- of forks ----
+
+
+class SharesTheLastBlock(Resources):
+    """An answer shares the block that its prompt ends in, where it will write."""
+
+    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+        fork = super().fork(prompt, answer, chunk)
+        if fork.copied is not None:
+            shared, own = fork.copied
+            answer.blocks[answer.blocks.index(own)] = shared
+            self.pool.share([shared])
+            self.pool.give_back([own])
+            self._write_blocks(answer, 0)
+        return replace(fork, copied=None)
+
+
+class CopiesNothing(Resources):
+    """An answer gets a block of its own for the one that its prompt ends in, with nothing in it."""
+
+    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+        return replace(super().fork(prompt, answer, chunk), copied=None)
+
+
+class ForksIntoThinAir(Planner):
+    """A step takes all answers along, whether there are rows for them or not."""
+
+    @property
+    def _row_free(self) -> bool:
+        return True
+
+
+class ForgetsWhoWaits(Resources):
+    """Answers for which there was no room wait for a prompt that is long over."""
+
+    def leave_out(self, prompt: SequenceState) -> None:
+        pass
+
+
+class TrustsItsPrompt(Resources):
+    """An answer takes the blocks of its prompt for sound before a token was drawn over them."""
+
+    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+        fork = super().fork(prompt, answer, chunk)
+        answer.borrowed = False
+        return fork
+
+
+class FencesNoFork(Resources):
+    """What a fork was given is free again before its step has landed."""
+
+    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+        fork = super().fork(prompt, answer, chunk)
+        answer.last_step = -1
+        return fork
+
+
 # ---- of mixed steps ----
 
 
@@ -360,6 +431,12 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (KeepsItsSlot, AccountingError),
         (TrustsBrokenBlocks, StillFound),
         (NobodyGivesWay, Hang),
+        (SharesTheLastBlock, WrongTokens),
+        (CopiesNothing, WrongTokens),
+        (ForksIntoThinAir, TooManyRows),
+        (ForgetsWhoWaits, Hang),
+        (TrustsItsPrompt, WrongTokens),
+        (FencesNoFork, WrongTokens),
         (WaitsForPrompts, BrokenRule),
         (ScoresBesideRows, BrokenRule),
         (SpendsOneMore, BrokenRule),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from launch.bench.load.client_process import ClientProcesses, ServerAddress
 from launch.bench.load.datasets import random_requests
 from launch.bench.load.generator import generate_load
 from launch.bench.load.journal import Journal
@@ -104,6 +105,34 @@ def test_a_server_is_measured_like_an_engine() -> None:
     assert sent | {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}} == sent
     assert len(sent["prompt"]) == 6
     assert not journal.samples
+
+
+def test_processes_that_ask_bring_back_the_same() -> None:
+    """Two of them, each with a share of the requests; times are those of this process's clock."""
+    requests = random_requests(9, 1, range(101, 200), 6, 4, 0.0)
+    with serving() as url:
+        Handler.refused = range(requests[4].prompt[0], requests[4].prompt[0] + 1)  # type: ignore[arg-type, operator]
+        refused = [one.prompt[0] in Handler.refused for one in requests]
+        with closing(ClientProcesses(2, ServerAddress(url, "/v1/completions", "tiny"))) as clients:
+            journal = generate_load(OpenAIBackend(clients, requests), [6] * 9, [0.0] * 9, 4)
+            processes = [child.process for child in clients._children]
+    assert [one.failed for one in journal.requests] == refused
+    for one in journal.requests:
+        if not one.failed:
+            assert one.sent < one.moments[0] <= one.ended == one.moments[-1] <= journal.ended
+            assert (one.reason, one.tokens, len(one.moments)) == ("length", 4, 4)
+        else:
+            assert "not this one" in one.error
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_what_was_asked_of_a_process_that_ends_has_failed() -> None:
+    requests = random_requests(2, 1, range(101, 200), 6, 4, 0.0)
+    with closing(ClientProcesses(1, ServerAddress("http://127.0.0.1:9", "/v1/completions", "tiny"))) as clients:
+        clients._children[0].process.kill()
+        clients._children[0].process.wait()
+        journal = generate_load(OpenAIBackend(clients, requests), [6] * 2, [0.0] * 2)
+    assert ["client process has ended" in one.error for one in journal.requests] == [True, True]
 
 
 def test_an_open_loop_waits_for_arrivals_beside_answers() -> None:

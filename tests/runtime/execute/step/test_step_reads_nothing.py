@@ -20,6 +20,7 @@ from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.registry import ARCHITECTURES
 from parallel.comm.collectives import SingleRank
+from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
@@ -153,11 +154,15 @@ def test_what_a_plan_changes() -> None:
         chunk_tokens_3T=integers(3, 10),
         chunk_rows_4R=integers(4, 2),
         scored_2S=integers(2, 4),
+        copied_blocks_2C=integers(2, 3),
     )
     pool = Parts(TINY | HYBRID).pool
+    copier = BlockCopier(pool.paged)
     with step():
-        apply_changes(changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64))
+        apply_changes(changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64), integers(2, 8))
         pool.reset(integers(3))
+        copier.copy(integers(2, 3))
+        pool.copy_slots([(1, 2), (1, 3)])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""KV blocks copied in Triton: one launch for all layers of one shape.
+
+Knows: where a block of a layer begins. Does not know: what is in it (words of 32 bits are copied as they are), whose
+it is; block_copy.py holds the torch reference.
+
+A plain launch, without programmatic dependent launch: what the step before it wrote has landed. See
+models/kernels/dependent_launch.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WORDS = 2048  # that a program copies at a time
+
+
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
+def _copy_kernel(addresses_ptr, sources_ptr, targets_ptr, blocks, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    pair, layer, half = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Triton knows nothing of an address that was an integer: without the hint it would copy word by word.
+    layer_ptr = tl.multiple_of(tl.load(addresses_ptr + layer).to(tl.pointer_type(tl.int32)), 16)
+    first = half.to(tl.int64) * blocks  # keys, or values
+    source_ptr = layer_ptr + (first + tl.load(sources_ptr + pair)) * WORDS
+    target_ptr = layer_ptr + (first + tl.load(targets_ptr + pair)) * WORDS
+    for start in range(0, WORDS, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        inside = word < WORDS
+        tl.store(target_ptr + word, tl.load(source_ptr + word, mask=inside), mask=inside)
+
+
+def copy_blocks(addresses_L: Tensor, pairs_2C: Tensor, blocks: int, words: int) -> None:
+    """See block_copy.BlockCopier.copy. addresses_L int64: of layers [2, blocks, words * 4 bytes], multiples of 16."""
+    grid = (pairs_2C.shape[1], len(addresses_L), 2)
+    _copy_kernel[grid](
+        addresses_L,
+        pairs_2C[0],
+        pairs_2C[1],
+        blocks,
+        WORDS=words,
+        BLOCK=min(_WORDS, triton.next_power_of_2(words)),
+        num_warps=4,
+    )

@@ -1,0 +1,150 @@
+"""Requests for several answers: the prompt is computed once, and each answer is the one that it would be alone.
+
+Every life is compared, bit for bit, with that of as many single requests with the same seeds over the serial engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.engine import Engine
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.request import Request
+from runtime.schedule.states import State
+from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
+from tests.runtime.engine.rig import VOCABULARY, request
+from tests.runtime.engine.tensor_ranks import tensor_rig
+
+DEPTHS = (0, 1, 2, 4)
+BUCKETS = (4, 8, 16, 24, 40, 64)
+MIXED = MixedSteps(BUCKETS, ((8, 10_000, 40),), long_prompt=100)
+WITHOUT_CHUNKS = 200  # tokens of a step, more than any prompt has
+
+
+def families() -> list[Request]:
+    """Several answers each: greedy, random, filtered, penalised, scored, stopped; prompts that end within a block of 8
+    and at the end of one, and one of a single token.
+    """
+    stops = tuple(range(0, VOCABULARY, 15))
+    return [
+        request(0, prompt(21, 0), n=3, temperature=1.0, max_tokens=12, logprobs=2),
+        request(10, prompt(16, 1), n=4, temperature=0.8, top_p=0.8, max_tokens=9, stops=stops),
+        request(20, prompt(37, 2), n=2, temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=14),
+        request(30, prompt(1, 3), n=5, temperature=1.5, max_tokens=3, logprobs=1),
+        request(40, prompt(26, 4), n=3, temperature=1.0, prompt_logprobs=2, max_tokens=7),
+        request(50, prompt(8, 5), n=3, max_tokens=1),
+        request(60, prompt(30, 6), n=2, temperature=1.0, top_k=20, min_p=0.01, min_tokens=4, max_tokens=9, stops=stops),
+    ]
+
+
+def alone(requests: list[Request], **limits: Any) -> Life:
+    """Each answer as a request of its own, with its own seed, and nothing shared."""
+    return oracle([answer for one in requests for answer in one.answers()], prefix_caching=False, **limits)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
+@pytest.mark.parametrize("chunk", [WITHOUT_CHUNKS, 11], ids=["whole", "chunks"])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.usefixtures("every_model")
+def test_answers_are_those_of_single_requests(depth: int, chunk: int, prefix_caching: bool) -> None:
+    limits: dict[str, Any] = {"max_prefill_tokens": chunk, "prefix_caching": prefix_caching}
+    requests = families()
+    forked = live(requests, depth=depth, rows=24, **limits)
+    same(forked, alone(requests))
+    assert forked.counters["forks"] == sum(one.sampling.n - 1 for one in requests)
+    assert forked.counters["prefill_tokens"] == sum(len(one.prompt_token_ids) for one in requests)
+    if depth:
+        unbroken(forked)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_where_steps_are_replayed_nothing_is_captured_or_allocated(depth: int) -> None:
+    requests = [one for one in families() if one.sampling.prompt_logprobs is None]  # their ring is made when one comes
+    rows = (1, 2, 4, 8, 24)
+    forked = live(requests, depth=depth, rows=24, buckets=rows, prefill_buckets=BUCKETS, mixed=MIXED)
+    same(forked, alone(requests))
+    assert forked.counters["graph_captures_after_warmup"] == sum(
+        n for name, n in forked.counters.items() if name.startswith("late_captures")
+    ), "kinds of sampling that nobody announced"
+    assert forked.counters["device_allocs_after_warmup"] == 0
+    replayed = [spec for spec in forked.specs if spec.plan.forks and spec.padded_tokens]
+    assert replayed
+    assert all(spec.bucket >= len(spec.plan.slots) and spec.padded_tokens >= len(spec.plan.slots) for spec in replayed)
+
+
+def test_a_step_may_have_more_rows_than_tokens() -> None:
+    """One token, 20 answers: the graph is the one for as many tokens as there are rows."""
+    requests = [request(0, prompt(1, 3), n=20, temperature=1.5, max_tokens=3, logprobs=1)]
+    forked = live(requests, depth=2, rows=24, buckets=(24,), prefill_buckets=BUCKETS, mixed=MIXED)
+    same(forked, alone(requests))
+    (spec,) = (spec for spec in forked.specs if spec.plan.forks)
+    assert (spec.plan.packed_tokens, len(spec.plan.slots), spec.padded_tokens, spec.bucket) == (1, 20, 24, 24)
+
+
+def test_eight_answers_to_1024_tokens_compute_1024_tokens() -> None:
+    requests = [request(0, prompt(1024, 1), n=8, temperature=1.0, max_tokens=4)]
+    limits: dict[str, Any] = {"max_model_len": 1100, "blocks": 400, "block_size": 16, "max_prefill_tokens": 300}
+    shape = {"max_position_embeddings": 2048}
+    forked = live(requests, depth=2, rows=8, shape=shape, **limits)
+    assert forked.counters["prefill_tokens"] == 1024
+    assert (forked.counters["forks"], forked.counters["forked_tokens"]) == (7, 7 * 1024)
+    assert len(set(forked.answers.values())) > 1, "each has its own seed"
+    assert forked.counters["prefix_waits"] == 0, "nobody waits for blocks"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
+def test_with_little_room_as_many_fork_as_fit(depth: int, prefix_caching: bool) -> None:
+    """Rows for three and blocks for a few: the others come later, evictions and all."""
+    requests = families()
+    forked = live(requests, depth=depth, rows=3, blocks=22, prefix_caching=prefix_caching)
+    same(forked, alone(requests))
+    assert 0 < forked.counters["forks"] < sum(one.sampling.n - 1 for one in requests)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("victim", [0, 2], ids=["whose row the prompt has", "another"])
+@pytest.mark.parametrize("turn", [1, 3, 6])
+def test_one_answer_may_be_cancelled_at_any_time(turn: int, victim: int, depth: int) -> None:
+    """In turn 1 and 3 the prompt is being computed, in turn 6 all answers are running."""
+    requests = [request(0, prompt(37, 2), n=4, temperature=1.0, max_tokens=12, logprobs=1)]
+    states: list[State] = []
+
+    def act(engine: Engine, now: int) -> None:
+        if now == turn:
+            states.append(engine.scheduler.resources.sequences[victim].state)
+            engine.cancel(victim)
+
+    forked = live(requests, act, depth=depth, max_prefill_tokens=8)
+    begun = State.DECODE if turn == 6 else State.JOINING if victim else State.PREFILL
+    assert states == [begun]
+    same(forked, alone(requests), but=[victim])
+    assert forked.counters["forks"] == (3 if turn == 6 or victim == 0 else 2) - (turn < 6 and victim == 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_paused_answer_comes_by_itself(depth: int) -> None:
+    requests = [request(0, prompt(37, 2), n=4, temperature=1.0, max_tokens=12)]
+
+    def act(engine: Engine, now: int) -> None:
+        if now == 1:
+            engine.pause(0)
+            engine.pause(2)
+        elif now == 9:
+            engine.resume(0)
+            engine.resume(2)
+
+    forked = live(requests, act, depth=depth, max_prefill_tokens=8)
+    same(forked, alone(requests))
+    assert forked.counters["forks"] == 2
+
+
+def test_every_rank_of_a_group_forks() -> None:
+    requests = families()
+    forked = live(
+        requests, depth=2, over=lambda **limits: tensor_rig(2, **limits), prefill_buckets=BUCKETS, mixed=MIXED
+    )
+    same(forked, alone(requests))
+    assert forked.counters["forks"] > 5
