@@ -443,6 +443,18 @@ def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
     run(body, ServedFake(fail=fails))
 
 
+def test_a_probe_does_not_wait_for_requests_that_came_before_it() -> None:
+    async def body(client: Client) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 2, "n": 2, "ignore_eos": True}
+        asked = [asyncio.ensure_future(client.post("/v1/completions", {**body, "seed": i})) for i in range(40)]
+        probed = asyncio.ensure_future(client.get("/health"))
+        assert (await probed).status == 200
+        assert client.engine.live < 40, "most of the requests were not looked at yet"
+        assert {(await one).status for one in asked} == {200}
+
+    run(body)
+
+
 def test_what_the_scheduler_refuses_is_told_before_a_stream_begins() -> None:
     async def body(client: Client) -> None:
         reply = await client.post("/v1/completions", {"prompt": PROMPT, "stream": True})
