@@ -284,12 +284,20 @@ class ServeApp:
 
     # ---- probes ----
 
+    async def _trouble(self) -> str | None:
+        """Of the engine. What this process may have been too busy to read, it reads first."""
+        for _ in range(2):
+            if self.engine.health().trouble is None:
+                return None
+            await asyncio.sleep(0)
+        return self.engine.health().trouble
+
     async def _health(self, request: Request) -> Response:
-        trouble = self.engine.health().trouble
+        trouble = await self._trouble()
         return _json({"status": "ok"}) if trouble is None else _unwell(trouble)
 
     async def _ready(self, request: Request) -> Response:
-        engine, trouble = self.engine, self.engine.health().trouble
+        engine, trouble = self.engine, await self._trouble()
         if trouble is None and engine.draining:
             trouble = "draining"
         if trouble is None and engine.stats is not None and engine.stats.full:

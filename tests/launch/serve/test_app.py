@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -346,6 +347,18 @@ def test_health_is_progress_and_metrics_answer_while_it_is_missing() -> None:
         await client.until(lambda: "rank 1" in (client.engine.health().trouble or ""))
         client.fake.silent = ()
         await client.until(lambda: client.engine.health().trouble is None)
+
+    run(body)
+
+
+def test_a_process_that_was_busy_does_not_take_its_own_silence_for_the_engine_s() -> None:
+    async def body(client: Client) -> None:
+        assert (await client.get("/health")).status == 200
+        assert client.engine.ready is not None
+        client.engine.ready = replace_limit(client.engine.ready, 3.0)
+        time.sleep(2.5)  # nothing is read meanwhile; beats come twice a second
+        assert "rank 0 has said nothing" in (client.engine.health().trouble or "")
+        assert (await client.get("/health")).status == 200
 
     run(body)
 
