@@ -71,7 +71,8 @@ test-long: $(STAMP)  ## more seeds, sizes and models of what `make test` has, bu
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not slurm and not gpu and not multigpu'
 
 test-serve: $(STAMP)  ## the server under 50,000 requests, 50,000 clients that leave, 20,000 broken requests, 10,000 at once
-	$(BIN)/python -m tests.launch.serve.soak --requests 50000 --aborts 50000 --malformed 20000 --overload 10000 --max-queued 500
+	$(BIN)/python -m tests.launch.serve.soak --requests 50000 --aborts 50000 --malformed 20000 --max-queued 500
+	$(BIN)/python -m tests.launch.serve.soak --overload 1200 --answers 12 --max-queued 10000
 	$(BIN)/python -m tests.launch.serve.soak --engine real --traces 300 --aborts 5000 --overload 2000 --num-blocks 160
 
 test-clients: $(STAMP)  ## real clients and load tools against the server, each in a venv of its own; needs a package index

@@ -191,6 +191,6 @@ def add_serve_options(add: OptionAdder) -> None:
     add.value("--endpoint", "--base-url: path of the completions endpoint", "path", str)
     text = "--base-url: the model's name in requests"
     add.value("--served-model-name", text, "name", str, "the server's first")
-    text = "--base-url: processes that ask the server and take times; one carries some 10,000 events/s"
+    text = "--base-url: processes that ask the server and take times; one spends some 30 us on an event"
     add.value("--client-processes", text, "processes", bounded(whole_number, 0, 64), "0: a thread of this one")
     add.value("--label", "--base-url: what results call the server", "name", str, "openai")

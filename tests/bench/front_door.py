@@ -9,12 +9,13 @@ measured (`launch bench serve`).
 
 Weights are random ones. A shape has no tokenizer, and text is part of what a door costs: one is made, of as many tokens
 as the shape has. OUT gets the files of all runs and front_door.json; the table goes to standard output. Beside it
-stands processor time an event, of rank 0's process and of all API processes.
+stands processor time an event, of rank 0's process and of all API processes, and how long /health took meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import random
@@ -22,11 +23,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_RATE, MOST_ITL_MS, MOST_TTFT_MS = 0.97, 1.5, 2.0
@@ -122,6 +125,29 @@ def server(model: Path, out: Path, options: Sequence[str]) -> Iterator[tuple[str
             process.kill()
 
 
+@contextmanager
+def probing(url: str) -> Iterator[list[float]]:
+    """Asks for /health twenty times a second, over one connection; the milliseconds that each took."""
+    parts, over, times = urlsplit(url), threading.Event(), list[float]()
+
+    def probe() -> None:
+        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+            while not over.wait(0.05):
+                began = time.perf_counter()
+                connection.request("GET", "/health")
+                response = connection.getresponse()
+                response.read()
+                times.append(1e3 * (time.perf_counter() - began) if response.status == 200 else float("inf"))
+
+    thread = threading.Thread(target=probe, name="probe")
+    thread.start()
+    try:
+        yield times
+    finally:
+        over.set()
+        thread.join()
+
+
 def compared(inside: dict[str, Any], outside: dict[str, Any]) -> dict[str, Any]:
     """One point: the server's figures beside the engine's, and whether each rule holds."""
     names = ("output_throughput", "p99_itl_ms", "median_itl_ms", "median_ttft_ms", "p99_ttft_ms")
@@ -155,7 +181,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             doors = api_processes(pid)
             before = [processor_seconds(one) for one in (pid, *doors)]
             further = ["--base-url", url, "--client-processes", str(arguments.client_processes)]
-            outside = bench(arguments, model, out / f"server-{processes}", *further)
+            with probing(url) as times:
+                outside = bench(arguments, model, out / f"server-{processes}", *further)
             spent = [processor_seconds(one) - was for one, was in zip((pid, *doors), before, strict=True)]
         events = sum(point["total_output_tokens"] for point in outside.values())
         costs = {"rank 0": 1e6 * spent[0] / events, "API processes": 1e6 * sum(spent[1:]) / events}
@@ -163,6 +190,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             row = compared(inside[label], outside[label])
             told["points"].append({"concurrency": int(label[1:]), "api_processes": processes, **row})
         told[f"us_per_event{{{processes}}}"] = costs
+        ranked = sorted(times) or [float("nan")]
+        places = {"median": len(ranked) // 2, "p99": int(0.99 * len(ranked)), "longest": len(ranked) - 1}
+        told[f"health_ms{{{processes}}}"] = {name: ranked[place] for name, place in places.items()}
     (out / "front_door.json").write_text(json.dumps(told, indent=1))
     return told
 
@@ -181,7 +211,7 @@ def table(told: dict[str, Any]) -> str:
             f"| {row['ttft_p50_more_ms']:+.2f} | {holds} |"
         )
     for name, costs in told.items():
-        if name.startswith("us_per_event"):
+        if name.startswith(("us_per_event", "health_ms")):
             lines.append(f"{name}: " + ", ".join(f"{who} {cost:.1f}" for who, cost in costs.items()))
     return "\n".join(lines)
 

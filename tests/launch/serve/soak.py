@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE = 60.0
+PATIENCE = 180.0
 PROBE = {"prompt": [5, 6, 7, 8], "max_tokens": 24, "seed": 11, "temperature": 0.0}
 MOST_GROWTH_KIB = 1024  # RSS of each process, for 10,000 requests
 FREE_GROWTH_KIB = 16 << 10  # of a process that warms up: caches, arenas

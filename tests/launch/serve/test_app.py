@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -350,6 +351,18 @@ def test_health_is_progress_and_metrics_answer_while_it_is_missing() -> None:
     run(body)
 
 
+def test_a_process_that_was_busy_does_not_take_its_own_silence_for_the_engine_s() -> None:
+    async def body(client: Client) -> None:
+        assert (await client.get("/health")).status == 200
+        assert client.engine.ready is not None
+        client.engine.ready = replace_limit(client.engine.ready, 3.0)
+        time.sleep(2.5)  # nothing is read meanwhile; beats come twice a second
+        assert "rank 0 has said nothing" in (client.engine.health().trouble or "")
+        assert (await client.get("/health")).status == 200
+
+    run(body)
+
+
 def replace_limit(ready: Any, limit: float) -> Any:
     fields = {name: getattr(ready, name) for name in ready.__struct_fields__}
     return type(ready)(**{**fields, "limit": limit})
@@ -441,6 +454,18 @@ def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
         assert (await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})).status == 200
 
     run(body, ServedFake(fail=fails))
+
+
+def test_a_probe_does_not_wait_for_requests_that_came_before_it() -> None:
+    async def body(client: Client) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 2, "n": 2, "ignore_eos": True}
+        asked = [asyncio.ensure_future(client.post("/v1/completions", {**body, "seed": i})) for i in range(40)]
+        probed = asyncio.ensure_future(client.get("/health"))
+        assert (await probed).status == 200
+        assert client.engine.live < 40, "most of the requests were not looked at yet"
+        assert {(await one).status for one in asked} == {200}
+
+    run(body)
 
 
 def test_what_the_scheduler_refuses_is_told_before_a_stream_begins() -> None:
