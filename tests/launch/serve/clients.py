@@ -115,13 +115,50 @@ with tempfile.TemporaryDirectory() as folder:
             "--artifact-dir", folder, *extra], check=True)
 """
 
+VLLM = """
+import json, os, pathlib, subprocess, sys, tempfile
+os.environ["HF_HUB_OFFLINE"] = "1"
+with tempfile.TemporaryDirectory() as folder:
+    for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+        subprocess.run([str(pathlib.Path(sys.executable).with_name("vllm")), "bench", "serve", "--backend", backend,
+            "--base-url", URL, "--endpoint", path, "--model", "demo", "--tokenizer", "MODEL",
+            "--dataset-name", "random", "--random-input-len", "20", "--random-output-len", "32", "--ignore-eos",
+            "--num-prompts", "24", "--max-concurrency", "8", "--save-result", "--save-detailed",
+            "--result-dir", folder, "--result-filename", backend + ".json"], check=True)
+        found = json.loads(pathlib.Path(folder, backend + ".json").read_text())
+        assert (found["completed"], found.get("failed", 0)) == (24, 0), found
+        assert found["total_output_tokens"] == 24 * 32, found["total_output_tokens"]
+        assert [len(gaps) for gaps in found["itls"]] == [31] * 24, [len(gaps) for gaps in found["itls"]]
+        assert all(gap >= 0 for gaps in found["itls"] for gap in gaps)
+        print(backend, {key: found[key] for key in ("mean_ttft_ms", "mean_itl_ms", "output_throughput")})
+"""
+SGLANG = """
+import json, os, pathlib, subprocess, sys, tempfile
+os.environ["HF_HUB_OFFLINE"] = "1"
+with tempfile.TemporaryDirectory() as folder:
+    for backend in ("sglang-oai", "sglang-oai-chat", "vllm"):
+        out = folder + "/" + backend + ".jsonl"
+        subprocess.run([sys.executable, "-m", "sglang.benchmark.serving", "--backend", backend, "--base-url", URL,
+            "--model", "demo", "--tokenizer", "MODEL", "--dataset-name", "random-ids", "--random-input-len", "20",
+            "--random-output-len", "32", "--random-range-ratio", "1", "--num-prompts", "24", "--max-concurrency", "8",
+            "--output-file", out, "--output-details"], check=True)
+        found = json.loads(pathlib.Path(out).read_text().splitlines()[-1])
+        assert found["completed"] == 24, found
+        assert found["total_output_tokens"] == 24 * 32, found["total_output_tokens"]
+        print(backend, {key: found[key] for key in ("mean_ttft_ms", "mean_itl_ms", "output_throughput")})
+"""
+
 
 @dataclass(frozen=True)
 class RealClient:
-    """``script`` is run by the venv's Python after ``URL = ...``, with MODEL replaced by the model's folder."""
+    """``script`` is run by the venv's Python after ``URL = ...``, with MODEL replaced by the model's folder.
+
+    ``alone`` are packages that are installed without what they require: load tools that come with an engine.
+    """
 
     packages: tuple[str, ...]
     script: str
+    alone: tuple[str, ...] = ()
 
 
 CLIENTS = {
@@ -132,6 +169,16 @@ CLIENTS = {
     "lmeval": RealClient(("lm-eval[api]==0.4.13", "transformers"), LM_EVAL),
     "guidellm": RealClient(("torch", "guidellm==0.8.1"), GUIDELLM),
     "aiperf": RealClient(("aiperf==0.13.0",), AIPERF),
+    "vllm": RealClient(
+        (
+            *("torch==2.13.0", "numpy", "transformers", "regex", "cachetools", "psutil", "aiohttp", "tqdm", "pydantic"),
+            *("msgspec", "cloudpickle", "pyyaml", "pillow", "pybase64", "requests", "openai<3", "fastapi", "pyzmq"),
+            *("prometheus_client", "einops", "blake3", "cbor2", "py-cpuinfo", "openai-harmony", "uvloop", "llguidance"),
+            *("xgrammar", "uvicorn", "watchfiles", "partial-json-parser", "model-hosting-container-standards"),
+        ),
+        VLLM,
+        ("vllm==0.25.1",),
+    ),
 }
 
 
@@ -143,6 +190,8 @@ def venv(folder: Path, client: RealClient) -> Path:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         subprocess.run([str(python), "-m", "pip", "install", "-q", *client.packages], check=True)
+        if client.alone:
+            subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *client.alone], check=True)
         done.touch()
     return python
 

@@ -8,6 +8,7 @@ to one request. Does not know: how the server works.
     --malformed N    broken HTTP and broken bodies: none may be a 500, and none may cost a neighbour a token
     --overload N     at once, more than the queue holds: each ends with 200 or 503
     --traces N       of requests that arrive together, each of which gets the same tokens alone
+    --answers N     of each of the requests that come at once (n)
     --num-blocks N   KV blocks of the real engine: fewer than the requests need
     --engine real    models/demo on the CPU instead of an engine without a model
 """
@@ -28,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,18 +275,49 @@ async def malformed(target: Target, count: int, seed: int, workers: int = 16) ->
     return outcomes
 
 
-async def overload(target: Target, count: int, seed: int) -> Counter[str]:
-    """At once: each ends, with its answer or a 503 that says when to come again."""
+async def overload(target: Target, count: int, seed: int, answers: int = 1) -> Counter[str]:
+    """At once: each ends, with its answer or a 503 that says when to come again. ``answers``: n of each request.
+
+    A probe goes on asking for /health meanwhile, over one connection; outcomes has its times, in microseconds, and the
+    most that were seen waiting.
+    """
     outcomes: Counter[str] = Counter()
     gate = asyncio.Semaphore(1000)  # connections
+    over = asyncio.Event()
+    times: list[float] = []
 
     async def one(number: int) -> None:
+        body = asked(random.Random(f"{seed}/{number}/over"))
         async with gate:
-            status, body = await target.ask("/v1/completions", asked(random.Random(f"{seed}/{number}/over")))
+            status, said = await target.ask("/v1/completions", body if answers == 1 else {**body, "n": answers})
         outcomes[str(status)] += 1
-        assert status in (200, 503), body
+        assert status in (200, 503), said
 
+    async def probe() -> None:
+        reader, writer = await target.connect()
+        while not over.is_set():
+            began = time.perf_counter()
+            writer.write(request("/health"))
+            status, said = await asyncio.wait_for(reply(reader), PATIENCE)
+            times.append(time.perf_counter() - began)
+            assert status == 200, said
+            await asyncio.sleep(0.02)
+        writer.close()
+
+    async def look() -> None:
+        while not over.is_set():
+            page = (await target.ask("/metrics"))[1].decode()
+            line = next(line for line in page.splitlines() if line.startswith("vllm:num_requests_waiting{"))
+            outcomes["most waiting"] = max(outcomes["most waiting"], int(float(line.rpartition(" ")[2])))
+            await asyncio.sleep(0.3)
+
+    beside = [asyncio.ensure_future(probe()), asyncio.ensure_future(look())]
     await asyncio.gather(*(one(number) for number in range(count)))
+    over.set()
+    await asyncio.gather(*beside)
+    for name, at in (("median", len(times) // 2), ("p99", int(len(times) * 0.99)), ("longest", len(times) - 1)):
+        outcomes[f"probe, {name} us"] = round(1e6 * sorted(times)[at])
+    outcomes["probes"] = len(times)
     return outcomes
 
 
@@ -366,7 +399,7 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
         "requests": (requests, arguments.requests),
         "aborts": (aborts, arguments.aborts),
         "malformed": (malformed, arguments.malformed),
-        "overload": (overload, arguments.overload),
+        "overload": (partial(overload, answers=arguments.answers), arguments.overload),
         "traces": (traces, arguments.traces),
     }
     told: dict[str, Any] = {}
@@ -381,6 +414,9 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, (part, count) in parts.items():
             if not count:
                 continue
+            if name == "overload":  # what a peak takes is kept for the next one: that must not grow
+                await part(server, count, arguments.seed + 1)
+                await server.at_rest()
             before = {who: Footprint.of(pid) for who, pid in server.pids.items()}
             began = time.monotonic()
             outcomes = await part(server, count, arguments.seed)
@@ -409,6 +445,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-queued", type=int, default=4096)
     parser.add_argument("--num-blocks", type=int)
+    parser.add_argument("--answers", type=int, default=1)
     parser.add_argument("--engine", choices=("fake", "real"), default="fake")
     return parser.parse_args(words)
 
