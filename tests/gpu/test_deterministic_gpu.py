@@ -173,7 +173,7 @@ def test_rows(kernels: DeterministicKernels) -> None:
 
 
 def test_products_in_float32(kernels: DeterministicKernels) -> None:
-    """Without tensor cores, in tiles of 16 and of 64 tokens."""
+    """Without tensor cores, in tiles of 16 and of 32 tokens."""
     x, weight = torch.randn(200, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
     together = kernels.linear(x, weight)
     torch.testing.assert_close(together, x @ weight.T, atol=1e-2, rtol=1e-4)

@@ -62,7 +62,7 @@ def segments_of(weight_rows: int, inner: int) -> int:
 def tile_for(tokens: int, segments: int, dtype: torch.dtype) -> Tile:
     """The tile of a launch. Its choice changes no sum (tests/gpu/test_deterministic_gpu.py)."""
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
-        return Tile(16 if tokens <= 16 else 64, 64, 32, 3, 4)
+        return Tile(16 if tokens <= 16 else 32, 64, 32, 3, 4)
     if tokens <= 64:
         return Tile(16 if tokens <= 16 else 32 if tokens <= 32 else 64, _TILE_ROWS, 128, 3, 4)
     if tokens <= 128:  # two programs a multiprocessor
