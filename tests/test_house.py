@@ -45,7 +45,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "runtime": (
         ("runtime/build.py",),
-        ("runtime/step_budget.py",),
+        ("runtime/step_budget.py", "runtime/chain_depth.py"),
         ("runtime/engine.py",),
         ("runtime/counters.py", "runtime/frontend"),
         ("runtime/groups",),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from launch.bench.anatomy import anatomy
 from launch.bench.control import compare
+from launch.bench.flips import flips
 from launch.bench.latency import latency
 from launch.bench.options import BenchCommand, BenchOptions, Subcommand
 from launch.bench.serve import DrawLoad, serve
@@ -44,5 +45,7 @@ def run(
     options = command.options
     if command.subcommand == "control":
         return control(options)
+    if command.subcommand == "flips":
+        return flips(*options.results)
     session = open_session(command, environ, open_engine)
     return serve(session, draw) if command.subcommand == "serve" else MEASUREMENTS[command.subcommand](session)

@@ -18,8 +18,8 @@ from launch.engine_options import add_engine_options
 from launch.values import at_least_one, counts, number, whole_number
 from runtime.config import EngineConfig
 
-Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "plot"]
-WITHOUT_ENGINE = ("control", "plot")
+Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "flips", "plot"]
+WITHOUT_ENGINE = ("control", "flips", "plot")
 
 H200_BYTES_PER_S = 4.29e12  # read bandwidth as measured, not the data sheet's 4.8e12
 H200_FLOP_PER_S = 790e12  # dense bfloat16, as measured
@@ -175,6 +175,12 @@ def _roofline_options(add: OptionAdder) -> None:
     add.value("--flop-per-s", "compute rate of a device for the roofline", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
 
 
+def _flips_options(add: OptionAdder) -> None:
+    add.parser.add_argument(
+        "results", nargs=2, type=Path, metavar="FILE", help="answers of generate in the simple form (required) [file]"
+    )
+
+
 def _plot_options(add: OptionAdder) -> None:
     add.parser.add_argument(
         "results",
@@ -229,6 +235,13 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[OptionAdder], None], str, str], 
         "time for ranks to agree on a few integers",
         "The control plane over each of its transports against gloo, and NCCL where each rank has a GPU, in one run. "
         "Ranks are processes of this machine; no model is loaded.",
+    ),
+    (
+        "flips",
+        _flips_options,
+        "compare the answers of two configurations token by token",
+        "Two output files of `generate` over the same input: first differences in 1,000 tokens, both tokens with their "
+        'log-probabilities (ask for "logprobs": 20), and log-probabilities that differ in any bit. No model is loaded.',
     ),
     (
         "plot",

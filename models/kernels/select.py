@@ -48,7 +48,7 @@ def select_kernels(
     if deterministic:
         from models.kernels.deterministic import DeterministicKernels
 
-        return DeterministicKernels(device)
+        return DeterministicKernels(device, depth=depth)
     kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer, depth=depth)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels

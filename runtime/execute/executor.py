@@ -112,7 +112,7 @@ class Executor:
         if self._config.exchanges:
             self.prefill.warm_up()
             if self.prefill.graphs.buckets:
-                self.decode.exchanges = (0,)
+                self.decode.widens = False
         self.decode.warm_up()
         for role in further_roles:
             role.warm_up()

@@ -126,7 +126,7 @@ class LaunchResolver:
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
             return LaunchNeeds(decode_bucket=_rung(self._ladders.decode, len(plan.slots)), variant=variant)
-        return LaunchNeeds(prefill_tokens=plan.packed_tokens, variant=variant)
+        return LaunchNeeds(prefill_tokens=_tokens(plan), variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
         """The launch of ``plan``, whose ``needs`` were ``agreed`` with the other groups, where there are some.
@@ -158,8 +158,7 @@ class LaunchResolver:
         if plan.kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
             return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket)
-        rows = len(plan.slots)
-        tokens = max(plan.packed_tokens, rows)  # rows of forks have none, and a graph has no more rows than tokens
+        tokens, rows = _tokens(plan), len(plan.slots)
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
             return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket)
         padded = _rung(ladders.prefill, tokens)
@@ -187,6 +186,11 @@ class LaunchResolver:
             for slot in plan.slots:
                 self._row_variant |= self._slot_variants[slot]
         return self._row_variant
+
+
+def _tokens(plan: StepPlan) -> int:
+    """That a step with chunks is launched for: as many as rows at least. Those of forks have none of their own."""
+    return max(plan.packed_tokens, len(plan.slots))
 
 
 def worth_splitting(plan: StepPlan) -> bool:

@@ -123,6 +123,7 @@ class SchedulerConfig:
     ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
     run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
     decode. ``max_waiting``: requests that may queue.
+    Raises ValueError for widths outside 1 to ``limits.width``, and for mixed buckets that all decode rows would fill.
     """
 
     limits: StepLimits

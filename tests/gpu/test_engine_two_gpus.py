@@ -33,7 +33,7 @@ def test_both_ranks_with_the_symmetric_all_reduce(symmetric: list[Found]) -> Non
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
 def test_both_ranks_with_nccl(tmp_path: Path) -> None:
-    assert len(both_ranks(tmp_path, "cuda", symmetric=False)) == RANKS
+    assert len(both_ranks(tmp_path, "cuda", symmetric=False, mixed_steps=True)) == RANKS
 
 
 @pytest.mark.multigpu

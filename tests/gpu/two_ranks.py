@@ -59,6 +59,7 @@ class Job:
     device: Device
     depth: int = 2
     symmetric: bool = True
+    mixed_steps: bool = False
     port: int = 0
 
     @property
@@ -67,8 +68,8 @@ class Job:
         return STEADY if self.device == "cuda" else BLOCK
 
     def config(self) -> EngineConfig:
-        """One decode bucket: bfloat16 products round by their number of rows, and depths differ in that. No prefix is
-        cached, so that a batch that comes again takes the same steps."""
+        """One decode bucket: bfloat16 products round by their number of rows, and depths differ in that, and in what
+        a mixed step holds. No prefix is cached, so that a batch that comes again takes the same steps."""
         return EngineConfig(
             model=str(self.folder / "model"),
             load_format="dummy",
@@ -82,6 +83,7 @@ class Job:
             max_model_len=LENGTH,
             max_prefill_tokens=64,
             prefix_caching=False,
+            mixed_steps=self.mixed_steps,
             prefill_attention="flashinfer",  # named, so that jobs which are compared run the same kernel
             chain_depth=self.depth,
             symmetric_all_reduce=self.symmetric,
@@ -90,7 +92,9 @@ class Job:
         )
 
 
-def both_ranks(folder: Path, device: Device, *, depth: int = 2, symmetric: bool = True) -> list[Found]:
+def both_ranks(
+    folder: Path, device: Device, *, depth: int = 2, symmetric: bool = True, mixed_steps: bool = False
+) -> list[Found]:
     """What each rank found, by rank; a rank that fails or finds something wrong raises here."""
     (folder / "model").mkdir(parents=True)
     shape = {**TINY, **(SHAPE if device == "cuda" else {}), "max_position_embeddings": LENGTH}
@@ -98,7 +102,7 @@ def both_ranks(folder: Path, device: Device, *, depth: int = 2, symmetric: bool 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    job = Job(folder, device, depth, symmetric, port)
+    job = Job(folder, device, depth, symmetric, mixed_steps, port)
     spawn(_rank, args=(job,), nprocs=RANKS)
     found: list[Found] = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     assert [one["rank"] for one in found] == [*range(RANKS)]
@@ -213,7 +217,7 @@ def check(found: Found, job: Job) -> None:
         "only block boundaries send anything"
     )
     assert grown["device_allocs_after_warmup"] == 0
-    assert mixed["grown"]["prefill_steps"] > 0
+    assert mixed["grown"]["mixed_steps" if job.mixed_steps else "prefill_steps"] > 0
     assert mixed["grown"]["decode_steps"] > 0
     assert steady["grown"]["graph_captures_after_warmup"] == mixed["grown"]["graph_captures_after_warmup"] == 0
     assert found["unsynchronised_steps"] >= mixed["grown"]["steps"], "the last batch was not run"

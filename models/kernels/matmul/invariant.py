@@ -28,7 +28,8 @@ from models.kernels.dependent_launch import prefetch_to_l2
 BATCH_INVARIANT = True
 COUNTERS = 8192  # tiles that a launch may have where segments are programs
 _TILE_ROWS = 64  # weight rows of a tile where segments are programs
-_ENOUGH = 3 * 132  # programs that read a weight at full rate on an H200; fixed, so that bits do not depend on the GPU
+_MULTIPROCESSORS = 132  # of an H200; a constant, so that bits do not depend on the GPU
+_ENOUGH = 3 * _MULTIPROCESSORS  # programs that read a weight at full rate
 _MOST_SEGMENTS = 8
 _LEAST_STEPS = 4  # of 128 columns in a segment
 _STEP = 128  # columns; a segment is a multiple
@@ -61,12 +62,44 @@ def segments_of(weight_rows: int, inner: int) -> int:
 def tile_for(tokens: int, segments: int, dtype: torch.dtype) -> Tile:
     """The tile of a launch. Its choice changes no sum (tests/gpu/test_deterministic_gpu.py)."""
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
-        return Tile(16 if tokens <= 16 else 64, 64, 32, 3, 4)
+        return Tile(16 if tokens <= 16 else 32, 64, 32, 3, 4)
     if tokens <= 64:
         return Tile(16 if tokens <= 16 else 32 if tokens <= 32 else 64, _TILE_ROWS, 128, 3, 4)
-    if tokens <= 128 or segments > 1:  # two accumulators of 256 rows would spill
+    if tokens <= 128:  # two programs a multiprocessor
+        return Tile(128, 128, 64, 3, 8)
+    if segments > 1:  # two accumulators of 256 rows would spill
         return Tile(128, 128, 128, 3, 8)
     return Tile(128, 256, 64, 4, 8)
+
+
+@triton.jit
+def _segment(
+    weights,  # [BLOCK_O, BLOCK_K] pointers to the tile's first columns
+    inputs,  # [BLOCK_M, BLOCK_K]
+    row_mask,
+    begin,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sum over columns [begin, begin + LENGTH), [BLOCK_O, BLOCK_M]: one accumulator in ascending order."""
+    whole: tl.constexpr = LENGTH % BLOCK_K == 0
+    cols = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+    for start in tl.range(begin, begin + LENGTH, BLOCK_K, num_stages=STAGES):
+        if whole:
+            w = tl.load(weights + start)
+            x = tl.load(inputs + start, mask=row_mask, other=0.0)
+        else:
+            there = (start + cols < K)[None, :]
+            w = tl.load(weights + start, mask=there, other=0.0)
+            x = tl.load(inputs + start, mask=row_mask & there, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])  # any number of rows runs the code of its tile
@@ -95,7 +128,6 @@ def _invariant_linear_kernel(
 ):
     width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
     length: tl.constexpr = (K + SEGMENTS - 1) // SEGMENTS
-    whole: tl.constexpr = length % BLOCK_K == 0
     tiles = (outputs + width - 1) // width
     blocks = (M + BLOCK_M - 1) // BLOCK_M
     # TOGETHER tiles of tokens use a tile of weights one after the other: all but the first find it in L2.
@@ -116,29 +148,24 @@ def _invariant_linear_kernel(
     inputs = x_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
     row_mask = (rows < M)[:, None]
     segment = 0
-    end = SEGMENTS
     if APART:
         segment = tl.program_id(1)
-        end = segment + 1
     if PDL:
         if PREFETCH > 0:
             lines = segment * length + tl.arange(0, PREFETCH // 64) * 64  # 64 16-bit elements: one 128-byte line
             prefetch_to_l2(weight_ptr + weight_rows.to(tl.int64)[:, None] * K + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
-    total = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
-    for part in tl.range(segment, end, num_stages=1, disable_licm=True):
-        acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
-        for start in tl.range(part * length, part * length + length, BLOCK_K, num_stages=STAGES):
-            if whole:
-                w = tl.load(weights + start)
-                x = tl.load(inputs + start, mask=row_mask, other=0.0)
-            else:
-                there = (start + cols < K)[None, :]
-                w = tl.load(weights + start, mask=there, other=0.0)
-                x = tl.load(inputs + start, mask=row_mask & there, other=0.0)
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-        total += acc
+    if APART or SEGMENTS == 1:
+        total = _segment(
+            weights, inputs, row_mask, segment * length, K, length, BLOCK_M, BLOCK_O, BLOCK_K, STAGES, PRECISION
+        )
+    else:
+        total = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+        for part in tl.range(0, SEGMENTS, num_stages=1, disable_licm=True):
+            total += _segment(
+                weights, inputs, row_mask, part * length, K, length, BLOCK_M, BLOCK_O, BLOCK_K, STAGES, PRECISION
+            )
 
     last = True
     if APART:
@@ -199,8 +226,8 @@ def linear(
     width = tile.weights // (2 if gate_up else 1)
     tiles = triton.cdiv(outputs, width) * triton.cdiv(rows, tile.tokens)
     fits = segments * tiles * tile.weights * tile.tokens <= partial.numel() and tiles <= counters.numel()
-    if apart is None:
-        apart = tiles * segments <= 2 * _ENOUGH
+    if apart is None:  # many tokens fill the GPU with tiles alone, and write no sums
+        apart = rows <= 64 or tiles < _MULTIPROCESSORS
     apart = apart and segments > 1 and fits
     prefetch = min(256, inner // segments // 64 * 64) if apart or rows <= 64 else 0
     _invariant_linear_kernel[(tiles, segments if apart else 1)](

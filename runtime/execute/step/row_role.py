@@ -26,7 +26,7 @@ class RowRole(ABC):
         self.name = name
         self.width = width
         self._parts = parts
-        self.exchanges = parts.config.exchanges  # rows for which each bucket is captured, besides its own
+        self.widens = True  # each bucket is captured for the exchanges of steps with chunks, too
         maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers)
 
@@ -61,7 +61,9 @@ class RowRole(ABC):
         self._parts.ring.undo()
 
     def warm_up(self) -> None:
-        self.graphs.warm_up(self._parts.config.warm_variants, self.exchanges)
+        config = self._parts.config
+        exchanges = config.exchanges if self.widens else (0,)  # none that is wider than a bucket
+        self.graphs.warm_up(config.warm_variants, exchanges)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -62,7 +62,8 @@ class Cluster:
         self._slurm.add_program("lockstride-python", _PYTHON.format(python=sys.executable, fake=fake))
         self._slurm.add_program("srun", _SRUN)
         fake_point = {"FAKE_JOURNAL": str(journal_of(self.out)), "FAKE_POINT_SECONDS": str(POINT_SECONDS)}
-        self._environment = {**os.environ, **self._slurm.environ, **fake_point, "PYTHONPATH": str(ROOT)}
+        own = {"PYTHONPATH": str(ROOT), "LOCKSTRIDE_LOGS": str(folder / "slurm-logs")}
+        self._environment = {**os.environ, **self._slurm.environ, **fake_point, **own}
 
     def pending(self) -> list[tuple[str, int]]:
         """Array and number of each task that has not been started, or is to start again."""

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launch.__main__ import main
 from launch.bench.options import BenchOptions
 from launch.report.rows import read_report
 from launch.sweep.ledger import Ledger
@@ -32,8 +34,19 @@ def command(*words: str, code: int = 0) -> str:
     return ended.stdout
 
 
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """As ``command``, for what starts no rank: in this process, which has imported everything."""
+
+    def run(*words: str, code: int = 0) -> str:
+        assert main(["sweep", *words]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
 @pytest.mark.multiprocess
-def test_from_a_grid_to_a_report(tmp_path: Path) -> None:
+def test_from_a_grid_to_a_report(tmp_path: Path, here: Callable[..., str]) -> None:
     options = {"model": str(tiny_folder(tmp_path / "tiny")), "device": "cpu", "input-len": 12, "output-len": 5}
     options |= {"num-iters": 2, "num-warmups": 0, "block-size": 8, "max-model-len": 64, "protocol": "generation"}
     variables = {"tp": [1, 2], "batch": ["1,2"], "num-blocks": [None, 2]}  # two blocks hold no request
@@ -41,7 +54,7 @@ def test_from_a_grid_to_a_report(tmp_path: Path) -> None:
     content["exclude"] = [{"tp": 2, "num-blocks": 2}]
     grid, out = tmp_path / "grid.yaml", tmp_path / "out"
     grid.write_text(yaml.safe_dump(content))
-    assert "3 points (1 excluded)" in command("plan", str(grid), "--out", str(out))
+    assert "3 points (1 excluded)" in here("plan", str(grid), "--out", str(out))
     said = command("run", str(grid), "--out", str(out), code=1)
     assert said.count(": done in ") == 2
     assert "KV blocks, there are 2" in said
@@ -50,12 +63,11 @@ def test_from_a_grid_to_a_report(tmp_path: Path) -> None:
     (alone, _, _), (pair, folder, _) = ledger.finished_points()
     assert (alone.tp, pair.tp) == (1, 2)
     assert len(list(folder.glob("ranks/**/stderr.log"))) == 2, "each rank has a log"
-    assert "3 of 3 points are done or have failed already" in command(
-        "run", str(grid), "--out", str(out), "--resume", code=1
-    )
-    status = json.loads(command("status", str(out), "--json", code=1))
+    said = here("run", str(grid), "--out", str(out), "--resume", code=1)
+    assert "3 of 3 points are done or have failed already" in said
+    status = json.loads(here("status", str(out), "--json", code=1))
     assert sorted(point["state"] for point in status["points"]) == ["done", "done", "failed"]
-    command("report", str(out))
+    here("report", str(out))
     report = read_report(out / "report" / "report.json")
     assert [(row.tp, row.batch) for row in report.rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all(row.tok_s and row.tpot_percentiles and row.device_idle is not None for row in report.rows)

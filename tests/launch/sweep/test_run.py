@@ -231,3 +231,4 @@ def test_kills_of_submissions_and_tasks_lose_nothing_and_repeat_nothing(tmp_path
     tally = kill_sweep_jobs.kill_anywhere(tmp_path, kills=10, seed=20261121, points=6)
     assert tally.kills == 10
     assert tally.clean, tally
+    assert list(tmp_path.glob("cluster*/slurm-logs/*")), "and not where the test was called"

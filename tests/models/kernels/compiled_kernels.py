@@ -295,6 +295,7 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="each rank has whole experts")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--part", choices=PARTS, help="one of these instead of everything that a rank of --shape runs")
+    parser.add_argument("--same-bits", action="store_true", help="the kernels of the deterministic mode")
     parser.add_argument("--late", action="store_true", help="tell what would be compiled after start-up; fast")
     parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
     options = parser.parse_args()
@@ -304,7 +305,8 @@ def main() -> None:
         PARTS[options.part](driver)
         found = [*driver.found.values()]
     else:
-        rank = Rank(driver, options.shape, tp=options.tp, ep=options.ep, dtype=getattr(torch, options.dtype))
+        dtype = getattr(torch, options.dtype)
+        rank = Rank(driver, options.shape, tp=options.tp, ep=options.ep, dtype=dtype, same_bits=options.same_bits)
         if options.late:
             for line in late(driver, rank):
                 print(json.dumps(line) if options.json else f"{line['kernel']}: {line['where']}")

@@ -34,7 +34,7 @@ from parallel.layers.experts import ExpertSplit
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import RoleParts
+from runtime.execute.role import ExecutorConfig, RoleParts
 from runtime.execute.sampling import logprobs, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -182,7 +182,7 @@ class Rank:
         pool = CachePool(device, block_size=PAGE, blocks=63, slots=1)
         caches = pool.allocate(self.model.cache_layout)
         self._kv = pool.paged
-        sizes = cast(Any, SimpleNamespace(limits=limits, decode_buckets=BUCKETS))
+        sizes = ExecutorConfig(limits, BUCKETS, memory_fraction=0.9, num_blocks=63, agree_min=int)
         parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, sizes)
         self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
 

@@ -189,7 +189,16 @@ def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, 
     assert complaints(compiled(tmp_path, "--shape", shape, "--tp", str(size), *options)) == []
 
 
-@pytest.mark.parametrize("options", [("--shape", "8b"), ("--shape", "30b-a3b", "--tp", "2", "--ep")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--shape", "8b"),
+        ("--shape", "30b-a3b", "--tp", "2", "--ep"),
+        ("--shape", "8b", "--same-bits"),
+        ("--shape", "30b-a3b", "--same-bits"),
+    ],
+    ids=" ".join,
+)
 def test_nothing_is_compiled_after_start_up(options: tuple[str, ...], tmp_path: Path) -> None:
     """Steps of any number of tokens and of any kind of sampling run code that is there."""
     assert compiled(tmp_path, "--late", *options) == []

@@ -56,6 +56,14 @@ def test_requests_are_spread_evenly_and_answered_as_by_one_engine(depth: int, gr
     assert counted(life, "idle_steps", groups) == [0] * groups, "all had rows in every step"
 
 
+def test_answers_to_one_prompt_fork_in_one_group(depth: int) -> None:
+    requests = [request(10 * i, prompt(19 + i, i), n=4, temperature=1.0, max_tokens=8, stops=()) for i in range(2)]
+    life = live(requests, depth=depth, over=dealt_rig)
+    same(life, oracle([answer for one in requests for answer in one.answers()]))
+    assert counted(life, "requests") == [4, 4]
+    assert (life.counters["forks"], life.counters["prefill_tokens"]) == (3, 19), "of the first group"
+
+
 def test_fewer_requests_than_groups(depth: int) -> None:
     requests = [request(0, prompt(12), max_tokens=16, stops=())]
     life = live(requests, depth=depth, over=dealt_rig, groups=4, buckets=(1, 2, 4, 8))

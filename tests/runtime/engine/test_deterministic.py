@@ -17,8 +17,9 @@ from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
-from tests.runtime.engine.rig import rig
-from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
+from tests.runtime.engine.prompt_ranks import Scores, prompts
+from tests.runtime.engine.rig import rig, run
+from tests.runtime.engine.same_bits import CONDITIONS, PLAIN, answers, difference, plainly, questions
 from tests.runtime.engine.tensor_ranks import MetCollectives, tensor_rig
 from tests.runtime.engine.test_experts import EXPERTS
 
@@ -51,6 +52,18 @@ def test_two_ranks_against_themselves() -> None:
             found = answers(engine, requests)
         assert difference(found, expected).bits == 0
         assert found.tokens == expected.tokens
+
+
+def test_scores_of_prompts_too() -> None:
+    """However a prompt is cut, and whatever it shares a step with."""
+    found = []
+    for limits in (PLAIN, {"depth": 2, "max_prefill_tokens": 24}, {"depth": 0, "max_prefill_tokens": 7, "mixed": None}):
+        scores = Scores()
+        with rig(kernels=DeterministicReferenceKernels(), **limits) as engine:
+            run(engine, prompts(), watch=scores)
+        found.append(scores.by_request)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 4  # of six, one asks for nothing and one has a single token
 
 
 class SplitsByRows(DeterministicReferenceKernels):

@@ -24,18 +24,26 @@ WITHOUT_CHUNKS = 200  # tokens of a step, more than any prompt has
 
 
 def families() -> list[Request]:
-    """Several answers each: greedy, random, filtered, penalised, scored, stopped; prompts that end within a block of 8
-    and at the end of one, and one of a single token.
+    """Several answers each: greedy, random, filtered, penalised, with edited logits, scored, stopped; prompts that end
+    within a block of 8 and at the end of one, and one of a single token.
     """
     stops = tuple(range(0, VOCABULARY, 15))
     return [
         request(0, prompt(21, 0), n=3, temperature=1.0, max_tokens=12, logprobs=2),
         request(10, prompt(16, 1), n=4, temperature=0.8, top_p=0.8, max_tokens=9, stops=stops),
         request(20, prompt(37, 2), n=2, temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=14),
-        request(30, prompt(1, 3), n=5, temperature=1.5, max_tokens=3, logprobs=1),
+        request(30, prompt(1, 3), n=3, temperature=1.5, max_tokens=3, logprobs=1),
         request(40, prompt(26, 4), n=3, temperature=1.0, prompt_logprobs=2, max_tokens=7),
         request(50, prompt(8, 5), n=3, max_tokens=1),
         request(60, prompt(30, 6), n=2, temperature=1.0, top_k=20, min_p=0.01, min_tokens=4, max_tokens=9, stops=stops),
+        request(
+            70,
+            prompt(13, 7),
+            n=3,
+            temperature=1.0,
+            logit_bias=((5, 4.0), (9, -3.0)),
+            bad_words_token_ids=((7,), (5, 5)),
+        ),
     ]
 
 

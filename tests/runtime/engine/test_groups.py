@@ -174,7 +174,7 @@ class Others:
         return tuple(map(max, zip(numbers, *self.others, strict=True)))
 
 
-IDLE = (0,) * 9
+IDLE = (0,) * 10
 
 
 def joined(
@@ -185,7 +185,7 @@ def joined(
     captured: tuple[int, ...] = (),
 ) -> LaunchSpec | None:
     """How a group with ``plan`` launches step 7 beside groups with such numbers."""
-    ladders = Ladders(buckets, captured, exchange_ladder(buckets, 64))
+    ladders = Ladders(buckets, captured, exchange=exchange_ladder(buckets, 64))
     resolver = LaunchResolver(ladders, 9, (Serves("decode"), Serves("prefill", "mixed")))
     agreed = DpStepSync(Others(IDLE, *others)).join(7, replace(resolver.needs(plan), variant=variant))
     if agreed is None:
@@ -213,11 +213,11 @@ def test_nobody_launches_where_nobody_has_work() -> None:
 
 
 def test_every_group_replays_the_widest_bucket_and_variant() -> None:
-    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1)
+    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1)
     spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
     assert spec is not None
     assert (spec.bucket, spec.plan.slots, spec.exchange_rows) == (4, (1, 2), 4)
-    assert spec.variant == SamplingVariant(True, True, True, False, True, 5, True)
+    assert spec.variant == SamplingVariant(True, True, True, False, True, 5, True, True)
     idle = joined(None, curious)
     assert idle is not None
     assert (idle.plan.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.schedule.plan import Chunk, SlotWrite, StepKind, StepPlan
+from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import SamplingParams
 
 
@@ -34,16 +34,19 @@ def decode_step(
     return LaunchSpec(plan, "decode", bucket or len(slots), variant)
 
 
-def prefill_step(step: int, chunks: tuple[Chunk, ...], *, bucket: int | None = None) -> LaunchSpec:
+def prefill_step(
+    step: int, chunks: tuple[Chunk, ...], *, forks: tuple[Fork, ...] = (), bucket: int | None = None
+) -> LaunchSpec:
     plan = StepPlan(
         step=step,
         kind=StepKind.PREFILL,
-        slots=tuple(chunk.slot for chunk in chunks),
-        epochs=(1,) * len(chunks),
+        slots=tuple([chunk.slot for chunk in chunks] + [fork.slot for fork in forks]),
+        epochs=(1,) * (len(chunks) + len(forks)),
         width=1,
         chunks=chunks,
+        forks=forks,
     )
-    return LaunchSpec(plan, "prefill", bucket or len(chunks))
+    return LaunchSpec(plan, "prefill", bucket or len(plan.slots))
 
 
 def slot_write(

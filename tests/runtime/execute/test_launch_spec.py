@@ -8,7 +8,7 @@ import pytest
 
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.schedule.plan import Chunk, Scored, SlotWrite, StepKind, StepPlan
+from runtime.schedule.plan import Chunk, Fork, Scored, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.plans import slot_write
 
@@ -50,6 +50,20 @@ def test_decode_takes_the_least_bucket_that_holds_its_rows(rows: int, bucket: in
 def test_prefill_is_filled_up_to_a_captured_number_of_tokens(tokens: int, padded: int) -> None:
     spec = resolver().resolve(prefill(tokens))
     assert (spec.role, spec.bucket, spec.padded_tokens) == ("prefill", 1, padded)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forks", "padded", "bucket"), [(3, 1, 4, 2), (3, 3, 4, 4), (3, 4, 16, 8), (5, 7, 16, 8)]
+)
+def test_a_step_has_no_more_rows_than_tokens(tokens: int, forks: int, padded: int, bucket: int) -> None:
+    """Forks are rows without tokens; a captured step has a row a token at most."""
+    ladders = Ladders(decode=(1, 2, 4, 8), prefill=(4, 16))
+    chunk, slots = Chunk(3, 0, (1,) * tokens, True), (3, *range(4, 4 + forks))
+    made = tuple(Fork(slot, 0) for slot in slots[1:])
+    plan = StepPlan(1, StepKind.PREFILL, slots, (0,) * len(slots), 1, chunks=(chunk,), forks=made)
+    spec = resolver(ladders).resolve(plan)
+    assert (spec.bucket, spec.padded_tokens) == (bucket, padded)
+    assert resolver(ladders).needs(plan).prefill_tokens == max(tokens, len(slots))
 
 
 @pytest.mark.parametrize(

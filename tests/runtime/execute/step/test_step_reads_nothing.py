@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,7 +24,7 @@ from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import RoleParts
+from runtime.execute.role import ExecutorConfig, RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
@@ -33,6 +32,7 @@ from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import Lengths
+from runtime.schedule.config import StepLimits
 from tests.dispatch_mode import DispatchMode
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.rig import TINY
@@ -103,8 +103,8 @@ class Parts:
         caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
         self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
-        limits = SimpleNamespace(block_size=BLOCK)
-        sizes = cast(Any, SimpleNamespace(limits=limits, decode_buckets=()))
+        limits = StepLimits(8, 16, BLOCK, 8 * BLOCK - 1)
+        sizes = ExecutorConfig(limits, decode_buckets=(), memory_fraction=0.9, num_blocks=64, agree_min=int)
         parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
 
