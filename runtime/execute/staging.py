@@ -13,7 +13,8 @@ The copies have a stream of their own: behind a result's copy they would wait fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +30,10 @@ from runtime.execute.packing import Changes, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
-from runtime.schedule.plan import PADDING_SLOT
+from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK
 
 _ALIGNMENT = 16
+_ID_STRIDE = 7919  # a prime: ids of neighbours lie far apart, and none comes twice before all have come
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -139,6 +141,22 @@ class Staging:
         same memory. Past the plan's is the padding that ``spec.padded_tokens`` asked for.
         """
         return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, :tokens])
+
+    @contextmanager
+    def real_padding(self, vocab_size: int, block: int) -> Iterator[None]:
+        """Inside, padding is computed as tokens are: each another id, its KV in ``block``, which nobody has yet.
+
+        For start-up, which measures steps of padding: experts compute no padding, and equal tokens choose equal ones.
+        """
+        ids_T, blocks_P = self._chunk_tokens_3T[0], self._tables.block_table_SP[PADDING_SLOT]
+        compute = self._device.compute
+        compute.submit(lambda: ids_T.copy_(torch.arange(len(ids_T), device=ids_T.device) * _ID_STRIDE % vocab_size))
+        compute.submit(lambda: blocks_P.fill_(block))
+        try:
+            yield
+        finally:
+            compute.submit(ids_T.zero_)
+            compute.submit(lambda: blocks_P.fill_(TRASH_BLOCK))
 
     @property
     def max_rows(self) -> int:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
+from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import PADDING_SLOT
 from runtime.step_budget import costly_prefix, mixed_steps
-from tests.runtime.engine.rig import rig
+from tests.runtime.engine.rig import rig, run
+from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.engine.test_experts import EXPERTS
 
 COSTS = {16: 4.0, 64: 4.4, 256: 7.7, 1024: 25.0}
 CONFIG = EngineConfig(model="m", device="cpu", decode_buckets=(1, 2, 8), block_size=16, max_num_seqs=8)
@@ -96,3 +101,30 @@ def test_a_prefix_is_costly_where_its_attention_multiplies_as_often_as_the_produ
     products = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 2)
     a_key = 2 * layer.mixer.heads * layer.mixer.head_dim  # type: ignore[union-attr,operator]
     assert costly_prefix(model) == pytest.approx(products / a_key, rel=0.05), "its norms are hardly anything"
+
+
+def test_steps_are_timed_with_tokens_that_experts_compute() -> None:
+    """Padding goes to no expert: timed so, a step of a sparse model would lack most of its work."""
+    routed: list[int] = []
+
+    class Noting(ReferenceKernels):
+        def expert_mlp(self, *tensors: Tensor, **given: Any) -> Tensor:
+            local_TC = tensors[-1]
+            routed.append(int((local_TC >= 0).sum()))
+            chosen.update(local_TC[local_TC >= 0].tolist())
+            return super().expert_mlp(*tensors, **given)
+
+    chosen: set[int] = set()
+    requests, sparse = mixture(4), EXPERTS | {"decoder_sparse_step": 1}
+    with rig(shape=sparse, prefill_buckets=(16, 32)) as engine:
+        expected = outcome(run(engine, requests))
+    with rig(shape=sparse, prefill_buckets=(16, 32), kernels=Noting()) as engine:
+        executor = engine.executor
+        routed.clear()
+        assert set(executor.step_costs()) == {16, 32}
+        assert max(routed) == 32 * EXPERTS["num_experts_per_tok"], "every token of the largest step"
+        assert len(chosen) > EXPERTS["num_experts_per_tok"], "tokens differ, and so do their experts"
+        executor.device.compute.synchronize()
+        assert not executor.staging.padded_chunks(32).token_ids_T.any()
+        assert not executor.tables.block_table_SP[PADDING_SLOT].any()
+        assert outcome(run(engine, requests)) == expected
