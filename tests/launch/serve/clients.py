@@ -132,6 +132,12 @@ with tempfile.TemporaryDirectory() as folder:
         assert all(gap >= 0 for gaps in found["itls"] for gap in gaps)
         print(backend, {key: found[key] for key in ("mean_ttft_ms", "mean_itl_ms", "output_throughput")})
 """
+# torchvision's wheel on PyPI is built for CUDA's torch; SGLang imports it, and its load tool needs nothing of it.
+TORCHVISION_WITHOUT_KERNELS = """
+import importlib.util, pathlib
+folder = pathlib.Path(importlib.util.find_spec("torchvision").origin).parent
+(folder / "_meta_registrations.py").write_text("")
+"""
 SGLANG = """
 import json, os, pathlib, subprocess, sys, tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -154,11 +160,13 @@ class RealClient:
     """``script`` is run by the venv's Python after ``URL = ...``, with MODEL replaced by the model's folder.
 
     ``alone`` are packages that are installed without what they require: load tools that come with an engine.
+    ``mend`` is run once by the venv's Python after that.
     """
 
     packages: tuple[str, ...]
     script: str
     alone: tuple[str, ...] = ()
+    mend: str = ""
 
 
 CLIENTS = {
@@ -179,6 +187,17 @@ CLIENTS = {
         VLLM,
         ("vllm==0.25.1",),
     ),
+    "sglang": RealClient(
+        (
+            *("torch==2.13.0", "triton", "numpy", "transformers", "aiohttp", "tqdm", "requests", "pydantic", "psutil"),
+            *("pyzmq", "orjson", "pillow", "packaging", "huggingface_hub", "ipython", "uvloop", "fastapi", "dill"),
+            *("pybase64", "setproctitle", "msgspec", "einops", "datasets", "apache-tvm-ffi", "sentencepiece"),
+            *("compressed_tensors", "gguf"),
+        ),
+        SGLANG,
+        ("sglang==0.5.23", "torchvision==0.28.0"),
+        TORCHVISION_WITHOUT_KERNELS,
+    ),
 }
 
 
@@ -192,6 +211,8 @@ def venv(folder: Path, client: RealClient) -> Path:
         subprocess.run([str(python), "-m", "pip", "install", "-q", *client.packages], check=True)
         if client.alone:
             subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *client.alone], check=True)
+        if client.mend:
+            subprocess.run([str(python), "-c", client.mend], check=True)
         done.touch()
     return python
 
