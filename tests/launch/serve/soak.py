@@ -395,8 +395,9 @@ async def target(engine: str, *options: str) -> AsyncIterator[Target]:
 
 async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
     """Each part, and what is held before and after it."""
+    answered = partial(requests, workers=min(32, max(1, arguments.max_queued // 2)))  # n is up to 2: none finds it full
     parts: dict[str, tuple[Callable[..., Any], int]] = {
-        "requests": (requests, arguments.requests),
+        "requests": (answered, arguments.requests),
         "aborts": (aborts, arguments.aborts),
         "malformed": (malformed, arguments.malformed),
         "overload": (partial(overload, answers=arguments.answers), arguments.overload),
@@ -409,7 +410,7 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
         options += ["--num-blocks", str(arguments.num_blocks)]
     async with target(arguments.engine, *options) as server:
         expected = await server.tokens()
-        await requests(server, min(200, arguments.requests or 50), arguments.seed + 1)  # warm
+        await answered(server, min(200, arguments.requests or 50), arguments.seed + 1)  # warm
         await server.at_rest()
         for name, (part, count) in parts.items():
             if not count:
