@@ -92,8 +92,15 @@ def start_counting(model: Decoder) -> None:
         mlp.load_E = torch.zeros(experts.experts, dtype=torch.int64, device=experts.gate_up.device)
 
 
+def clear_load(model: Decoder) -> None:
+    """Counting begins anew, in the memory that captured steps add to: what a start-up timed was nobody's request."""
+    for _, mlp in _sparse_layers(model):
+        if mlp.load_E is not None:
+            mlp.load_E.zero_()
+
+
 def read_load(model: Decoder) -> ExpertLoad:
-    """Everything counted since ``start_counting``. Waits for the device: not for the step path."""
+    """Everything counted since ``start_counting`` or ``clear_load``. Waits for the device: not for the step path."""
     tokens = {}
     for number, mlp in _sparse_layers(model):
         if mlp.load_E is not None:

@@ -16,7 +16,7 @@ import torch
 
 from models.batch_invariance import missing_invariance
 from models.config import DTYPES, ModelConfig
-from models.expert_load import start_counting
+from models.expert_load import clear_load, start_counting
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
 from models.layers.decoder import Decoder
@@ -142,6 +142,8 @@ def build_engine(
     served = replace(served, widest=executor.widest)
     schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
     depth, horizon = settled(config, executor, schedule, control.settle_horizon, share)
+    clear_load(model)  # both have timed steps
+    executor.count_from_here()
     config = replace(config, chain_depth=depth, horizon=horizon)
     scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
     if watchdog is not None:

@@ -53,7 +53,8 @@ class DeterministicReferenceKernels(ReferenceKernels):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
-        out_THD = torch.zeros_like(q_THD[: rows * new]) if out_THD is None else out_THD
+        if out_THD is None:
+            out_THD = torch.zeros_like(q_THD if inputs.starts_B is not None else q_THD[: rows * new])
         lengths = inputs.kv_lengths_B.tolist()
         starts = range(0, rows * new, new) if inputs.starts_B is None else inputs.starts_B.tolist()
         counts = [new] * rows if inputs.queries_B is None else inputs.queries_B.tolist()

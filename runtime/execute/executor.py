@@ -104,7 +104,7 @@ class Executor:
         )
         self.widest = self._widest_variant()
         self._count_standing_fallbacks()
-        self._count_from_here()
+        self.count_from_here()
 
     def _warm_up(self, further_roles: Sequence[Role]) -> None:
         """Decode first, except in groups: where steps with chunks are captured, no group replays a decode graph while
@@ -119,7 +119,7 @@ class Executor:
         if not self._config.exchanges:
             self.prefill.warm_up()
 
-    def _count_from_here(self) -> None:
+    def count_from_here(self) -> None:
         """What was allocated and captured until now belongs to the start."""
         self.allocations_at_warmup = self.device.allocations()
         self.captures_at_warmup = self.device.captures
@@ -197,7 +197,7 @@ class Executor:
         self.fallbacks.counts = taken
         self.staging.counters = StagingCounters()
         self.results.counters = ResultCounters()
-        self._count_from_here()
+        self.count_from_here()
 
     def replay_ms(self, spec: LaunchSpec, replays: int) -> float:
         """Milliseconds of a replay of the decode graph that ``spec`` launched last, one behind the other.

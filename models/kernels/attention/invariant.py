@@ -405,7 +405,8 @@ def decode_attention(
     real_rows = min(blocks.m, power_of_two_above(pack * min(query_len, a_tile)))
     block_d = padded_dim(head_dim)
     if out_THD is None:
-        out_THD = torch.empty(rows * query_len, heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
+        tokens = rows * query_len if inputs.starts_B is None else q_THD.shape[0]
+        out_THD = torch.empty(tokens, heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
     units = -(-query_len // a_tile) * (heads // pack)  # of a row
     most = max(1, -(-inputs.max_kv_length // chunk))
     if sharing is None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
+from models.kernels.deterministic_reference import DeterministicReferenceKernels
 from models.kernels.interface import Rotation
 from models.kernels.reference import ReferenceKernels
 
@@ -122,3 +123,24 @@ def test_prefill_attention(dtype: torch.dtype) -> None:
     out = KERNELS.prefill_attention(q, cache, KERNELS.plan_prefill(inputs, HEADS, KV_HEADS, DIM, cache), 0.3)
     rows = zip(torch.split(q, new), tables, lengths, strict=True)
     close(out, torch.cat([plain_attention(part, cache, pages, length, 0.3) for part, pages, length in rows]))
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, DeterministicReferenceKernels()], ids=["plain", "deterministic"])
+def test_rows_with_different_numbers_of_tokens_have_an_output_for_every_query(kernels: ReferenceKernels) -> None:
+    """Also where there are more tokens than rows * query_len."""
+    cache, queries = filled_cache(torch.float32), rand(30, HEADS, DIM, seed=2)
+    starts, counts, lengths, pages = [2, 25], [3, 4], [9, 4], [[3, 1, 4], [7, 2, 5]]
+    inputs = DecodeAttention(
+        torch.tensor(pages, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        4,
+        12,
+        skip_empty=True,
+        starts_B=torch.tensor(starts, dtype=torch.int32),
+        queries_B=torch.tensor(counts, dtype=torch.int32),
+    )
+    out = kernels.decode_attention(queries, cache, inputs, 0.3)
+    assert out.shape == queries.shape
+    for start, count, length, own in zip(starts, counts, lengths, pages, strict=True):
+        here = slice(start, start + count)
+        close(out[here], plain_attention(queries[here], cache, own, length, 0.3))

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.expert_load import ExpertLoad
+from models.layers.decoder import DecoderLayer
+from models.layers.moe import SparseMLP
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
+from runtime.chain_depth import settled
 from runtime.config import ConfigError, EngineConfig
+from runtime.execute.executor import Executor
 from tests.runtime.engine import lives, rig
 from tests.runtime.engine.rig import TINY, run
 from tests.runtime.engine.test_depths import mixture, outcome
@@ -103,6 +108,23 @@ def test_load_is_reported_and_a_map_made_of_it_changes_no_token(tmp_path: Path) 
     assert sum(load.tokens[1]) == 3 * (computed - counters["prefix_hit_tokens"])
     with engine_over(folder, expert_parallel=True, expert_map=str(report)) as engine:
         assert outcome(run(engine, requests)) == found
+
+
+def test_what_a_start_up_times_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, report = folder_of(tmp_path / "model", EXPERTS), tmp_path / "load.json"
+
+    def timing(config: EngineConfig, executor: Executor, *others: Any) -> tuple[int, int]:
+        executor.device.zeros(4, dtype=torch.int64)
+        for layer in executor.decode._parts.model.layers:
+            if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, SparseMLP):
+                assert layer.mlp.load_E is not None
+                layer.mlp.load_E.add_(7)
+        return settled(config, executor, *others)
+
+    monkeypatch.setattr("runtime.build.settled", timing)
+    with engine_over(folder, expert_load=str(report)) as engine:
+        assert engine.counters["device_allocs_after_warmup"] == 0
+    assert set(ExpertLoad.read(report).tokens[1]) == {0}
 
 
 def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:

@@ -25,13 +25,15 @@ def test_pieces_are_those_of_a_plain_loop(seed: int) -> None:
     tokens, bucket_rows = ends[-1] + draw.randrange(9), rows + draw.randrange(4)
     positions = [draw.randrange(3000) for _ in range(decoding)]
     positions += [start + i for start, count in chunks for i in range(count)]
-    pad = [0] * (bucket_rows - rows)
+    forks = draw.randrange(min(2, bucket_rows - rows) + 1)  # answers that share a chunk's last token, and have none
+    shared = [ends[draw.randrange(decoding, rows)] - 1 for _ in range(forks)]
+    pad = [0] * (bucket_rows - rows - forks)
     wide = torch.zeros(tokens, dtype=torch.int64)
-    slots_R = torch.tensor([*range(1, rows + 1), *pad])
+    slots_R = torch.tensor([*range(1, rows + forks + 1), *pad])
     staged = Chunks(
         wide, wide, wide, slots_R, slots_R,
-        torch.tensor([end - 1 for end in ends] + pad),
-        torch.tensor([1] * decoding + [0] * len(chunks) + pad),
+        torch.tensor([end - 1 for end in ends] + shared + pad),
+        torch.tensor([1] * decoding + [0] * (len(chunks) + forks) + pad),
     )  # fmt: skip
     positions_T = torch.tensor(positions + [0] * (tokens - ends[-1]))
     packed = Packed(wide, positions_T, wide, torch.zeros(bucket_rows), torch.zeros(bucket_rows))
