@@ -50,7 +50,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/counters.py", "runtime/frontend"),
         ("runtime/groups",),
         ("runtime/observe", "runtime/replicate", "runtime/watchdog"),
-        ("runtime/execute",),
+        ("runtime/execute", "runtime/speculate"),
         ("runtime/config.py", "runtime/gc_freeze.py"),
         ("runtime/schedule",),
     ),
