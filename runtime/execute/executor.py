@@ -21,6 +21,7 @@ from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
+from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts
@@ -40,7 +41,6 @@ from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.window import WindowRole
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import MAX_TOP_LOGPROBS
-from runtime.speculate.proposer import MakeProposer, ProposerParts
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.proposer import Proposer
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
@@ -28,7 +29,6 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import StepPlan
-from runtime.speculate.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Speculation: what proposes the tokens of a window. proposer.py is the interface, each other file one proposer."""
+"""Proposers: who guesses the tokens of windows, one a file. Their interface is runtime/execute/proposer.py."""

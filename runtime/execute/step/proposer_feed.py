@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.inputs import StepInputs
 from models.layers.layer_tap import LayerTap
+from runtime.execute.proposer import Advanced, Observed, observes
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.sampler import Draw, Verdict
@@ -18,7 +19,6 @@ from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
 from runtime.execute.step.step_io import Packed, Window
 from runtime.schedule.plan import PADDING_SLOT
-from runtime.speculate.proposer import Advanced, Observed, observes
 
 
 class ProposerFeed:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PIECE, DecodeAttention
+from runtime.execute.proposer import Proposed
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
@@ -24,7 +25,6 @@ from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step.step_io_kernels import kernels_for
 from runtime.schedule.plan import TRASH_BLOCK
-from runtime.speculate.proposer import Proposed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A role whose rows may gain several tokens a step: a window of W tokens goes through the model, draws decide how many.
 
-Knows: what such a step computes: propose, verify, accept, observe (runtime/speculate/proposer.py). Does not know: which
+Knows: what such a step computes: propose, verify, accept, observe (runtime/execute/proposer.py). Does not know: which
 proposer there is. Of the scheduler it needs nothing but a plan of width W.
 """
 
@@ -11,13 +11,13 @@ from typing import Self
 from torch import Tensor
 
 from models.inputs import DecodeAttention, StepInputs
+from runtime.execute.proposer import Proposer
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.proposer_feed import ProposerFeed
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_window
 from runtime.execute.step.tail import Tail
-from runtime.speculate.proposer import Proposer
 
 
 class WindowRole(RowRole):

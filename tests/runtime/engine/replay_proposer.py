@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.role import MakeRole, Role, RoleParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.execute.step.window import WindowRole
 from runtime.schedule.request import Request
-from runtime.speculate.proposer import Observed, Proposed
 
 
 class ReplayProposer:
