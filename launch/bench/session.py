@@ -86,7 +86,12 @@ class Session:
     def files(self, kind: str) -> ResultFiles:
         """For the results of one measurement."""
         groups = f"dp{self.config.data_parallel}" if self.config.data_parallel > 1 else ""
-        return ResultFiles(self.options.result_dir, f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}")
+        speculates = ""
+        if (speculation := self.config.speculation) is not None:
+            method = speculation.label.replace(" (synthetic)", "-synthetic")
+            speculates = f"-{method}{speculation.num_speculative_tokens}"
+        name = f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}{speculates}"
+        return ResultFiles(self.options.result_dir, name)
 
     @property
     def folder(self) -> Path:
