@@ -62,8 +62,8 @@ class CacheSizing:
     """The result, with every term of the sum. ``num_blocks`` excludes the trash block. Prints as a table.
 
     ``given`` says that --num-blocks decided and memory was only compared. ``tokens_needed``: what one request of the
-    longest length holds, (D + 1) * W tokens reserved ahead included. ``history_bytes``: of what is in use, the tokens of
-    all slots, where a proposer reads them.
+    longest length holds, (D + 1) * W tokens reserved ahead included. ``history_bytes``: of what is in use, the tokens
+    of all slots, where a proposer reads them.
     """
 
     memory: MemoryInfo
