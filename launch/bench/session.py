@@ -172,6 +172,8 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
             )
         if "max_num_seqs" not in engine:
             config = command.engine_config(tensor_parallel, {**defaults, "max_num_seqs": in_a_group})
+    if command.subcommand == "anatomy" and config.speculation is not None:
+        raise UsageError("bench anatomy times steps of one token a row: leave out --speculative-config")
     if fixed and lengths.output < 2:
         raise UsageError("--output-len 1 has no time between tokens: type 2 or more")
     if fixed and config.max_model_len is not None and lengths.total > config.max_model_len:
