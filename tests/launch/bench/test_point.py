@@ -17,7 +17,7 @@ ADDED = {
     "num_speculative_tokens",
     "accepted_length",
     "round_ms",
-}  # since some were published; None there
+}  # None in older rows
 PUBLISHED = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.points.jsonl"))
 
 
