@@ -220,12 +220,11 @@ def _step_ms(engine: Engine, rows: int) -> float:
     marks: list[float] = []
     while engine.has_work:
         output = engine.step()
-        if len(output.request_ids) == rows and all(output.counts):
+        if len(output.request_ids) == rows and all(output.counts) and len(marks) <= tokens:
             marks.append(time.perf_counter())
-        if len(marks) > tokens:
-            for number in pending:
-                engine.cancel(number)
-            marks = marks[: tokens + 1]
+            if len(marks) > tokens:
+                for number in pending:
+                    engine.cancel(number)
     steady = marks[-PRICED_STEPS:]
     return 1e3 * (steady[-1] - steady[0]) / (len(steady) - 1)
 
