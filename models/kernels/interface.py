@@ -3,7 +3,8 @@
 Knows: the mathematical contract of each operation. Does not know: which implementation runs (models/kernels/select.py).
 All tensors of one call live on one device; weights and activations share a dtype; outputs are fresh unless said.
 Shape letters as in models/inputs.py, plus N hidden size, I intermediate size (this rank's share), E experts of a layer,
-G those of them that this rank holds (a share of), C experts that a token chooses.
+G those of them that this rank holds (a share of), C experts that a token chooses. Of operations over slot state: S
+slots, C channels of this rank, J taps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -74,6 +75,7 @@ class Kernels(Protocol):
         "prefill_attention",
         "route_top_k",
         "expert_mlp",
+        "causal_conv",
     )
 
     @property
@@ -234,6 +236,24 @@ class Kernels(Protocol):
         Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
         the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
         by which tiles are chosen, and changes results only by rounding.
+        """
+        ...
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """silu(sum over j of weight[c, j] x[p - (J - 1) + j, c] (+ bias[c])) of each token at position p, [T, C].
+
+        A depthwise causal convolution along each row's sequence. Inputs before the row's new tokens come from
+        ``window_SJC``, in which the input at position p lies at tap p mod J; the last J of each row are written there.
+        A window is zeroed when a sequence is seated. Rows without tokens leave theirs as it is; that of slot 0 is
+        nobody's. Of padding anything may be returned. ``x_TC`` may be columns of a wider tensor.
         """
         ...
 
