@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from models.config_reader import ConfigReader
+from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
 from models.layers.rope import Rope, YarnRope, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, read_routed_experts
 
@@ -32,7 +33,8 @@ class ModelConfig:
 
     ``dtype`` is what the checkpoint was saved in. ``max_length`` is the longest sequence (prompt and completion) its
     positions cover. ``rotary_dim`` leading dims of each head are rotated. ``experts`` describes the layers that have
-    experts, which do not use ``intermediate_size``; None where no layer has.
+    experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
+    gated delta nets; None where all attend.
     """
 
     architecture: str
@@ -54,6 +56,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     experts: RoutedExperts | None = None
+    delta: GatedDeltaShape | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's MLP is sparse."""
@@ -78,6 +81,11 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """From the parsed content of config.json and generation_config.json (whose eos ids win). Raises ValueError."""
+        delta = None
+        if has_gated_delta(config):
+            config = usual_keys(config)
+            delta = read_gated_delta(config)
+            config.pop("layer_types", None)  # of which the shape keeps what they say
         _refuse_unimplemented(config)
         read = ConfigReader(config)
         heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
@@ -119,6 +127,7 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
             experts=read_routed_experts(architecture, config),
+            delta=delta,
         )
 
 

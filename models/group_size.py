@@ -38,14 +38,23 @@ def legal_sizes(config: ModelConfig, whole_experts: bool) -> list[int]:
     return [
         size
         for size in HeadShard.legal_sizes(config.heads, config.kv_heads)
-        if all(number % size == 0 for number in numbers)
+        if all(number % size == 0 for number in numbers) and _splits_delta(config, size)
     ]
+
+
+def _splits_delta(config: ModelConfig, size: int) -> bool:
+    """Value heads of gated delta nets are split; their key heads are split or replicated, as those of attention."""
+    return config.delta is None or size in HeadShard.legal_sizes(config.delta.v_heads, config.delta.k_heads)
 
 
 def _divided(config: ModelConfig, whole_experts: bool) -> dict[str, int]:
     """What the group's size must divide, heads aside: name -> number."""
     experts = config.experts
     found = {}
+    if config.delta is not None:
+        found["linear-attention value heads"] = config.delta.v_heads
+    if experts is not None and experts.shared_size:
+        found["intermediate size of the shared expert"] = experts.shared_size
     if experts is None or len(experts.layers) < config.layers:
         found["intermediate size"] = config.intermediate_size
     if experts is not None and experts.layers and whole_experts:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows
 from models.kernels.attention import (
     decode,
     decode_balanced,
@@ -33,15 +33,17 @@ from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
 from models.kernels.experts.tiles import long_list_tiles, without_lists
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
+from models.kernels.interface import NO_SWITCHES, DeltaRule, FlashInferSwitches, Kernels, PrefillWanted, Rotation
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import MatmulDispatch
+from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_MOST_STEPS = 16  # tokens of a row that go through the recurrence one by one; longer rows go in chunks
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
 _TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
@@ -173,6 +175,58 @@ class NvidiaKernels(Kernels):
             if tiles is not None:
                 return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
         return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+
+    # -- slot state ---------------------------------------------------------------------------------------------------
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return conv.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, self.pdl)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
+        out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
+        rest = (b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl)
+        delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
+        delta_chunk.delta_chunks(qkv_TC, *rest, most=_MOST_STEPS)
+        return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
+
+    def conv_gated_delta(
+        self,
+        projected_TX: Tensor,
+        weight_CJ: Tensor,
+        window_SJC: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
+            return super().conv_gated_delta(projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T)
+        return delta_step.conv_delta_step(
+            projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T, self.pdl
+        )
+
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        return gates.sigmoid_mul(x_TX, gate_TX, self.pdl)
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        return gates.gated_add(x_TN, y_TN, hidden_TN, gate_N, self.pdl)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

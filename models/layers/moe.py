@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
+from models.layers.shared_expert import SharedExpert
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.experts import ExpertWeights, Router
 
@@ -20,6 +21,7 @@ from parallel.layers.experts import ExpertWeights, Router
 class SparseMLP(nn.Module):
     """sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)) of the normed input, [T, N] -> [T, N].
 
+    ``shared``, where there is one, adds an expert that serves every token.
     Routing needs no communication: every rank has the same x (an all-reduce gives every rank the same bits), the same
     router and the same kernel. ``load_E`` int64, where set, counts the tokens of each expert (models/expert_load.py).
     Where groups with other tokens share the experts, each routes its own and sends the choice along.
@@ -40,6 +42,11 @@ class SparseMLP(nn.Module):
         self.experts = ExpertWeights(
             experts.count, hidden, experts.intermediate_size, context, layer=layer, split=context.experts
         )
+        self.shared = (
+            SharedExpert(hidden, experts.shared_size, context, gated=experts.shared_gate)
+            if experts.shared_size
+            else None
+        )
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
         self.load_E: Tensor | None = None
@@ -51,13 +58,18 @@ class SparseMLP(nn.Module):
         experts = self.experts
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
         logits_TE = self.kernels.linear(hidden_TN, self.router.weight)
-        shared = experts.exchange is not None
+        grouped = experts.exchange is not None
         weights_TC, chosen_TC = self.kernels.route_top_k(
-            logits_TE, self.choices, self.renormalise, self.all_E if shared else experts.local_E, real_T, self.load_E
+            logits_TE, self.choices, self.renormalise, self.all_E if grouped else experts.local_E, real_T, self.load_E
         )
-        if shared:
+        if grouped:
             return self._with_other_groups(hidden_TN, weights_TC, chosen_TC, exchange_rows), residual_TN
-        return experts.combine(self._terms(hidden_TN, weights_TC, chosen_TC)), residual_TN
+        part_TN = self._terms(hidden_TN, weights_TC, chosen_TC)
+        return experts.combine(self._with_shared(part_TN, hidden_TN)), residual_TN
+
+    def _with_shared(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
+        """This rank's part of the sum, the shared expert's included."""
+        return part_TN if self.shared is None else self.shared.add_to(part_TN, hidden_TN)
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
@@ -65,7 +77,8 @@ class SparseMLP(nn.Module):
         """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
         experts, tokens = self.experts, hidden_TN.shape[0]
         hidden_YN, weights_YC, local_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
-        return experts.combine_groups(self._terms(hidden_YN, weights_YC, local_YC), tokens)
+        part_TN = experts.group_part(self._terms(hidden_YN, weights_YC, local_YC), tokens)
+        return experts.combine(self._with_shared(part_TN, hidden_TN))
 
     def _terms(self, hidden_TN: Tensor, weights_TC: Tensor, local_TC: Tensor) -> Tensor:
         """What this rank's experts add to the sum."""

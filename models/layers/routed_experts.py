@@ -1,6 +1,7 @@
 """RoutedExperts: the sparse layers of a mixture of experts, read from config.json; unknown routers are refused by name.
 
-Knows: how Qwen3-MoE and Mixtral spell their experts, and the router options of other families that are not implemented.
+Knows: how Qwen3-MoE, Mixtral, Qwen3-Next and Qwen3.5 spell their experts, and the router options of other families
+that are not implemented.
 Does not know: the rest of the model (models/config.py), or how experts are placed on ranks
 (parallel/layers/experts.py).
 """
@@ -8,7 +9,7 @@ Does not know: the rest of the model (models/config.py), or how experts are plac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.config_reader import ConfigReader
@@ -18,7 +19,9 @@ from models.config_reader import ConfigReader
 class RoutedExperts:
     """``count`` experts a sparse layer, ``per_token`` of which serve a token; each is a gated MLP of
     ``intermediate_size``. ``renormalise``: the weights of the chosen ones are scaled to a sum of 1.
-    ``layers``: numbers of the layers that have experts, ascending; the others have one dense MLP.
+    ``layers``: numbers of the layers that have experts, ascending; the others have one dense MLP. ``shared_size``:
+    intermediate size of an expert that serves every token; 0 for none. ``shared_gate``: its output is scaled by
+    sigmoid(x w).
     """
 
     count: int
@@ -26,13 +29,16 @@ class RoutedExperts:
     intermediate_size: int
     renormalise: bool
     layers: tuple[int, ...]
+    shared_size: int = 0
+    shared_gate: bool = False
 
 
 def read_routed_experts(architecture: str, config: Mapping[str, Any]) -> RoutedExperts | None:
     """The experts of config.json's ``architecture``; None where it has none. Raises ValueError naming the key."""
     if architecture not in _FAMILIES:
         return None
-    _refuse_other_routers(config)
+    shared = architecture in _WITH_SHARED_EXPERT
+    _refuse_other_routers(config, frozenset({"shared_expert_intermediate_size"}) if shared else frozenset())
     found = _FAMILIES[architecture](config, ConfigReader(config))
     if found.per_token > found.count:
         raise ValueError(f"'num_experts_per_tok' is {found.per_token}, but a layer has only {found.count} experts")
@@ -53,6 +59,24 @@ def _qwen3_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
     )
 
 
+def _qwen3_next(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
+    """Qwen3-MoE's keys, and those of a shared expert. Weights are renormalised unless the config says otherwise."""
+    shared = config.get("shared_expert_intermediate_size")
+    return replace(
+        _qwen3_moe(config, read),
+        renormalise=config.get("norm_topk_prob") is None or read.flag("norm_topk_prob"),
+        shared_size=0 if shared == 0 else read.size("shared_expert_intermediate_size"),
+        shared_gate=shared != 0,
+    )
+
+
+def _qwen3_5_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
+    """Every layer is sparse, and weights are always renormalised."""
+    if config.get("norm_topk_prob") is False:
+        raise ValueError("'norm_topk_prob' is False, but this family always renormalises: only True is implemented")
+    return _qwen3_next({**config, "mlp_only_layers": [], "decoder_sparse_step": 1}, read)
+
+
 def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
     if config.get("sliding_window") is not None:
         raise ValueError(
@@ -68,7 +92,14 @@ def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
     )
 
 
-_FAMILIES = {"Qwen3MoeForCausalLM": _qwen3_moe, "MixtralForCausalLM": _mixtral}
+_FAMILIES = {
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
+}
+_WITH_SHARED_EXPERT = frozenset(name for name in _FAMILIES if name.startswith(("Qwen3Next", "Qwen3_5Moe")))
 
 
 def _count(config: Mapping[str, Any], read: ConfigReader, key: str) -> int:
@@ -91,10 +122,11 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def _refuse_other_routers(config: Mapping[str, Any]) -> None:
+def _refuse_other_routers(config: Mapping[str, Any], known: frozenset[str]) -> None:
+    """``known``: keys that the family's reader reads."""
     for key, (neutral, meaning) in _NEUTRAL.items():
         value = config.get(key)
-        if value is not None and value not in neutral:
+        if key not in known and value is not None and value not in neutral:
             groups = f" (with 'topk_group' {config.get('topk_group')})" if key == "n_group" else ""
             raise ValueError(
                 f"{key!r} is {value!r}{groups}, which asks for {meaning}; this is not implemented, only "

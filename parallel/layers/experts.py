@@ -107,12 +107,12 @@ class ExpertWeights(ShardedModule):
             raise RuntimeError("there is nobody to gather from")
         return self.exchange.dispatch(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
-    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | PendingAllReduce:
-        """Combine: this group's ``tokens`` of the sum of all ranks' terms. One reduce-scatter, then one all-reduce in
-        the group."""
+    def group_part(self, partial_YN: Tensor, tokens: int) -> Tensor:
+        """Combine: this rank's part of the sum of all terms for this group's ``tokens``. One reduce-scatter, which
+        ``combine`` follows in the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
-        return self.combine(self.exchange.reduce_scatter(partial_YN)[:tokens])
+        return self.exchange.reduce_scatter(partial_YN)[:tokens]
 
     def combine(self, partial_TN: Tensor) -> Tensor | PendingAllReduce:
         """The sum of the group's terms, the same on every rank. One all-reduce, as in RowParallel."""
