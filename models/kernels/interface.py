@@ -15,7 +15,9 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
+from models.kernels.recurrent.mamba2 import Mamba2Weights, mamba2
+from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid, wide_linear
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -219,6 +221,31 @@ class Kernels(Protocol):
         """
         ...
 
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        """x @ weight^T in float32 whatever the dtype of both, [T, E]: a sigmoid router compares scores that are close."""
+        return wide_linear(x_TN, weight_EN)
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        routing: SigmoidRouting,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As route_top_k, of a router whose scores are sigmoid(logits): the experts with the largest score + ``bias``
+        (float32) are chosen, and weighed by their score alone.
+
+        With several groups of E / groups consecutive experts, those of the groups count whose two best corrected scores
+        have the largest sum.
+        """
+        return route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E)
+
+    def relu2(self, x_TI: Tensor) -> Tensor:
+        """max(x, 0)^2 (So et al. 2021, Primer)."""
+        return x_TI.relu().square()
+
     def expert_mlp(
         self,
         x_TN: Tensor,
@@ -231,11 +258,24 @@ class Kernels(Protocol):
     ) -> Tensor:
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
+        Where ``gate_up`` has I rows an expert, not 2 I, there is no gate: it is up alone, and relu2 takes the place of
+        silu_mul.
         Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
         the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
         by which tiles are chosen, and changes results only by rounding.
         """
         ...
+
+    def mamba2(
+        self, projected_TZ: Tensor, weights: Mamba2Weights, banks: Mapping[str, Tensor], rows: StateRows
+    ) -> Tensor:
+        """What a Mamba-2 mixer does between its two projections, [T, Z] -> [T, X]; recurrent/mamba2.py has the formulas.
+
+        ``banks``: views of slot state, by the names CONV and SSM; each live row's are read and advanced over its
+        tokens. The null slot's are not written, and what tokens of no row and of rows that are not live get is
+        undefined. Rows' ends are read on the device where a graph may be captured.
+        """
+        return mamba2(projected_TZ, weights, banks, rows)
 
     def add_norm_linear(
         self,
