@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
+from models.inputs import DecodeAttention, PrefillAttention, StateRows
 from models.kernels.interface import Rotation
 from models.kernels.reference import ReferenceKernels
 
@@ -121,6 +121,18 @@ class DeterministicReferenceKernels(ReferenceKernels):
                     inner_1I = super().silu_mul(F.linear(x_1N, gate_up_G2IN[expert]))
                     out_TN[token] += F.linear(inner_1I, down_GNI[expert])[0] * weights_TC[token, choice]
         return out_TN.to(x_TN.dtype)
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """A sum of products in one order, element by element; what a vectorised loop makes of them is rounded alike."""
+        return super().causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
 
 
 def _one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:

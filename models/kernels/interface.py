@@ -3,7 +3,8 @@
 Knows: the mathematical contract of each operation. Does not know: which implementation runs (models/kernels/select.py).
 All tensors of one call live on one device; weights and activations share a dtype; outputs are fresh unless said.
 Shape letters as in models/inputs.py, plus N hidden size, I intermediate size (this rank's share), E experts of a layer,
-G those of them that this rank holds (a share of), C experts that a token chooses.
+G those of them that this rank holds (a share of), C experts that a token chooses. Of operations over slot state: S
+slots, C channels of this rank, J taps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar, Literal, Protocol
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
-from models.kernels.recurrent.mamba2 import Mamba2Weights, mamba2
+from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid, wide_linear
 from parallel.comm.peer_buffers import PeerBuffers
 
@@ -76,6 +77,7 @@ class Kernels(Protocol):
         "prefill_attention",
         "route_top_k",
         "expert_mlp",
+        "causal_conv",
     )
 
     @property
@@ -266,16 +268,42 @@ class Kernels(Protocol):
         """
         ...
 
-    def mamba2(
-        self, projected_TZ: Tensor, weights: Mamba2Weights, banks: Mapping[str, Tensor], rows: StateRows
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
     ) -> Tensor:
-        """What a Mamba-2 mixer does between its two projections, [T, Z] -> [T, X]; recurrent/mamba2.py has the formulas.
+        """silu(sum over j of weight[c, j] x[p - (J - 1) + j, c] (+ bias[c])) of each token at position p, [T, C].
 
-        ``banks``: views of slot state, by the names CONV and SSM; each live row's are read and advanced over its
-        tokens. The null slot's are not written, and what tokens of no row and of rows that are not live get is
-        undefined. Rows' ends are read on the device where a graph may be captured.
+        A depthwise causal convolution along each row's sequence. Inputs before the row's new tokens come from
+        ``window_SJC``, in which the input at position p lies at tap p mod J; the last J of each row are written there.
+        A window is zeroed when a sequence is seated. Rows without tokens leave theirs as it is; that of slot 0 is
+        nobody's. Of padding anything may be returned. ``x_TC`` may be columns of a wider tensor.
         """
-        return mamba2(projected_TZ, weights, banks, rows)
+        ...
+
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """What a Mamba-2 mixer does between its two projections, [T, Z] -> [T, X]; recurrent/mamba2.py has the formulas
+        and the letters.
+
+        ``window_SJC`` as in causal_conv; ``state_SHPM`` float32: each live row's state is read and advanced over its
+        tokens. What padding and rows of slot 0 get is undefined.
+        """
+        z_TX, xbc_TC, dt_TH = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        return gated_norm(scan(xbc_TC, dt_TH, weights, state_SHPM, rows), z_TX, weights)
 
     def add_norm_linear(
         self,

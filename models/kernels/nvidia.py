@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows
 from models.kernels.attention import (
     decode,
     decode_balanced,
@@ -173,6 +173,19 @@ class NvidiaKernels(Kernels):
             if tiles is not None:
                 return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
         return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+
+    # -- slot state ---------------------------------------------------------------------------------------------------
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return self._reference.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

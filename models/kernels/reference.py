@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
+from models.inputs import DecodeAttention, PrefillAttention, StateRows
 from models.kernels.interface import Kernels, Rotation
+from models.kernels.recurrent import reference as recurrent
 
 
 class HostLengths:
@@ -34,7 +35,8 @@ class ReferenceKernels(Kernels):
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         x = x_TN.float()
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype) * weight_N
+        normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype)
+        return (normed * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
 
     def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual_TN = x_TN + residual_TN
@@ -176,6 +178,17 @@ class ReferenceKernels(Kernels):
             term_TN = F.linear(inner_TI, down_NI) * weight_T1
             out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
         return out_TN.to(x_TN.dtype)
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return recurrent.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
 
 
 def into(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:

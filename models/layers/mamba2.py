@@ -7,6 +7,8 @@ Shape letters as in models/kernels/recurrent/mamba2.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,9 @@ from models.block_pattern import Mamba2Shape
 from models.cache_layout import SlotState, StateBanks
 from models.config import ModelConfig
 from models.inputs import StepInputs
-from models.kernels.recurrent.mamba2 import CONV, SSM, Mamba2Weights
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.layers.context import ModelContext
+from models.layers.conv_state import ConvState
 from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
@@ -40,7 +43,7 @@ class Mamba2(Mixer[StateBanks]):
         split = GroupSplit(shape, context.rank, context.size)
         self.split = split
         self.in_proj = InProjection(config.hidden_size, split, context)
-        self.conv = Convolution(split, context)
+        self.conv = ConvState(shape.conv_channels, shape.taps, split.conv_parts(), context, bias=shape.conv_bias)
         self.ssm = SsmParameters(split, context)
         self.gated_norm = ShardedWeight(shape.inner, split.first_head * shape.head_dim, split.inner, context)
         self.out = RowParallel(shape.inner, config.hidden_size, context, what="channels of Mamba-2 (heads * head_dim)")
@@ -48,15 +51,9 @@ class Mamba2(Mixer[StateBanks]):
 
     @property
     def cache(self) -> SlotState:
-        split, weight = self.split, self.in_proj.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        shape = split.shape
-        return SlotState(
-            {
-                CONV: ((split.conv_channels, shape.taps - 1), weight.dtype),
-                SSM: ((split.heads, shape.head_dim, shape.state_size), wide),
-            }
-        )
+        shape, wide = self.split.shape, self.ssm.D.dtype
+        recurrent = ((self.split.heads, shape.head_dim, shape.state_size), wide)
+        return SlotState({"window": self.conv.window, "state": recurrent})
 
     @property
     def weights(self) -> Mamba2Weights:
@@ -87,7 +84,9 @@ class Mamba2(Mixer[StateBanks]):
         if inputs.state is None:
             raise ValueError("a step of a model with Mamba-2 layers needs StepInputs.state")
         projected_TZ, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.in_proj.weight, None)
-        out_TX = self.kernels.mamba2(projected_TZ, self.weights, cache, inputs.state)
+        out_TX = self.kernels.mamba2(
+            projected_TZ, self.weights, cache["window"], cache["state"], inputs.state, inputs.positions_T
+        )
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         if self.split.ranks_a_group > 1:
@@ -146,36 +145,17 @@ class InProjection(ShardedModule):
         self.split = split
         self.weight = placement.parameter(split.inner + split.conv_channels + split.heads, hidden)
 
-    def shards(self) -> dict[str, Shard]:
-        raise NotImplementedError("a matrix in several pieces: see forms()")
-
-    def forms(self) -> tuple[dict[str, Shard | ScatteredShard], ...]:
+    def shards(self) -> Mapping[str, ScatteredShard]:
         split, inner = self.split, self.split.shape.inner
         channels = split.shape.conv_channels
         parts = [(split.first_head * split.shape.head_dim, split.inner)]
         parts += [(inner + first, count) for first, count in split.conv_parts()]
         parts.append((inner + channels + split.first_head, split.heads))
-        return ({"weight": scattered_rows(self.weight, inner + channels + split.shape.heads, parts)},)
-
-
-class Convolution(ShardedModule):
-    """weight [C, W] and bias [C] of this rank's channels of x, B and C; checkpoints have a dim of 1 between."""
-
-    def __init__(self, split: GroupSplit, placement: ShardContext) -> None:
-        super().__init__()
-        self.split = split
-        self.weight = placement.parameter(split.conv_channels, split.shape.taps)
-        self.bias = placement.parameter(split.conv_channels) if split.shape.conv_bias else None
-
-    def shards(self) -> dict[str, Shard]:
-        raise NotImplementedError("a matrix in several pieces: see forms()")
-
-    def forms(self) -> tuple[dict[str, Shard | ScatteredShard], ...]:
-        total, parts = self.split.shape.conv_channels, self.split.conv_parts()
-        found: dict[str, Shard | ScatteredShard] = {"weight": scattered_rows(self.weight.unsqueeze(1), total, parts)}
-        if self.bias is not None:
-            found["bias"] = scattered_rows(self.bias, total, parts)
-        return (found,)
+        pieces, place, total = [], 0, inner + channels + split.shape.heads
+        for first, count in parts:
+            pieces.append(along_rows(self.weight[place : place + count], total, first))
+            place += count
+        return {"weight": ScatteredShard(tuple(pieces))}
 
 
 class SsmParameters(ShardedModule):
@@ -206,11 +186,3 @@ class ShardedWeight(ShardedModule):
         ranges = (slice(self.first, self.first + len(self.weight)),)
         return {"weight": Shard((self.total,), ranges, self.weight, centre=1.0)}
 
-
-def scattered_rows(parameter: Tensor, total: int, parts: list[tuple[int, int]]) -> ScatteredShard:
-    """Rows of a tensor of ``total`` rows: ``parts`` (first, count), one behind the other in ``parameter``."""
-    pieces, place = [], 0
-    for first, count in parts:
-        pieces.append(along_rows(parameter[place : place + count], total, first))
-        place += count
-    return ScatteredShard(tuple(pieces))

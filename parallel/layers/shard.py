@@ -102,7 +102,7 @@ class ScatteredShard:
 class ShardedModule(nn.Module):
     """A module that owns parameters and says which checkpoint tensors fill them."""
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         """Part name (``weight``, ``q.bias``, ...) -> shard. Together they cover every parameter exactly once."""
         raise NotImplementedError
 

@@ -9,7 +9,8 @@ Without --no-default the same in the default mode: flips per 1,000 tokens, and h
 kept in FOLDER/determinism.json. Exits with 1 where the deterministic mode differs in a token or a bit.
 
 Knows: conditions that must not matter, and how runs are compared (tests/runtime/engine/same_bits.py). Does not know:
-kernels. Weights are random: how often the default flips depends on a model's logits.
+kernels. Weights are random, but for a folder that has some, with --layers 0: how often the default flips depends on a
+model's logits.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def requests_of(count: int, tokens: int, vocabulary: int, seed: int = 0) -> list
 
 
 def folder_of(out: Path, model: str, layers: int) -> Path:
-    """A folder with the model's config.json, cut to so many layers; 0 keeps them all."""
+    """A folder with the model's config.json, cut to so many layers; 0 keeps them all, and the weights if it has any."""
     source = SHAPES / model if (SHAPES / model).is_dir() else Path(model)
+    if not layers and _has_weights(source):
+        return source
     config = json.loads((source / "config.json").read_text())
     if layers:
         config["num_hidden_layers"] = layers
@@ -83,8 +86,13 @@ def folder_of(out: Path, model: str, layers: int) -> Path:
     return folder
 
 
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
 def config_of(folder: Path, limits: Limits, *, deterministic: bool) -> EngineConfig:
-    common: Limits = {"max_model_len": LENGTH, "block_size": PAGE, "memory_fraction": 0.8, "load_format": "dummy"}
+    common: Limits = {"max_model_len": LENGTH, "block_size": PAGE, "memory_fraction": 0.8}
+    common["load_format"] = "safetensors" if _has_weights(folder) else "dummy"
     return EngineConfig(model=str(folder), deterministic=deterministic, **(common | limits))
 
 

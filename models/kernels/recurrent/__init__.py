@@ -1,1 +1,1 @@
-"""Mixers that keep a state of a fixed size for each sequence: references in torch, and Triton kernels."""
+"""Operations of layers that keep a state of a fixed size: convolution windows and recurrences over slots."""
