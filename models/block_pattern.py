@@ -76,7 +76,9 @@ def block_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
     key = "layers_block_type" if words else "hybrid_override_pattern"
     given = words or config.get("hybrid_override_pattern")
     if not given:
-        raise ValueError("the key 'hybrid_override_pattern' or 'layers_block_type' is missing: it says what each block is")
+        raise ValueError(
+            "the key 'hybrid_override_pattern' is missing (or 'layers_block_type'): the kind of each block"
+        )
     if not isinstance(given, list if words else str):
         raise ValueError(f"{key!r} must be a {'list' if words else 'string'}, not {given!r}")
     if len(given) > _MOST_BLOCKS:
@@ -139,4 +141,4 @@ def _unlimited(limit: object) -> bool:
     if not isinstance(limit, list) or len(limit) != 2:
         return False
     low, high = limit
-    return low == 0.0 and (high == float("inf") or high == {"__float__": "Infinity"})
+    return bool(low == 0.0) and high in (float("inf"), {"__float__": "Infinity"})

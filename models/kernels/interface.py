@@ -224,7 +224,7 @@ class Kernels(Protocol):
         ...
 
     def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
-        """x @ weight^T in float32 whatever the dtype of both, [T, E]: a sigmoid router compares scores that are close."""
+        """x @ weight^T in float32 whatever the dtype of both, [T, E]: sigmoid routers compare scores that are close."""
         return wide_linear(x_TN, weight_EN)
 
     def route_sigmoid(

@@ -28,7 +28,7 @@ class SigmoidRouting:
 
 
 def wide_linear(x_TN: Tensor, weight_EN: Tensor) -> Tensor:
-    """x @ weight^T in float32, or in float64 where x is: products of 16-bit values are exact, and no score is rounded."""
+    """x @ weight^T in float32, or float64 where x is: products of 16-bit values are exact, and no score is rounded."""
     wide = torch.promote_types(x_TN.dtype, torch.float32)
     return F.linear(x_TN.to(wide), weight_EN.to(wide))
 
@@ -45,7 +45,7 @@ def route_sigmoid(
     scores_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).sigmoid()
     ranked_TE = scores_TE + bias_E
     if routing.groups > 1:
-        grouped_TGX = ranked_TE.unflatten(1, (routing.groups, -1))
+        grouped_TGX = ranked_TE.view(len(ranked_TE), routing.groups, -1)
         of_groups_TG = grouped_TGX.topk(2, dim=-1).values.sum(-1)
         best_TG = of_groups_TG.sort(stable=True, dim=-1, descending=True).indices[:, : routing.top_groups]
         open_TG = torch.zeros_like(of_groups_TG, dtype=torch.bool).scatter_(1, best_TG, True)

@@ -112,8 +112,8 @@ class GroupSplit:
         self.heads = even_share("Mamba-2 heads", shape.heads, size)
         if shape.groups % size and size % shape.groups:
             raise ValueError(
-                f"{shape.groups} groups of Mamba-2 heads cannot be split evenly over {size} tensor-parallel ranks; use a "
-                "tensor-parallel size that divides them or is a multiple of them"
+                f"{shape.groups} groups of Mamba-2 heads cannot be split evenly over {size} tensor-parallel ranks; use "
+                "a tensor-parallel size that divides them or is a multiple of them"
             )
         self.groups = max(1, shape.groups // size)
         self.ranks_a_group = max(1, size // shape.groups)
@@ -185,4 +185,3 @@ class ShardedWeight(ShardedModule):
     def shards(self) -> dict[str, Shard]:
         ranges = (slice(self.first, self.first + len(self.weight)),)
         return {"weight": Shard((self.total,), ranges, self.weight, centre=1.0)}
-

@@ -60,7 +60,7 @@ class Relu2MLP(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert that serves every token: this rank's part of down(relu(up(x))^2), for whoever sums the experts' parts."""
+    """An expert that serves every token: this rank's part of down(relu(up(x))^2), for whoever sums experts' parts."""
 
     def __init__(self, hidden: int, intermediate: int, context: ModelContext) -> None:
         super().__init__()

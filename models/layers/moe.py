@@ -24,7 +24,7 @@ from parallel.layers.experts import ExpertWeights, Router
 class SparseMLP(nn.Module):
     """sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)) of the normed input, [T, N] -> [T, N].
 
-    Without a gate it is down_e(relu(up_e(x))^2). ``shared``, where there is one, adds an expert that serves every token.
+    Without a gate it is down_e(relu(up_e(x))^2). ``shared``: an expert that serves every token, or None.
     Routing needs no communication: every rank has the same x (an all-reduce gives every rank the same bits), the same
     router and the same kernel. ``load_E`` int64, where set, counts the tokens of each expert (models/expert_load.py).
     Where groups with other tokens share the experts, each routes its own and sends the choice along.

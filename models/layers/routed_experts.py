@@ -100,7 +100,7 @@ def _nemotron_h(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts 
     groups, top_groups = read.size("n_group", 1), read.size("topk_group", 1)
     if count % groups or (groups > 1 and count // groups < 2):
         raise ValueError(
-            f"'n_group' is {groups}, but {count} experts do not make so many groups of two or more (group-limited top-k)"
+            f"'n_group' is {groups}, but {count} experts do not make so many groups of two (group-limited top-k)"
         )
     if top_groups > groups or top_groups * (count // groups) < per_token:
         raise ValueError(

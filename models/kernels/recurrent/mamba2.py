@@ -58,7 +58,7 @@ class Mamba2Weights:
 
     def split(self, projected_TZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views z_TX, xbc_TC, dt_TH of the projection's columns."""
-        z_TX, xbc_TC, dt_TH = projected_TZ.split((self.inner, self.conv_CJ.shape[0], self.heads), dim=-1)
+        z_TX, xbc_TC, dt_TH = torch.split(projected_TZ, [self.inner, self.conv_CJ.shape[0], self.heads], -1)
         return z_TX, xbc_TC, dt_TH
 
 
@@ -69,8 +69,8 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
     graphs are host code, and for what a GPU launches eagerly.
     """
     wide, tokens, states = bank_SHPM.dtype, len(xbc_TC), weights.groups * weights.state_size
-    x_TX, b_TX, c_TX = xbc_TC.to(wide).split((weights.inner, states, states), dim=-1)
-    x_THP = x_TX.unflatten(1, (weights.heads, weights.head_dim))
+    x_TX, b_TX, c_TX = torch.split(xbc_TC.to(wide), [weights.inner, states, states], -1)
+    x_THP = x_TX.view(tokens, weights.heads, weights.head_dim)
     b_THM, c_THM = (_of_heads(part_TX, weights) for part_TX in (b_TX, c_TX))
     d_TH = F.softplus(dt_TH.to(wide) + weights.dt_bias_H)
     decay_TH = torch.exp(-torch.exp(weights.a_log_H) * d_TH)
@@ -85,7 +85,8 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
         d_BH11, decay_BH11 = d_TH[token_B][:, :, None, None], decay_TH[token_B][:, :, None, None]
         x_BHP = x_THP[token_B]
         next_BHPM = decay_BH11 * state_BHPM + d_BH11 * x_BHP.unsqueeze(3) * b_THM[token_B].unsqueeze(2)
-        y_BHP = (next_BHPM * c_THM[token_B].unsqueeze(2)).sum(3) + weights.d_H[:, None] * x_BHP
+        read_BHP = (next_BHPM * c_THM[token_B].unsqueeze(2)).sum(3)
+        y_BHP = read_BHP + weights.d_H[:, None] * x_BHP
         y_THP.index_copy_(0, token_B.where(active_B, tokens), y_BHP)
         state_BHPM = next_BHPM.where(active_B[:, None, None, None], state_BHPM)
     bank_SHPM.index_copy_(0, rows.slots_B, state_BHPM.where(live_B111, bank_SHPM[rows.slots_B]))
@@ -98,12 +99,12 @@ def gated_norm(y_TX: Tensor, z_TX: Tensor, weights: Mamba2Weights) -> Tensor:
     gated_TX = y_TX.to(wide) * F.silu(z_TX.to(wide))
     if not weights.norm_groups:
         return gated_TX.to(z_TX.dtype)
-    parts_TGX = gated_TX.unflatten(1, (weights.norm_groups, -1))
-    normed_TGX = parts_TGX * torch.rsqrt(parts_TGX.square().mean(-1, keepdim=True) + weights.eps)
-    return normed_TGX.flatten(1).to(z_TX.dtype) * weights.norm_X
+    parts_TGX = gated_TX.view(len(gated_TX), weights.norm_groups, -1)
+    normed_TX = (parts_TGX * torch.rsqrt(parts_TGX.square().mean(-1, keepdim=True) + weights.eps)).flatten(1)
+    return normed_TX.to(z_TX.dtype) * weights.norm_X
 
 
 def _of_heads(part_TX: Tensor, weights: Mamba2Weights) -> Tensor:
     """B or C of each head, [T, H, M], of those of the groups."""
-    part_TGM = part_TX.unflatten(1, (weights.groups, weights.state_size))
+    part_TGM = part_TX.view(len(part_TX), weights.groups, weights.state_size)
     return part_TGM.repeat_interleave(weights.heads // weights.groups, 1, output_size=weights.heads)

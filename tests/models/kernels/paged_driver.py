@@ -1,6 +1,6 @@
-"""A serial engine in miniature: token lists in, greedy tokens and their logits out, over a paged KV cache.
+"""A serial engine in miniature: token lists in, greedy tokens and their logits out, over a paged KV cache and slots.
 
-Knows: pages, chunks, shared prefixes and padding rows, enough to build every kind of StepInputs.
+Knows: pages, slots, chunks, shared prefixes and padding rows, enough to build every kind of StepInputs.
 Does not know: the runtime, which does the same with slots and schedules.
 """
 
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StepInputs
+from models.cache_layout import CacheView, PagedKV, SlotState
+from models.inputs import DecodeAttention, PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
 
 
 @dataclass
 class Row:
-    """One sequence: ``cached`` of its tokens have their KV in ``pages``; ``logits`` [V] of each token it drew.
+    """One sequence: ``cached`` of its tokens have their KV in ``pages`` and are in ``slot``'s state; ``logits`` [V] of
+    each token it drew.
 
     While ``forced`` holds tokens, the first of them is taken instead of the most likely one.
     """
@@ -26,21 +28,34 @@ class Row:
     tokens: list[int]
     pages: list[int]
     cached: int = 0
+    slot: int = 0
     forced: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
 
 class PagedDriver:
-    """Generates for a batch at a time; all ranks of a group run the same calls. Page 0 is the trash page."""
+    """Generates for a batch at a time; all ranks of a group run the same calls. Page 0 is the trash page, slot 0 the
+    null slot, which holds NaN as slots that nobody has do.
+    """
 
-    def __init__(self, model: Decoder, pages: int, page_size: int = 4, device: str = "cpu") -> None:
+    def __init__(self, model: Decoder, pages: int, page_size: int = 4, device: str = "cpu", slots: int = 20) -> None:
         self.model = model
         self.device = device
         self.page_size = page_size
         self.free = list(range(pages - 1, 0, -1))  # handed out in falling order: neighbours are not adjacent
-        self.kv_layers = [
-            torch.zeros(kv.shape(pages, page_size), dtype=kv.dtype, device=device) for kv in model.cache_layout.paged
-        ]
+        self.caches: list[CacheView] = []
+        for layer in model.cache_layout.layers:
+            if isinstance(layer, PagedKV):
+                self.caches.append(torch.zeros(layer.shape(pages, page_size), dtype=layer.dtype, device=device))
+            elif isinstance(layer, SlotState):
+                self.caches.append(
+                    {
+                        name: torch.full((1 + slots, *shape), float("nan"), dtype=dtype, device=device)
+                        for name, (shape, dtype) in layer.tensors.items()
+                    }
+                )
+            else:
+                self.caches.append(None)
 
     def generate(
         self,
@@ -53,9 +68,14 @@ class PagedDriver:
         """Greedy completions, or ``forced`` ones, so that inexact arithmetic can be followed along another's tokens.
 
         ``chunk`` bounds a prompt's tokens a step; ``share_prefixes`` computes the first prompt alone and lets the
-        others reuse its full pages as far as they begin the same. Pages return to the pool.
+        others reuse its full pages as far as they begin the same; nothing is shared where layers keep state, which is
+        there for no prefix. Pages return to the pool.
         """
-        rows = [Row(list(prompt), self._pages_for(len(prompt) + new_tokens)) for prompt in prompts]
+        first = self.free[-1]
+        rows = [
+            Row(list(prompt), self._pages_for(len(prompt) + new_tokens), slot=self._seated(first + 3 * number))
+            for number, prompt in enumerate(prompts)
+        ]
         for row, completion in zip(rows, forced or (), strict=False):
             row.forced = list(completion)
         taken = [page for row in rows for page in row.pages]
@@ -72,7 +92,18 @@ class PagedDriver:
     def _pages_for(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // self.page_size))]
 
+    def _seated(self, number: int) -> int:
+        """A slot of zeroed state."""
+        states = [cache for cache in self.caches if isinstance(cache, dict)]
+        slot = 1 + number % (len(next(iter(states[0].values()))) - 1) if states else 0
+        for state in states:
+            for bank in state.values():
+                bank[slot] = 0
+        return slot
+
     def _share(self, source: Row, row: Row) -> None:
+        if self.model.cache_layout.has_slot_state:
+            return
         # The last prompt token is always computed: its logits are needed.
         same = 0
         while same < min(source.cached, len(row.tokens) - 1) and source.tokens[same] == row.tokens[same]:
@@ -115,8 +146,16 @@ class PagedDriver:
                 positions.append(position)
                 kv_slots.append(row.pages[position // self.page_size] * self.page_size + position % self.page_size)
             row.cached += count
-        inputs = StepInputs(self._tensor(tokens), self._tensor(positions), self._tensor(kv_slots), attention)
-        return self.model.forward(inputs, self.kv_layers)
+        inputs = StepInputs(
+            self._tensor(tokens),
+            self._tensor(positions),
+            self._tensor(kv_slots),
+            attention,
+            state=StateRows(self._tensor([row.slot for row in rows]), self._tensor(counts).cumsum(0))
+            if self.model.cache_layout.has_slot_state
+            else None,
+        )
+        return self.model.forward(inputs, self.caches)
 
     def _extend(self, rows: Sequence[Row], hidden_RN: Tensor) -> None:
         logits_RV = self.model.gather_logits(self.model.logits(hidden_RN))
