@@ -94,7 +94,7 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
 
 
 def gated_norm(y_TX: Tensor, z_TX: Tensor, weights: Mamba2Weights) -> Tensor:
-    """rms_norm(y silu(z)) weight over each of ``norm_groups`` parts, or y silu(z) where there are none, in z's dtype."""
+    """rms_norm(y silu(z)) weight over each of ``norm_groups`` parts, or y silu(z) without any, in z's dtype."""
     wide = torch.promote_types(z_TX.dtype, torch.float32)
     gated_TX = y_TX.to(wide) * F.silu(z_TX.to(wide))
     if not weights.norm_groups:
