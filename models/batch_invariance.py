@@ -12,7 +12,7 @@ from models.kernels.interface import Kernels
 from models.layers.decoder import Decoder, DecoderLayer
 
 _OF_EXPERTS = ("route_top_k", "expert_mlp")
-_OF_SLOT_STATE = ("causal_conv",)
+_OF_SLOT_STATE = ("causal_conv", "gated_delta", "sigmoid_mul", "gated_add")  # and of what comes with it
 
 
 def missing_invariance(model: Decoder) -> list[str]:

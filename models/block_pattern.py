@@ -112,7 +112,7 @@ def read_mamba2(config: Mapping[str, Any]) -> Mamba2Shape:
     )
 
 
-def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the keys that models/config.py reads; blocks take the place of layer types.
 
     Raises ValueError for what the family can ask for and is not implemented.

@@ -38,8 +38,13 @@ def legal_sizes(config: ModelConfig, whole_experts: bool) -> list[int]:
     return [
         size
         for size in HeadShard.legal_sizes(config.heads, config.kv_heads)
-        if all(number % size == 0 for number in numbers) and _splits_mamba(config, size)
+        if all(number % size == 0 for number in numbers) and _splits_delta(config, size) and _splits_mamba(config, size)
     ]
+
+
+def _splits_delta(config: ModelConfig, size: int) -> bool:
+    """Value heads of gated delta nets are split; their key heads are split or replicated, as those of attention."""
+    return config.delta is None or size in HeadShard.legal_sizes(config.delta.v_heads, config.delta.k_heads)
 
 
 def _splits_mamba(config: ModelConfig, size: int) -> bool:
@@ -52,6 +57,8 @@ def _divided(config: ModelConfig, whole_experts: bool) -> dict[str, int]:
     """What the group's size must divide, heads aside: name -> number."""
     experts = config.experts
     found = {}
+    if config.delta is not None:
+        found["linear-attention value heads"] = config.delta.v_heads
     dense = "mlp" in config.blocks if config.blocks else experts is None or len(experts.layers) < config.layers
     if dense:
         found["intermediate size"] = config.intermediate_size

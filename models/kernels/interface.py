@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
@@ -40,6 +41,30 @@ class Rotation:
     cos_sin_LR: Tensor
     positions_T: Tensor
     kv_slots_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """What a gated delta net is beside its projections and its convolution: this rank's heads, and their parameters.
+
+    ``v_heads`` value heads, of which v_heads / k_heads share one key head. ``decay_log_H``, ``decay_bias_H`` float32
+    [v_heads]: A_log and dt_bias. ``norm_V``: weight of the RMSNorm of every value head, ``eps`` its epsilon.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    decay_log_H: Tensor
+    decay_bias_H: Tensor
+    norm_V: Tensor
+    eps: float
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Columns of qkv, z, b and a in the result of the input projections."""
+        values = self.v_heads * self.v_dim
+        return 2 * self.k_heads * self.k_dim + values, values, self.v_heads, self.v_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +103,9 @@ class Kernels(Protocol):
         "route_top_k",
         "expert_mlp",
         "causal_conv",
+        "gated_delta",
+        "sigmoid_mul",
+        "gated_add",
     )
 
     @property
@@ -285,6 +313,58 @@ class Kernels(Protocol):
         nobody's. Of padding anything may be returned. ``x_TC`` may be columns of a wider tensor.
         """
         ...
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """The gated delta rule (Yang et al. 2025) along each row's sequence, normed and gated, [T, v_heads * v_dim].
+
+        For each value head h, with q, k of its key head, l2-normed, and q scaled by 1 / sqrt(k_dim):
+
+            S <- exp(-exp(decay_log[h]) softplus(a + decay_bias[h])) S
+            S <- S + sigmoid(b) (v - S k) k^T
+            result = rms_norm(S q) norm silu(z)
+
+        in float32 inside. S [v_dim, k_dim] is the row's ``state_SHVK`` (float32), read before its new tokens and
+        written behind them. Rows without tokens leave theirs as it is; that of slot 0 is nobody's. Of padding anything
+        may be returned. Operands may be columns of a wider tensor.
+        """
+        ...
+
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        """x * sigmoid(gate), [T, X]."""
+        return (x_TX * gate_TX.to(torch.promote_types(gate_TX.dtype, torch.float32)).sigmoid()).to(x_TX.dtype)
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        """x + sigmoid(hidden . gate) y, one number a token, [T, N]. May overwrite x."""
+        wide = torch.promote_types(x_TN.dtype, torch.float32)
+        scale_T1 = (hidden_TN.to(wide) * gate_N.to(wide)).sum(1, keepdim=True).sigmoid()
+        return (x_TN + scale_T1 * y_TN).to(x_TN.dtype)
+
+    def conv_gated_delta(
+        self,
+        projected_TX: Tensor,
+        weight_CJ: Tensor,
+        window_SJC: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """gated_delta behind causal_conv of q | k | v. ``projected``: q | k | v | z | b | a, as ``rule.widths``.
+
+        Slots and positions must be older than the launch that made ``projected``.
+        """
+        qkv_TC, z_TV, b_TH, a_TH = projected_TX.split(rule.widths, 1)
+        qkv_TC = self.causal_conv(qkv_TC, weight_CJ, None, window_SJC, rows, positions_T)
+        return self.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
 
     def mamba2(
         self,

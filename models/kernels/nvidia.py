@@ -33,7 +33,7 @@ from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
 from models.kernels.experts.tiles import long_list_tiles, without_lists
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
+from models.kernels.interface import NO_SWITCHES, DeltaRule, FlashInferSwitches, Kernels, PrefillWanted, Rotation
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import MatmulDispatch
@@ -186,6 +186,18 @@ class NvidiaKernels(Kernels):
         positions_T: Tensor,
     ) -> Tensor:
         return self._reference.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        return self._reference.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, StateRows
-from models.kernels.interface import Kernels, Rotation
+from models.kernels.interface import DeltaRule, Kernels, Rotation
 from models.kernels.recurrent import reference as recurrent
 
 
@@ -189,6 +189,18 @@ class ReferenceKernels(Kernels):
         positions_T: Tensor,
     ) -> Tensor:
         return recurrent.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        return recurrent.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
 
 
 def into(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:

@@ -73,10 +73,12 @@ class Decoder(nn.Module):
 
     A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
-    of layer and expert in both; several names where checkpoints differ.
+    of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
+    ``unused_tensors`` belong to parts of a checkpoint that are not run.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
+    unused_tensors: ClassVar[tuple[str, ...]] = ()
     cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
     embedding: VocabParallelEmbedding
     layers: nn.ModuleList

@@ -57,17 +57,3 @@ class Relu2MLP(nn.Module):
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second."""
         up_TI, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.up.weight, None)
         return self.down(self.kernels.relu2(up_TI)), residual_TN
-
-
-class SharedExpert(nn.Module):
-    """An expert that serves every token: this rank's part of down(relu(up(x))^2), for whoever sums experts' parts."""
-
-    def __init__(self, hidden: int, intermediate: int, context: ModelContext) -> None:
-        super().__init__()
-        self.kernels = context.kernels
-        self.up = ColumnParallel(hidden, intermediate, context, what="intermediate features of the shared expert")
-        self.down = RowParallel(intermediate, hidden, context, what="intermediate features of the shared expert")
-
-    def forward(self, hidden_TN: Tensor) -> Tensor:
-        """Of an input that is normed already; [T, N], to be summed over the group."""
-        return self.kernels.linear(self.kernels.relu2(self.up(hidden_TN)), self.down.weight)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.layers.context import ModelContext
-from models.layers.mlp import SharedExpert
 from models.layers.norm import RMSNorm
 from models.layers.routed_experts import RoutedExperts
+from models.layers.shared_expert import Relu2SharedExpert, SharedExpert
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.experts import ExpertWeights, Router
 
@@ -52,7 +52,7 @@ class SparseMLP(nn.Module):
             split=context.experts,
             gated=experts.activation == "swiglu",
         )
-        self.shared = SharedExpert(hidden, experts.shared_size, context) if experts.shared_size else None
+        self.shared = _shared_expert(experts, hidden, context)
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
         self.load_E: Tensor | None = None
@@ -85,7 +85,7 @@ class SparseMLP(nn.Module):
 
     def _with_shared(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
         """This rank's part of the sum, the shared expert's included."""
-        return part_TN if self.shared is None else part_TN + self.shared(hidden_TN)
+        return part_TN if self.shared is None else self.shared.add_to(part_TN, hidden_TN)
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
@@ -110,3 +110,13 @@ def _sigmoid_routing(experts: RoutedExperts) -> SigmoidRouting | None:
     return SigmoidRouting(
         experts.per_token, experts.renormalise, experts.groups, experts.top_groups, float(experts.scale)
     )
+
+
+def _shared_expert(
+    experts: RoutedExperts, hidden: int, context: ModelContext
+) -> SharedExpert | Relu2SharedExpert | None:
+    if not experts.shared_size:
+        return None
+    if experts.activation == "relu2":
+        return Relu2SharedExpert(hidden, experts.shared_size, context)
+    return SharedExpert(hidden, experts.shared_size, context, gated=experts.shared_gate)

@@ -121,8 +121,8 @@ class ExpertWeights(ShardedModule):
         return self.exchange.dispatch(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
     def group_part(self, partial_YN: Tensor, tokens: int) -> Tensor:
-        """This rank's part of the sum of all ranks' terms, for this group's ``tokens``. One reduce-scatter; ``combine``
-        makes the sum of it, with one all-reduce in the group."""
+        """Combine: this rank's part of the sum of all terms for this group's ``tokens``. One reduce-scatter, which
+        ``combine`` follows in the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
         return self.exchange.reduce_scatter(partial_YN)[:tokens]

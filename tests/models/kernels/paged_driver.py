@@ -1,4 +1,4 @@
-"""A serial engine in miniature: token lists in, greedy tokens and their logits out, over a paged KV cache and slots.
+"""A serial engine in miniature: token lists in, greedy tokens and their logits out, over a paged KV cache.
 
 Knows: pages, slots, chunks, shared prefixes and padding rows, enough to build every kind of StepInputs.
 Does not know: the runtime, which does the same with slots and schedules.
@@ -12,50 +12,51 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.cache_layout import CacheView, PagedKV, SlotState
+from models.cache_layout import PagedKV
 from models.inputs import DecodeAttention, PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
+
+MOST_ROWS = 16  # sequences at a time, of models that keep state in slots
 
 
 @dataclass
 class Row:
-    """One sequence: ``cached`` of its tokens have their KV in ``pages`` and are in ``slot``'s state; ``logits`` [V] of
-    each token it drew.
+    """One sequence: ``cached`` of its tokens have their KV in ``pages``; ``logits`` [V] of each token it drew.
 
     While ``forced`` holds tokens, the first of them is taken instead of the most likely one.
     """
 
     tokens: list[int]
     pages: list[int]
-    cached: int = 0
     slot: int = 0
+    cached: int = 0
     forced: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
 
 class PagedDriver:
-    """Generates for a batch at a time; all ranks of a group run the same calls. Page 0 is the trash page, slot 0 the
-    null slot, which holds NaN as slots that nobody has do.
-    """
+    """Generates for a batch at a time; all ranks of a group run the same calls. Page 0 is the trash page."""
 
-    def __init__(self, model: Decoder, pages: int, page_size: int = 4, device: str = "cpu", slots: int = 20) -> None:
+    def __init__(self, model: Decoder, pages: int, page_size: int = 4, device: str = "cpu") -> None:
         self.model = model
         self.device = device
         self.page_size = page_size
         self.free = list(range(pages - 1, 0, -1))  # handed out in falling order: neighbours are not adjacent
-        self.caches: list[CacheView] = []
+        self.caches: list[Tensor | dict[str, Tensor] | None] = []
         for layer in model.cache_layout.layers:
             if isinstance(layer, PagedKV):
                 self.caches.append(torch.zeros(layer.shape(pages, page_size), dtype=layer.dtype, device=device))
-            elif isinstance(layer, SlotState):
+            elif layer is not None:
                 self.caches.append(
                     {
-                        name: torch.full((1 + slots, *shape), float("nan"), dtype=dtype, device=device)
+                        name: torch.zeros(1 + MOST_ROWS, *shape, dtype=dtype, device=device)
                         for name, (shape, dtype) in layer.tensors.items()
                     }
                 )
             else:
                 self.caches.append(None)
+        self.kv_layers = [cache for cache in self.caches if isinstance(cache, Tensor)]
+        self._stateful = model.cache_layout.has_slot_state
 
     def generate(
         self,
@@ -68,19 +69,20 @@ class PagedDriver:
         """Greedy completions, or ``forced`` ones, so that inexact arithmetic can be followed along another's tokens.
 
         ``chunk`` bounds a prompt's tokens a step; ``share_prefixes`` computes the first prompt alone and lets the
-        others reuse its full pages as far as they begin the same; nothing is shared where layers keep state, which is
-        there for no prefix. Pages return to the pool.
+        others reuse its full pages as far as they begin the same, where all that is kept of a prefix is in pages. Pages
+        and slots return to the pool.
         """
-        first = self.free[-1]
         rows = [
-            Row(list(prompt), self._pages_for(len(prompt) + new_tokens), slot=self._seated(first + 3 * number))
+            Row(list(prompt), self._pages_for(len(prompt) + new_tokens), slot=1 + number)
             for number, prompt in enumerate(prompts)
         ]
+        self._reset_state()
         for row, completion in zip(rows, forced or (), strict=False):
             row.forced = list(completion)
         taken = [page for row in rows for page in row.pages]
         if share_prefixes:
             self._prefill(rows[:1], chunk)
+        if share_prefixes and not self._stateful:
             for row in rows[1:]:
                 self._share(rows[0], row)
         self._prefill(rows[1:] if share_prefixes else rows, chunk)
@@ -89,21 +91,18 @@ class PagedDriver:
         self.free.extend(taken)
         return rows
 
+    def _reset_state(self) -> None:
+        """Of all slots: zeros where a sequence is seated; of the null slot NaN, which nobody may see."""
+        for cache in self.caches:
+            if isinstance(cache, dict):
+                for bank in cache.values():
+                    bank.zero_()
+                    bank[0] = float("nan")
+
     def _pages_for(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // self.page_size))]
 
-    def _seated(self, number: int) -> int:
-        """A slot of zeroed state."""
-        states = [cache for cache in self.caches if isinstance(cache, dict)]
-        slot = 1 + number % (len(next(iter(states[0].values()))) - 1) if states else 0
-        for state in states:
-            for bank in state.values():
-                bank[slot] = 0
-        return slot
-
     def _share(self, source: Row, row: Row) -> None:
-        if self.model.cache_layout.has_slot_state:
-            return
         # The last prompt token is always computed: its logits are needed.
         same = 0
         while same < min(source.cached, len(row.tokens) - 1) and source.tokens[same] == row.tokens[same]:
@@ -146,14 +145,11 @@ class PagedDriver:
                 positions.append(position)
                 kv_slots.append(row.pages[position // self.page_size] * self.page_size + position % self.page_size)
             row.cached += count
+        state = None
+        if self._stateful:
+            state = StateRows(self._tensor([row.slot for row in rows]), self._tensor(counts).cumsum(0))
         inputs = StepInputs(
-            self._tensor(tokens),
-            self._tensor(positions),
-            self._tensor(kv_slots),
-            attention,
-            state=StateRows(self._tensor([row.slot for row in rows]), self._tensor(counts).cumsum(0))
-            if self.model.cache_layout.has_slot_state
-            else None,
+            self._tensor(tokens), self._tensor(positions), self._tensor(kv_slots), attention, state=state
         )
         return self.model.forward(inputs, self.caches)
 
