@@ -24,6 +24,7 @@ _WORDS: dict[str, BlockKind] = {
     "moe": "moe",
 }
 _MOST_BLOCKS = 10_000
+_NO_BOUND = 1e6  # of a time step
 
 # Option -> the values under which it changes nothing here, and what it would ask for otherwise.
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
@@ -137,8 +138,10 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unlimited(limit: object) -> bool:
-    """[0, infinity], as JSON has it and as transformers 5 writes it."""
+    """[0, infinity], as JSON has it and as transformers 5 writes it, or a bound that no softplus reaches."""
     if not isinstance(limit, list) or len(limit) != 2:
         return False
     low, high = limit
-    return bool(low == 0.0) and high in (float("inf"), {"__float__": "Infinity"})
+    if isinstance(high, (int, float)) and not isinstance(high, bool):
+        return bool(low == 0.0) and high >= _NO_BOUND
+    return bool(low == 0.0) and high == {"__float__": "Infinity"}
