@@ -14,7 +14,8 @@ between chunks the state, which stays in registers while a program walks along a
     y_i = sum over j <= i of (C_i . B_j) e^(a_i - a_j) d_j x_j + e^(a_i) C_i S + D x_i     a: running sum of -e^A_log d
     S  <- e^(a_Q) S + sum over j of e^(a_Q - a_j) d_j x_j B_j^T
 
-A row of one token, as in a mixed step, takes the way of the step instead. Rows of slot 0 do nothing: their part of the
+A row of very few tokens, as one that decodes in a mixed step, is taken token by token instead; so is every row in
+float32, which has no tensor cores here. Rows of slot 0 do nothing: their part of the
 result stays as it is. Tokens past a row's end are left out when they are loaded, never multiplied by zero.
 ``pdl``: see dependent_launch.py; state, window, slots and positions are older than the launch right before.
 """
@@ -32,8 +33,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import StateRows
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 
-_FEW_ROWS = 16  # up to here a head's channels are spread over several programs
-_CHUNK = 64  # tokens
+_FEW_ROWS = 16  # up to here a head's channels are spread over more programs
+_CHUNK = 32  # tokens; with 64 the registers spill
+_ONE_BY_ONE = 3  # tokens of a row
 
 
 @triton.jit
@@ -149,6 +151,7 @@ def _mamba2_scan_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ONE_BY_ONE: tl.constexpr,  # rows of up to so many tokens; 0: all rows
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -173,17 +176,21 @@ def _mamba2_scan_kernel(
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         skip = tl.load(d_ptr + head).to(tl.float32)
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-        if count == 1:
-            x = tl.load(xbc_ptr + start * C + xs, mask=own, other=0.0).to(tl.float32)
-            b = tl.load(xbc_ptr + start * C + bs, mask=in_state, other=0.0).to(tl.float32)
-            c = tl.load(xbc_ptr + start * C + cs, mask=in_state, other=0.0).to(tl.float32)
-            delta = _softplus(tl.load(projected_ptr + start * Z + X + C + head).to(tl.float32) + bias)
+        singly = count
+        if ONE_BY_ONE:
+            singly = tl.where(count <= ONE_BY_ONE, count, 0)
+        for number in range(singly):
+            token = start + number
+            x = tl.load(xbc_ptr + token * C + xs, mask=own, other=0.0).to(tl.float32)
+            b = tl.load(xbc_ptr + token * C + bs, mask=in_state, other=0.0).to(tl.float32)
+            c = tl.load(xbc_ptr + token * C + cs, mask=in_state, other=0.0).to(tl.float32)
+            delta = _softplus(tl.load(projected_ptr + token * Z + X + C + head).to(tl.float32) + bias)
             state = tl.exp(rate * delta) * state + (delta * x)[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1) + skip * x
-            y *= _silu(tl.load(projected_ptr + start * Z + xs, mask=own, other=0.0).to(tl.float32))
-            tl.store(out_ptr + start * X + xs, y.to(out_ptr.dtype.element_ty), mask=own)
-        else:
-            for first in range(0, count, BLOCK_Q):
+            y *= _silu(tl.load(projected_ptr + token * Z + xs, mask=own, other=0.0).to(tl.float32))
+            tl.store(out_ptr + token * X + xs, y.to(out_ptr.dtype.element_ty), mask=own)
+        if ONE_BY_ONE:
+            for first in range(singly, count, BLOCK_Q):
                 left = first + here < count
                 token = start + first + here
                 of_x, of_m = left[:, None] & own[None, :], left[:, None] & in_state[None, :]
@@ -258,7 +265,7 @@ def step(
     """Kernels.mamba2 where every row has one token. ``block_p``: channels of a head that a program has."""
     count, heads, dim = len(projected_BZ), weights.heads, weights.head_dim
     if block_p is None:
-        block_p = 16 if count <= _FEW_ROWS else 64
+        block_p = 16 if count <= _FEW_ROWS else 32
     block_p = min(block_p, triton.next_power_of_2(dim))
     gated_BX = _gated(projected_BZ, weights)
     if count == 0:
@@ -302,8 +309,14 @@ def scan(
     block_p: int = 32,
     chunk: int = _CHUNK,
     warps: int = 4,
+    one_by_one: int | None = None,
 ) -> Tensor:
-    """Kernels.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length."""
+    """Kernels.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
+
+    ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is.
+    """
+    if one_by_one is None:
+        one_by_one = 0 if projected_TZ.dtype == torch.float32 else _ONE_BY_ONE
     heads, dim = weights.heads, weights.head_dim
     gated_TX = _gated(projected_TZ, weights)
     if len(projected_TZ) == 0:
@@ -327,6 +340,7 @@ def scan(
         BLOCK_Q=chunk,
         BLOCK_P=block_p,
         BLOCK_M=max(16, triton.next_power_of_2(weights.state_size)),
+        ONE_BY_ONE=one_by_one,
         PRECISION="ieee" if projected_TZ.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=warps,

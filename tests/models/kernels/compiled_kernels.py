@@ -13,12 +13,14 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
+from models.config import ModelConfig
 from models.expert_load import start_counting
-from models.inputs import PrefillAttention, empty_kv_layer
+from models.inputs import PrefillAttention, StateRows, empty_kv_layer
 from models.kernels.attention import rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
@@ -27,8 +29,12 @@ from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
+from models.kernels.matmul.norm import relu2
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.traits import H200
+from models.layers.mamba2 import GroupSplit
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
@@ -45,6 +51,7 @@ from tests.models.kernels.rank_without_gpu import (
     META,
     MOST_PREFILL,
     SAMPLING,
+    SHAPES,
     FirstRank,
     Rank,
     play_an_h200,
@@ -120,6 +127,48 @@ def experts(driver: CompilingDriver) -> None:
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
             grouped_tma.expert_mlp(*given, tiles)
+
+
+def mamba(driver: CompilingDriver) -> None:
+    """Mamba-2 of Nemotron-3-Nano on one rank and on four, its experts without a gate, and squared ReLU."""
+    config = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b")
+    assert config.mamba is not None
+    assert config.experts is not None
+    shape, held = config.mamba, config.experts.count
+    for ranks, dtype in ((1, torch.bfloat16), (4, torch.bfloat16), (1, torch.float32)):
+        split = GroupSplit(shape, 0, ranks)
+        channels, heads = split.conv_channels, split.heads
+        made = partial(torch.empty, device=META)
+        weights = Mamba2Weights(
+            heads,
+            shape.head_dim,
+            split.groups,
+            shape.state_size,
+            made(channels, shape.taps, dtype=dtype),
+            made(channels, dtype=dtype),
+            *(made(heads) for _ in range(3)),
+            made(split.inner, dtype=dtype),
+            1e-5,
+            split.groups,
+        )
+        window = made(9, shape.taps, channels, dtype=dtype)
+        state = made(9, heads, shape.head_dim, shape.state_size)
+        for rows in (1, 64):
+            driver.where = f"{ranks} ranks, {dtype}, step of {rows}"
+            numbers, projected = made(rows, dtype=torch.int64), made(rows, split.inner + channels + heads, dtype=dtype)
+            mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
+        driver.where = f"{ranks} ranks, {dtype}, scan"
+        xbc = made(rows, channels, dtype=dtype)
+        mamba2_triton.scan(projected, xbc, weights, state, numbers, numbers, True)
+        driver.where = f"{dtype}, squared ReLU"
+        relu2(xbc, True)
+    hidden, inner, choices = config.hidden_size, config.experts.intermediate_size, config.experts.per_token
+    up, down = (made(held, *sizes, dtype=torch.bfloat16) for sizes in ((inner, hidden), (hidden, inner)))
+    for rows in (1, 32, 256, 8192):
+        driver.where = f"experts of Nemotron-3-Nano, {rows} rows"
+        x = made(rows, hidden, dtype=torch.bfloat16)
+        routed = made(rows, choices), made(rows, choices, dtype=torch.int32)
+        NvidiaKernels(META).expert_mlp(x, up, down, *routed, all_experts=held)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -231,6 +280,7 @@ def more_same_bits(driver: CompilingDriver) -> None:
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
+    "mamba": mamba,
     "rotation": rotation,
     "same-bits": more_same_bits,
     "prefill": prefills,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from models.inputs import StateRows
 from models.kernels.recurrent import mamba2_triton
@@ -19,50 +18,11 @@ from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.recurrent.ragged import token_rows
 from models.kernels.reference import ReferenceKernels
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
+from tests.models.kernels.recurrent.mamba_cases import SLOTS, banks, check, random_weights, width
 from tests.models.kernels.recurrent.ragged_sequences import steps
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
-SLOTS = 9
-
-
-def random_weights(
-    heads: int, dim: int, groups: int, state: int, taps: int, dtype: torch.dtype, *, bias: bool = True
-) -> Mamba2Weights:
-    inner, channels = heads * dim, heads * dim + 2 * groups * state
-    return Mamba2Weights(
-        heads,
-        dim,
-        groups,
-        state,
-        (torch.randn(channels, taps) / taps**0.5).to(dtype),
-        torch.randn(channels).to(dtype) / 4 if bias else None,
-        torch.randn(heads) * 0.5,
-        torch.randn(heads),
-        torch.randn(heads),
-        (1 + torch.randn(inner) / 4).to(dtype),
-        1e-5,
-        groups,
-    )
-
-
-def banks(weights: Mamba2Weights, dtype: torch.dtype, *, slots: int = SLOTS) -> tuple[Tensor, Tensor]:
-    """(window, state), random; NaN in the null slot and in the last one, which is nobody's."""
-    window = torch.randn(slots, weights.conv_CJ.shape[1], len(weights.conv_CJ)).to(dtype)
-    state = torch.randn(slots, weights.heads, weights.head_dim, weights.state_size)
-    for bank in (window, state):
-        bank[0] = bank[-1] = math.nan
-    return window, state
-
-
-def check(found: Tensor, expected: Tensor, limit: float, what: object) -> None:
-    assert found.isfinite().all(), what
-    error = float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
-    assert error < limit, f"{what}: relative error {error:.1e}"
-
-
-def width(weights: Mamba2Weights) -> int:
-    return weights.inner + len(weights.conv_CJ) + weights.heads
 
 
 def check_step(weights: Mamba2Weights, dtype: torch.dtype, block_p: int | None) -> None:
@@ -71,7 +31,7 @@ def check_step(weights: Mamba2Weights, dtype: torch.dtype, block_p: int | None) 
     live = slots != 0
     window, state = banks(weights, dtype)
     mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
-    for at in range(6):
+    for at in range(5):
         projected = torch.randn(len(slots), width(weights)).to(dtype)
         projected[~live] = math.nan
         positions = torch.tensor([at, 0, 17 + at, 5 + at, 0])
@@ -88,7 +48,9 @@ def check_step(weights: Mamba2Weights, dtype: torch.dtype, block_p: int | None) 
         assert bank[[0, -1]].isnan().all()
 
 
-def check_scan(weights: Mamba2Weights, dtype: torch.dtype, most: int, chunk: int, block_p: int) -> None:
+def check_scan(
+    weights: Mamba2Weights, dtype: torch.dtype, most: int, chunk: int, block_p: int, one_by_one: int = 3
+) -> None:
     """Sequences cut anywhere, rows without tokens and of nobody, padding."""
     lengths = [5, 1, 2 * chunk + 3, 3, chunk, 9]
     sequences = [torch.randn(length, width(weights)).to(dtype) for length in lengths]
@@ -101,9 +63,8 @@ def check_scan(weights: Mamba2Weights, dtype: torch.dtype, most: int, chunk: int
         assert rows.ends_B is not None
         _, xbc, _ = weights.split(projected)
         xbc = REFERENCE.causal_conv(xbc, weights.conv_CJ, weights.conv_bias_C, mine[0], rows, step.positions_T)
-        found = mamba2_triton.scan(
-            projected, xbc, weights, mine[1], rows.slots_B, rows.ends_B, False, block_p=block_p, chunk=chunk
-        )
+        given = (projected, xbc, weights, mine[1], rows.slots_B, rows.ends_B, False)
+        found = mamba2_triton.scan(*given, block_p=block_p, chunk=chunk, one_by_one=one_by_one)
         expected = REFERENCE.mamba2(projected, weights, *theirs, rows, step.positions_T)
         real = ~token_rows(rows, len(projected)).padding_T
         check(found[real], expected[real], TOLERANCE[dtype], ("scan", *what))
@@ -130,12 +91,13 @@ def main() -> None:
     torch.manual_seed(0)
     for dtype in TOLERANCE:
         made = partial(random_weights, dtype=dtype)
-        for block_p in (16, 8, None):
+        for block_p in (8, None):
             check_step(made(4, 12, 2, 10, 4), dtype, block_p)
         check_step(made(2, 16, 1, 16, 2, bias=False), dtype, None)
         check_scan(made(4, 12, 2, 10, 4), dtype, 9, 16, 16)
         check_scan(made(2, 40, 2, 24, 3, bias=False), dtype, 60, 16, 32)
-        check_scan(made(2, 16, 1, 16, 4), dtype, 1, 32, 16)
+        check_scan(made(2, 16, 1, 16, 4), dtype, 1, 16, 16)
+        check_scan(made(2, 16, 1, 16, 4), dtype, 5, 16, 16, one_by_one=0)
     alone = replace(random_weights(4, 12, 1, 10, 4, torch.float32), norm_groups=0)
     check_step(alone, torch.float32, None)
     check_scan(alone, torch.float32, 30, 16, 16)
