@@ -37,13 +37,14 @@ from models.kernels.interface import NO_SWITCHES, DeltaRule, FlashInferSwitches,
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import MatmulDispatch
-from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent import conv, delta_chunk, delta_step, gates, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_MOST_STEPS = 16  # tokens of a row that go through the recurrence one by one; longer rows go in chunks
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
 _TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
@@ -195,7 +196,7 @@ class NvidiaKernels(Kernels):
         rows: StateRows,
         positions_T: Tensor,
     ) -> Tensor:
-        return self._reference.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
+        return conv.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, self.pdl)
 
     def gated_delta(
         self,
@@ -207,7 +208,34 @@ class NvidiaKernels(Kernels):
         state_SHVK: Tensor,
         rows: StateRows,
     ) -> Tensor:
-        return self._reference.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
+        z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
+        out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
+        rest = (b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl)
+        delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
+        delta_chunk.delta_chunks(qkv_TC, *rest, most=_MOST_STEPS)
+        return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
+
+    def conv_gated_delta(
+        self,
+        projected_TX: Tensor,
+        weight_CJ: Tensor,
+        window_SJC: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
+            return super().conv_gated_delta(projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T)
+        return delta_step.conv_delta_step(
+            projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T, self.pdl
+        )
+
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        return gates.sigmoid_mul(x_TX, gate_TX, self.pdl)
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        return gates.gated_add(x_TN, y_TN, hidden_TN, gate_N, self.pdl)
 
     def mamba2(
         self,

@@ -33,7 +33,8 @@ if torch.cuda.is_available():
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
-STATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3}  # TF32 between chunks
+# Convolutions are rounded to bfloat16, which flips a last bit here and there; sums between chunks are in TF32.
+STATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 NANO = (64, 64, 8, 128, 4)  # heads, head_dim, groups, state size, taps
 SIZES = [NANO, (16, 64, 2, 128, 4), (6, 48, 3, 24, 3)]
 HYBRID = SHAPE | NEMOTRON | {"mamba_head_dim": 32, "ssm_state_size": 48, "moe_intermediate_size": 32}
@@ -93,7 +94,7 @@ def test_a_captured_step_follows_the_recurrence(
         expected = REFERENCE.mamba2(projected, weights, *theirs, StateRows(slots), positions)
         if bool(live.any()):
             check(found[live], expected[live], TOLERANCE[dtype], ("step", sizes, rows, step))
-        check(state[1:-1], theirs[1][1:-1], 1e-5, ("state", sizes, rows, step))
+        check(state[1:-1], theirs[1][1:-1], STATE_TOLERANCE[dtype], ("state", sizes, rows, step))
         assert torch.equal(window[1:-1], theirs[0][1:-1])
     assert all(bank[[0, -1]].isnan().all() for bank in (window, state))
 
@@ -110,11 +111,7 @@ def test_a_captured_scan_follows_the_recurrence(
     window, state = banks(weights, dtype, slots=rows + 3)
     theirs = window.clone(), state.clone()
     projected = torch.zeros(tokens, width(weights), dtype=dtype, device="cuda")
-    slots, ends = (
-        torch.zeros(rows, dtype=torch.int64, device="cuda"),
-        torch.zeros(rows, dtype=torch.int64, device="cuda"),
-    )
-    positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    slots, ends, positions = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (rows, rows, tokens))
 
     def launch() -> Tensor:
         return kernels.mamba2(projected, weights, window, state, StateRows(slots, ends), positions)

@@ -205,7 +205,8 @@ def _save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     for name, tensor in model.state_dict().items():  # norms and biases too: their initial 1 and 0 would hide errors
         std = 0.7 if "conv1d" in name else 0.2  # values near 0 would be normed, which shows the rounding of both sides
-        torch.nn.init.normal_(tensor, mean=float("norm" in name), std=std)
+        centred = hasattr(config, "linear_num_key_heads") and "linear_attn.norm" not in name
+        torch.nn.init.normal_(tensor, mean=float("norm" in name and not centred), std=std)
     size = "20KB" if folder.name in IN_SEVERAL_FILES else "1GB"
     model.save_pretrained(folder, max_shard_size=size, save_original_format=folder.name not in FUSED)
     return model

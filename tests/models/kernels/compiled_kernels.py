@@ -26,6 +26,7 @@ from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
 from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
+from models.kernels.interface import DeltaRule
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
@@ -277,6 +278,39 @@ def more_same_bits(driver: CompilingDriver) -> None:
     same_bits(driver, "8b", dtype=torch.float32)
 
 
+def slot_state(driver: CompilingDriver) -> None:
+    """The kernels over slot state at the sizes of Qwen3-Next on one rank and on two: every launch of a prefill, of a
+    mixed step and of decode; and of small float32 heads.
+    """
+    driver.package = "models.kernels.recurrent."
+    kernels = NvidiaKernels(META)
+    for k_heads, v_heads, dim, dtype in (
+        (16, 32, 128, torch.bfloat16),
+        (8, 24, 128, torch.bfloat16),
+        (2, 4, 24, torch.float32),
+    ):
+        driver.where = f"{v_heads} heads of {dim}, {dtype}"
+        channels, values = (2 * k_heads + v_heads) * dim, v_heads * dim
+        numbers = [torch.empty(v_heads, device=META) for _ in range(2)]
+        rule = DeltaRule(k_heads, v_heads, dim, dim, *numbers, torch.empty(dim, device=META), 1e-6)
+        filters = torch.empty(channels, 4, dtype=dtype, device=META)
+        banks = (
+            torch.empty(9, 4, channels, dtype=dtype, device=META),
+            rule,
+            torch.empty(9, v_heads, dim, dim, device=META),
+        )
+        for tokens, rows in ((2048, 8), (32, 32), (8, 8)):
+            projected = torch.empty(tokens, channels + values + 2 * v_heads, dtype=dtype, device=META)
+            slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (rows, tokens))
+            ends = torch.empty(rows, dtype=torch.int64, device=META)
+            kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots, ends), positions)
+            if tokens == rows:
+                kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots), positions)
+        x = torch.empty(9, 2048, dtype=dtype, device=META)
+        kernels.sigmoid_mul(x, x)
+        kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
@@ -288,6 +322,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "push": pushing,
     "all-reduce": all_reduces,
     "exchanges": exchanges,
+    "slot-state": slot_state,
     "table": shipped_table,
     "too-much": too_much,
 }

@@ -45,8 +45,8 @@ class RaggedStep(NamedTuple):
     def tokens(self, of_sequences: list[Tensor]) -> Tensor:
         """The pieces of tensors [length, ...] in order; NaN for padding."""
         parts = [of_sequences[piece.sequence][piece.start : piece.start + piece.count] for piece in self.pieces]
-        like = of_sequences[0]
-        return torch.cat([*parts, torch.full((self.padding, *like.shape[1:]), float("nan"), dtype=like.dtype)])
+        nobody_TX = of_sequences[0].new_full((self.padding, *of_sequences[0].shape[1:]), float("nan"))
+        return torch.cat([*parts, nobody_TX])
 
 
 def steps(lengths: list[int], seed: int, most: int = 5) -> Iterator[RaggedStep]:
