@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import StateRows
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 
+BATCH_INVARIANT = False  # a token's sums depend on how its prompt was cut
 _FEW_ROWS = 16  # up to here a head's channels are spread over more programs
 _CHUNK = 32  # tokens; with 64 the registers spill
 _ONE_BY_ONE = 3  # tokens of a row

@@ -35,7 +35,6 @@ from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.traits import H200
-from models.layers.mamba2 import GroupSplit
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
@@ -82,6 +81,8 @@ def dense(driver: CompilingDriver) -> None:
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
     same_bits(driver, "8b")
+    driver.where = "squared ReLU"
+    relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
 
@@ -128,48 +129,47 @@ def experts(driver: CompilingDriver) -> None:
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
             grouped_tma.expert_mlp(*given, tiles)
+    without_a_gate(driver)
+
+
+def without_a_gate(driver: CompilingDriver) -> None:
+    """The experts of Nemotron-3-Nano: the streamed path, short lists and long ones."""
+    experts = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").experts
+    assert experts is not None
+    hidden, inner, count, choices = 2688, experts.intermediate_size, experts.count, experts.per_token
+    up, down = (
+        torch.empty(count, *sizes, dtype=torch.bfloat16, device=META) for sizes in ((inner, hidden), (hidden, inner))
+    )
+    for rows in (1, 32, 8192):
+        driver.where = f"experts of Nemotron-3-Nano, {rows} rows"
+        x, weights = (
+            torch.empty(rows, hidden, dtype=torch.bfloat16, device=META),
+            torch.empty(rows, choices, device=META),
+        )
+        NvidiaKernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
 
 
 def mamba(driver: CompilingDriver) -> None:
-    """Mamba-2 of Nemotron-3-Nano on one rank and on four, its experts without a gate, and squared ReLU."""
-    config = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b")
-    assert config.mamba is not None
-    assert config.experts is not None
-    shape, held = config.mamba, config.experts.count
-    for ranks, dtype in ((1, torch.bfloat16), (4, torch.bfloat16), (1, torch.float32)):
-        split = GroupSplit(shape, 0, ranks)
-        channels, heads = split.conv_channels, split.heads
-        made = partial(torch.empty, device=META)
+    """The launches of Nemotron-3-Nano's Mamba-2: decode of few rows and of many, a prefill; and in float32."""
+    shape = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").mamba
+    assert shape is not None
+    for dtype in (torch.bfloat16, torch.float32):
+        made = partial(torch.empty, dtype=dtype, device=META)
+        channels, heads, states = shape.conv_channels, shape.heads, shape.state_size
+        of_heads, inner, groups = torch.empty(heads, device=META), shape.inner, shape.groups
+        filters, bias = made(channels, shape.taps), made(channels)
         weights = Mamba2Weights(
-            heads,
-            shape.head_dim,
-            split.groups,
-            shape.state_size,
-            made(channels, shape.taps, dtype=dtype),
-            made(channels, dtype=dtype),
-            *(made(heads) for _ in range(3)),
-            made(split.inner, dtype=dtype),
-            1e-5,
-            split.groups,
+            *(heads, shape.head_dim, groups, states, filters, bias, of_heads, of_heads, of_heads, made(inner), 1e-5),
+            norm_groups=groups,
         )
-        window = made(9, shape.taps, channels, dtype=dtype)
-        state = made(9, heads, shape.head_dim, shape.state_size)
-        for rows in (1, 64):
-            driver.where = f"{ranks} ranks, {dtype}, step of {rows}"
-            numbers, projected = made(rows, dtype=torch.int64), made(rows, split.inner + channels + heads, dtype=dtype)
+        window, state = made(9, shape.taps, channels), torch.empty(9, heads, shape.head_dim, states, device=META)
+        for rows in (1, 64) if dtype == torch.bfloat16 else (64,):
+            driver.where = f"Mamba-2 of {heads} heads, {dtype}, step of {rows}"
+            numbers = torch.empty(rows, dtype=torch.int64, device=META)
+            projected = made(rows, inner + channels + heads)
             mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
-        driver.where = f"{ranks} ranks, {dtype}, scan"
-        xbc = made(rows, channels, dtype=dtype)
-        mamba2_triton.scan(projected, xbc, weights, state, numbers, numbers, True)
-        driver.where = f"{dtype}, squared ReLU"
-        relu2(xbc, True)
-    hidden, inner, choices = config.hidden_size, config.experts.intermediate_size, config.experts.per_token
-    up, down = (made(held, *sizes, dtype=torch.bfloat16) for sizes in ((inner, hidden), (hidden, inner)))
-    for rows in (1, 32, 256, 8192):
-        driver.where = f"experts of Nemotron-3-Nano, {rows} rows"
-        x = made(rows, hidden, dtype=torch.bfloat16)
-        routed = made(rows, choices), made(rows, choices, dtype=torch.int32)
-        NvidiaKernels(META).expert_mlp(x, up, down, *routed, all_experts=held)
+        driver.where = f"Mamba-2 of {heads} heads, {dtype}, scan"
+        mamba2_triton.scan(projected, made(rows, channels), weights, state, numbers, numbers, True)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -309,12 +309,12 @@ def slot_state(driver: CompilingDriver) -> None:
         x = torch.empty(9, 2048, dtype=dtype, device=META)
         kernels.sigmoid_mul(x, x)
         kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))
+    mamba(driver)
 
 
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
-    "mamba": mamba,
     "rotation": rotation,
     "same-bits": more_same_bits,
     "prefill": prefills,
