@@ -147,7 +147,9 @@ class PagedDriver:
             row.cached += count
         state = None
         if self._stateful:
-            state = StateRows(self._tensor([row.slot for row in rows]), self._tensor(counts).cumsum(0))
+            slots_B = self._tensor([row.slot for row in rows])
+            decodes = isinstance(attention, DecodeAttention)
+            state = StateRows(slots_B, None if decodes else self._tensor(counts).cumsum(0))
         inputs = StepInputs(
             self._tensor(tokens), self._tensor(positions), self._tensor(kv_slots), attention, state=state
         )
