@@ -24,7 +24,9 @@ def missing_invariance(model: Decoder) -> list[str]:
     if not model.collectives.batch_invariant:
         found.append(f"sums between ranks by {type(model.collectives).__name__}")
     mixers = {
-        type(mixer).__name__ for layer in model.layers if not (mixer := cast(DecoderLayer, layer).mixer).batch_invariant
+        type(mixer).__name__
+        for layer in model.layers
+        if (mixer := cast(DecoderLayer, layer).mixer) is not None and not mixer.batch_invariant
     }
     return found + [f"layers of {name}" for name in sorted(mixers)]
 

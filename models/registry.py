@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from models.families.llama import Llama
 from models.families.mixtral import Mixtral
+from models.families.nemotron_h import NemotronH
 from models.families.qwen2 import Qwen2
 from models.families.qwen3 import Qwen3
 from models.families.qwen3_5 import Qwen35
@@ -20,6 +21,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "MixtralForCausalLM": Mixtral,
+    "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
     "Qwen3_5ForConditionalGeneration": Qwen35,

@@ -69,6 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "models/layers/routed_experts.py",
             "models/layers/delta_config.py",
         ),
+        ("models/block_pattern.py",),
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
         ("models/cache_layout.py", "models/row_buckets.py"),

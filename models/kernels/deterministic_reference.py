@@ -119,7 +119,9 @@ class DeterministicReferenceKernels(ReferenceKernels):
             x_1N = x_TN[token : token + 1].clone()
             for choice, expert in enumerate(chosen):
                 if expert >= 0:
-                    inner_1I = super().silu_mul(F.linear(x_1N, gate_up_G2IN[expert]))
+                    up_1X = F.linear(x_1N, gate_up_G2IN[expert])
+                    gated = up_1X.shape[1] > down_GNI.shape[2]
+                    inner_1I = super().silu_mul(up_1X) if gated else self.relu2(up_1X)
                     out_TN[token] += F.linear(inner_1I, down_GNI[expert])[0] * weights_TC[token, choice]
         return out_TN.to(x_TN.dtype)
 

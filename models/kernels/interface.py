@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
+from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
+from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid, wide_linear
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -249,6 +251,31 @@ class Kernels(Protocol):
         """
         ...
 
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        """x @ weight^T in float32 whatever the dtype of both, [T, E]: sigmoid routers compare scores that are close."""
+        return wide_linear(x_TN, weight_EN)
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        routing: SigmoidRouting,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As route_top_k, of a router whose scores are sigmoid(logits): the experts with the largest score + ``bias``
+        (float32) are chosen, and weighed by their score alone.
+
+        With several groups of E / groups consecutive experts, those of the groups count whose two best corrected scores
+        have the largest sum.
+        """
+        return route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E)
+
+    def relu2(self, x_TI: Tensor) -> Tensor:
+        """max(x, 0)^2 (So et al. 2021, Primer)."""
+        return x_TI.relu().square()
+
     def expert_mlp(
         self,
         x_TN: Tensor,
@@ -261,6 +288,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
+        Where ``gate_up`` has I rows an expert, not 2 I, there is no gate: it is up alone, and relu2 takes the place of
+        silu_mul.
         Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
         the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
         by which tiles are chosen, and changes results only by rounding.
@@ -336,6 +365,25 @@ class Kernels(Protocol):
         qkv_TC, z_TV, b_TH, a_TH = projected_TX.split(rule.widths, 1)
         qkv_TC = self.causal_conv(qkv_TC, weight_CJ, None, window_SJC, rows, positions_T)
         return self.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
+
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """What a Mamba-2 mixer does between its two projections, [T, Z] -> [T, X]; recurrent/mamba2.py has the formulas
+        and the letters.
+
+        ``window_SJC`` as in causal_conv; ``state_SHPM`` float32: each live row's state is read and advanced over its
+        tokens. What padding and rows of slot 0 get is undefined.
+        """
+        z_TX, xbc_TC, dt_TH = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        return gated_norm(scan(xbc_TC, dt_TH, weights, state_SHPM, rows), z_TX, weights)
 
     def add_norm_linear(
         self,

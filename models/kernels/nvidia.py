@@ -37,7 +37,8 @@ from models.kernels.interface import NO_SWITCHES, DeltaRule, FlashInferSwitches,
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import MatmulDispatch
-from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
+from models.kernels.recurrent import conv, delta_chunk, delta_step, gates, mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
@@ -171,10 +172,18 @@ class NvidiaKernels(Kernels):
             )
         if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
             mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
-            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits)
+            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits, gate_up_G2IN.shape[1])
             if tiles is not None:
                 return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
         return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        if x_TN.dtype == torch.float32:
+            return super().router_logits(x_TN, weight_EN)
+        return torch.mm(x_TN, weight_EN.t(), out_dtype=torch.float32)
+
+    def relu2(self, x_TI: Tensor) -> Tensor:
+        return norm.relu2(x_TI, self.pdl)
 
     # -- slot state ---------------------------------------------------------------------------------------------------
 
@@ -227,6 +236,27 @@ class NvidiaKernels(Kernels):
 
     def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
         return gates.gated_add(x_TN, y_TN, hidden_TN, gate_N, self.pdl)
+
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        if not mamba2_triton.supports(weights, state_SHPM):
+            return super().mamba2(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T)
+        tokens, count = len(projected_TZ), len(rows.slots_B)
+        ends_B = rows.ends_B
+        if ends_B is None and tokens == count:
+            return mamba2_triton.step(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T, self.pdl)
+        if ends_B is None:
+            ends_B = torch.arange(1, count + 1, device=projected_TZ.device) * (tokens // count)
+        _, xbc_TC, _ = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        return mamba2_triton.scan(projected_TZ, xbc_TC, weights, state_SHPM, rows.slots_B, ends_B, self.pdl)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

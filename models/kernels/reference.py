@@ -173,7 +173,9 @@ class ReferenceKernels(Kernels):
         for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up_G2IN, down_GNI, strict=True)):
             chosen_TC = local_TC == g
             weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
-            term_TN = F.linear(self.silu_mul(F.linear(x_TN, gate_up_2IN)), down_NI) * weight_T1
+            up_TX = F.linear(x_TN, gate_up_2IN)
+            inner_TI = self.silu_mul(up_TX) if up_TX.shape[1] > down_NI.shape[1] else self.relu2(up_TX)
+            term_TN = F.linear(inner_TI, down_NI) * weight_T1
             out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
         return out_TN.to(x_TN.dtype)
 

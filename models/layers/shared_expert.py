@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from models.layers.context import ModelContext
-from parallel.layers.linear import GateUpParallel, RowParallel
+from parallel.layers.linear import ColumnParallel, GateUpParallel, RowParallel
 from parallel.layers.shard import Shard, ShardedModule, whole
 
 
@@ -42,3 +42,18 @@ class SharedExpert(nn.Module):
         if self.gate is None:
             return part_TN + own_TN
         return self.kernels.gated_add(part_TN, own_TN, hidden_TN, self.gate.weight[0])
+
+
+class Relu2SharedExpert(nn.Module):
+    """down(relu(up(x))^2) (Nemotron-H), split likewise."""
+
+    def __init__(self, hidden: int, intermediate: int, context: ModelContext) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self.up = ColumnParallel(hidden, intermediate, context, what="intermediate features of the shared expert")
+        self.down = RowParallel(intermediate, hidden, context, what="intermediate features of the shared expert")
+
+    def add_to(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
+        """As SharedExpert.add_to."""
+        inner_TI = self.kernels.relu2(self.up(hidden_TN))
+        return part_TN + self.kernels.linear(inner_TI, self.down.weight)

@@ -39,6 +39,16 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 """Vocabularies are odd, heads and intermediate sizes are what a group of 4 can split, head_dims are no powers of 2."""
 COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+MAMBA = "linear_attention"
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 10,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-9,  # transformers' prefill keeps time steps above it, its decode does not
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": (
         "Llama",
@@ -95,6 +105,26 @@ MODELS |= {
         {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 2}
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": DEFAULT},
     ),
+    "nemotronh-dense": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 71, "hidden_size": 28, "intermediate_size": 36, "num_key_value_heads": 1, "head_dim": 6}
+        | {"layers_block_type": [MAMBA, "mlp", "full_attention", MAMBA], "n_groups": 2, "tie_word_embeddings": False},
+    ),
+    "nemotronh-moe": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 53, "hidden_size": 20, "num_key_value_heads": 2, "head_dim": 10, "n_groups": 1}
+        | {"layers_block_type": [MAMBA, "moe", "full_attention", MAMBA, "moe"], "use_conv_bias": False}
+        | {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    ),
+    "nemotronh-fused": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 41, "hidden_size": 24, "num_key_value_heads": 4, "head_dim": 4, "n_groups": 4}
+        | {"layers_block_type": ["moe", MAMBA, "full_attention"], "n_routed_experts": 8, "num_experts_per_tok": 5}
+        | {"norm_topk_prob": False, "conv_kernel": 2},
+    ),
 }
 """Gated delta nets: key heads that a group of 4 replicates, sizes that are no powers of 2, layers of both MLPs."""
 DELTA = {
@@ -136,7 +166,8 @@ TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe")  # the text part of a model for images,
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")
 BESIDE_IMAGES = ("qwen35moe",)  # saved as the text part of a model that reads images, too, and predicts further tokens
-FUSED = ("qwen3moe-fused", "mixtral-fused")  # saved as transformers 5 holds experts, [E, ...]; the others one by one
+# Saved as transformers 5 holds experts, [E, ...], and names blocks; the others one by one.
+FUSED = ("qwen3moe-fused", "mixtral-fused", "nemotronh-fused")
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +198,15 @@ def _prompts() -> list[list[int]]:
 
 def _save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(sum(folder.name.encode()))
-    config = getattr(transformers, f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config")(**(COMMON | settings))
+    given = COMMON | settings
+    if "layers_block_type" in given:
+        del given["num_hidden_layers"]
+    config = getattr(transformers, f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config")(**given)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    for name, parameter in model.named_parameters():  # norms and biases too: their initial 1 and 0 would hide errors
+    for name, tensor in model.state_dict().items():  # norms and biases too: their initial 1 and 0 would hide errors
         std = 0.7 if "conv1d" in name else 0.2  # values near 0 would be normed, which shows the rounding of both sides
         centred = hasattr(config, "linear_num_key_heads") and "linear_attn.norm" not in name
-        torch.nn.init.normal_(parameter, mean=float("norm" in name and not centred), std=std)
+        torch.nn.init.normal_(tensor, mean=float("norm" in name and not centred), std=std)
     size = "20KB" if folder.name in IN_SEVERAL_FILES else "1GB"
     model.save_pretrained(folder, max_shard_size=size, save_original_format=folder.name not in FUSED)
     return model
@@ -205,9 +239,11 @@ def _check_all(folder: Path, models: dict[str, Any], size: int, scenarios: Seque
     prompts = json.loads((folder / "prompts.json").read_text())
     for name, model in models.items():
         splits = sorted(folder.glob(f"{name}.*.{size}.safetensors"))
-        assert len(splits) == (
-            3 if getattr(model.config, "num_experts", 0) or hasattr(model.config, "num_local_experts") else 1
-        )
+        config = model.config  # that of Nemotron-H has experts whether blocks do or not
+        sparse = getattr(config, "num_experts", 0) or hasattr(config, "num_local_experts")
+        if "nemotron" in name:
+            sparse = "moe" in config.layer_types
+        assert len(splits) == (3 if sparse else 1)
         for split, scenario in product(splits, scenarios):
             results = load_file(split)
             assert len(results) == 2 * len(scenarios)

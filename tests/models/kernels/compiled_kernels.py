@@ -13,10 +13,12 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
+from models.config import ModelConfig
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, StateRows, empty_kv_layer
 from models.kernels.attention import rope_prefill
@@ -28,7 +30,10 @@ from models.kernels.interface import DeltaRule
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
+from models.kernels.matmul.norm import relu2
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.traits import H200
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
@@ -46,6 +51,7 @@ from tests.models.kernels.rank_without_gpu import (
     META,
     MOST_PREFILL,
     SAMPLING,
+    SHAPES,
     FirstRank,
     Rank,
     play_an_h200,
@@ -75,6 +81,8 @@ def dense(driver: CompilingDriver) -> None:
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
     same_bits(driver, "8b")
+    driver.where = "squared ReLU"
+    relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
 
@@ -121,6 +129,47 @@ def experts(driver: CompilingDriver) -> None:
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
             grouped_tma.expert_mlp(*given, tiles)
+    without_a_gate(driver)
+
+
+def without_a_gate(driver: CompilingDriver) -> None:
+    """The experts of Nemotron-3-Nano: the streamed path, short lists and long ones."""
+    experts = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").experts
+    assert experts is not None
+    hidden, inner, count, choices = 2688, experts.intermediate_size, experts.count, experts.per_token
+    up, down = (
+        torch.empty(count, *sizes, dtype=torch.bfloat16, device=META) for sizes in ((inner, hidden), (hidden, inner))
+    )
+    for rows in (1, 32, 8192):
+        driver.where = f"experts of Nemotron-3-Nano, {rows} rows"
+        x, weights = (
+            torch.empty(rows, hidden, dtype=torch.bfloat16, device=META),
+            torch.empty(rows, choices, device=META),
+        )
+        NvidiaKernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
+
+
+def mamba(driver: CompilingDriver) -> None:
+    """The launches of Nemotron-3-Nano's Mamba-2: decode of few rows and of many, a prefill; and in float32."""
+    shape = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").mamba
+    assert shape is not None
+    for dtype in (torch.bfloat16, torch.float32):
+        made = partial(torch.empty, dtype=dtype, device=META)
+        channels, heads, states = shape.conv_channels, shape.heads, shape.state_size
+        of_heads, inner, groups = torch.empty(heads, device=META), shape.inner, shape.groups
+        filters, bias = made(channels, shape.taps), made(channels)
+        weights = Mamba2Weights(
+            *(heads, shape.head_dim, groups, states, filters, bias, of_heads, of_heads, of_heads, made(inner), 1e-5),
+            norm_groups=groups,
+        )
+        window, state = made(9, shape.taps, channels), torch.empty(9, heads, shape.head_dim, states, device=META)
+        for rows in (1, 64) if dtype == torch.bfloat16 else (64,):
+            driver.where = f"Mamba-2 of {heads} heads, {dtype}, step of {rows}"
+            numbers = torch.empty(rows, dtype=torch.int64, device=META)
+            projected = made(rows, inner + channels + heads)
+            mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
+        driver.where = f"Mamba-2 of {heads} heads, {dtype}, scan"
+        mamba2_triton.scan(projected, made(rows, channels), weights, state, numbers, numbers, True)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -260,6 +309,7 @@ def slot_state(driver: CompilingDriver) -> None:
         x = torch.empty(9, 2048, dtype=dtype, device=META)
         kernels.sigmoid_mul(x, x)
         kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))
+    mamba(driver)
 
 
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {

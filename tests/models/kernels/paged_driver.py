@@ -53,6 +53,8 @@ class PagedDriver:
                         for name, (shape, dtype) in layer.tensors.items()
                     }
                 )
+            else:
+                self.caches.append(None)
         self.kv_layers = [cache for cache in self.caches if isinstance(cache, Tensor)]
         self._stateful = model.cache_layout.has_slot_state
 
