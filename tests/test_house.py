@@ -50,6 +50,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/counters.py", "runtime/frontend"),
         ("runtime/groups",),
         ("runtime/observe", "runtime/replicate", "runtime/watchdog"),
+        ("runtime/speculate",),
         ("runtime/execute",),
         ("runtime/config.py", "runtime/gc_freeze.py"),
         ("runtime/schedule",),

@@ -8,10 +8,10 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
+from models.layers.layer_tap import LayerTap
 from models.layers.mixer import Mixer
 from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
@@ -50,9 +51,13 @@ class DecoderLayer(nn.Module):
         inputs: StepInputs,
         cache: CacheView,
         wanted_R: Tensor | None = None,
+        before: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        """``wanted_R``: the tokens whose results somebody reads; None means all."""
+        """``wanted_R``: the tokens whose results somebody reads; None means all. ``before`` is shown the stream that
+        the layer before this one left: the mixer's norm adds it up."""
         x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
+        if before is not None:
+            before(residual_TN)
         if isinstance(self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
@@ -99,23 +104,31 @@ class Decoder(nn.Module):
         """The token ids [start, end) that this rank's logits columns stand for."""
         return self.lm_head.vocab
 
-    def forward(self, inputs: StepInputs, caches: Sequence[CacheView]) -> Tensor:
+    def forward(self, inputs: StepInputs, caches: Sequence[CacheView], tap: LayerTap | None = None) -> Tensor:
         """Final-normed hidden states of every token of the step [T, N], or of ``inputs.logit_rows_R`` [R, N].
 
         ``caches``: a view a layer, of what ``cache_layout`` declares; all tokens are written into them. Of the last
-        layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed.
+        layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed. ``tap`` holds the
+        residual streams of all T tokens behind its layers afterwards; with one, the last layer is computed whole.
         """
         inputs = self._with_real_tokens(self._planned(inputs, caches), caches)
         x_TN: Tensor | PendingAllReduce = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         wanted_R = inputs.logit_rows_R
-        early_R = None if self._whole_last_layer() else wanted_R
+        early_R = None if tap is not None or self._whole_last_layer() else wanted_R
+        if tap is not None:
+            tap.begin()
         if len(caches) != len(self.layers):
             raise ValueError(f"{len(caches)} cache views for {len(self.layers)} layers")
         for number in self._one_layer_a_kind if self._few_layers else range(len(self.layers)):
             last_R = early_R if number + 1 == len(self.layers) else None
-            x_TN, residual_TN = self.layers[number](x_TN, residual_TN, inputs, caches[number], last_R)
-        hidden_TN = self.final_norm.add(x_TN, residual_TN)[0]
+            before = None if tap is None else partial(tap.take, number - 1)
+            x_TN, residual_TN = self.layers[number](x_TN, residual_TN, inputs, caches[number], last_R, before)
+        hidden_TN, stream_TN = self.final_norm.add(x_TN, residual_TN)
+        if tap is not None:
+            tap.take(len(self.layers) - 1, stream_TN)
+            if self._few_layers:
+                tap.fill_up(stream_TN)
         return hidden_TN if wanted_R is None or early_R is not None else hidden_TN.index_select(0, wanted_R)
 
     @contextmanager
