@@ -27,6 +27,7 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.proposer import MakeProposer
 from runtime.execute.role import ExecutorConfig, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
@@ -96,6 +97,8 @@ class RigLimits(TypedDict, total=False):
     frozen: bool
     widths: tuple[int, ...]
     further_roles: Sequence[MakeRole]
+    proposer: MakeProposer | None
+    folder: Path | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -139,12 +142,15 @@ def rig(
     frozen: bool = False,
     widths: tuple[int, ...] = (1,),
     further_roles: Sequence[MakeRole] = (),
+    proposer: MakeProposer | None = None,
+    folder: Path | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
-    decode steps, in turn; ``further_roles`` serve those that are not 1.
+    decode steps, in turn; ``further_roles`` serve those that are not 1, or a window of the widest with guesses of
+    ``proposer``. ``folder``: a model with weights in place of the tiny one.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -161,12 +167,12 @@ def rig(
         prefix_caching=prefix_caching,
         prefill_burst=prefill_burst,
     )
-    model_config = ModelConfig.from_dict({**TINY, **(shape or {})})
+    model_config = ModelConfig.from_folder(folder) if folder else ModelConfig.from_dict({**TINY, **(shape or {})})
     device = device or TwinDevice()
     model = load_model(
         model_config,
-        None,
-        load_format="dummy",
+        folder,
+        load_format="safetensors" if folder else "dummy",
         dtype=dtype,
         device=device.torch_device,
         collectives=collectives or SingleRank(),
@@ -191,6 +197,7 @@ def rig(
             mixed=mixed is not None,
         ),
         further_roles=further_roles,
+        proposer=proposer,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
         land_range=partial(around, ranges),
