@@ -44,8 +44,11 @@ from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.scheduler import Scheduler
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import SpeculativeConfig
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
+from runtime.window_costs import speculation
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +122,8 @@ def build_engine(
         )
         if config.deterministic:
             _require_invariance(model)
+        if config.speculation is not None:
+            _require_windows(config.speculation, model, limits)
         if config.expert_load is not None:
             start_counting(model)
         loaded = time.perf_counter()
@@ -127,6 +132,7 @@ def build_engine(
             opened,
             model,
             _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
+            proposer=None if config.speculation is None else proposer_for(config.speculation),
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
@@ -141,7 +147,9 @@ def build_engine(
         raise
     served = replace(served, widest=executor.widest)
     schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
-    depth, horizon = settled(config, executor, schedule, control.settle_horizon, share)
+    plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
+    depth, horizon = settled(config, executor, plain, control.settle_horizon, share)
+    schedule = replace(schedule, speculation=speculation(config, executor, share))
     clear_load(model)  # both have timed steps
     executor.count_from_here()
     config = replace(config, chain_depth=depth, horizon=horizon)
@@ -160,6 +168,21 @@ def _require_invariance(model: Decoder) -> None:
     if missing := missing_invariance(model):
         raise ConfigError(
             f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
+        )
+
+
+def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimits) -> None:
+    """Raises ConfigError where the model's sequences have no room for a window, or cannot take one back."""
+    if model.cache_layout.has_slot_state:
+        raise ConfigError(
+            f"speculative_config is {config}, but {model.config.architecture} keeps state of fixed size, which "
+            "cannot be taken back where a proposal is refused: leave out --speculative-config"
+        )
+    if config.width >= limits.max_model_len:
+        raise ConfigError(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, so that a step has {config.width} tokens a "
+            f"request, but max_model_len is {limits.max_model_len}: type a longer --max-model-len, or "
+            f'"num_speculative_tokens": {max(1, limits.max_model_len - 2)} or less'
         )
 
 
@@ -222,8 +245,8 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
-    """Where all rows of a full batch would fill a step, none is left for a prompt."""
-    return config.mixed_steps and limits.max_prefill_tokens > limits.rows * limits.width
+    """Where all rows of a full batch, a token each, would fill a step, none is left for a prompt."""
+    return config.mixed_steps and limits.max_prefill_tokens > limits.rows
 
 
 def _groups(

@@ -45,7 +45,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "runtime": (
         ("runtime/build.py",),
-        ("runtime/step_budget.py", "runtime/chain_depth.py"),
+        ("runtime/step_budget.py", "runtime/chain_depth.py", "runtime/window_costs.py"),
         ("runtime/engine.py",),
         ("runtime/counters.py", "runtime/frontend"),
         ("runtime/groups",),
@@ -53,6 +53,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/speculate",),
         ("runtime/execute",),
         ("runtime/config.py", "runtime/gc_freeze.py"),
+        ("runtime/speculative_config.py",),
         ("runtime/schedule",),
     ),
     "models": (

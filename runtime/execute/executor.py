@@ -224,6 +224,26 @@ class Executor:
         self.device.compute.synchronize()
         return took / replays
 
+    def window_costs(self) -> dict[int, tuple[float, float]]:
+        """Milliseconds of a window's graph and of a plain decode step's, by rows; empty without a proposer.
+
+        For start-up, before the first step, when all rows are padding: attention reads next to nothing. With several
+        ranks all of them must call it.
+        """
+        windows = next((role for role in self._roles.values() if isinstance(role, WindowRole)), None)
+        if windows is None:
+            return {}
+        variant = self._config.warm_variants[0] if self._config.warm_variants else GREEDY
+        found = {}
+        for bucket in self._config.decode_buckets:
+            graphs = [role.graphs.get(bucket, variant) for role in (windows, self.decode)]
+            times = [min(self._milliseconds_of(graph.replay) for _ in range(_COST_RUNS + 1)) for graph in graphs]
+            for _ in range(len(graphs) * (_COST_RUNS + 1)):
+                self.device.compute.submit(self._ring.undo)
+            found[bucket] = times[0], times[1]
+        self.device.compute.synchronize()
+        return found
+
     def _milliseconds_of(self, work: Callable[[], object]) -> float:
         self.device.compute.synchronize()
         began = time.perf_counter()

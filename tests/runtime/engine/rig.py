@@ -40,6 +40,7 @@ from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.speculation import Speculation
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 VOCABULARY = 211
@@ -98,6 +99,7 @@ class RigLimits(TypedDict, total=False):
     widths: tuple[int, ...]
     further_roles: Sequence[MakeRole]
     proposer: MakeProposer | None
+    speculation: Speculation | None
     folder: Path | None
 
 
@@ -143,14 +145,15 @@ def rig(
     widths: tuple[int, ...] = (1,),
     further_roles: Sequence[MakeRole] = (),
     proposer: MakeProposer | None = None,
+    speculation: Speculation | None = None,
     folder: Path | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
-    decode steps, in turn; ``further_roles`` serve those that are not 1, or a window of the widest with guesses of
-    ``proposer``. ``folder``: a model with weights in place of the tiny one.
+    decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
+    has them, both or neither. ``folder``: a model with weights in place of the tiny one.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -179,7 +182,8 @@ def rig(
         experts=experts,
         kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
     )
-    limits = StepLimits(rows, 2 * rows, block_size, max_model_len, depth, max(widths), max_prefill_tokens)
+    widest = max(widths) if speculation is None else speculation.width
+    limits = StepLimits(rows, 2 * rows, block_size, max_model_len, depth, widest, max_prefill_tokens)
     executor = Executor(
         device,
         model,
@@ -210,6 +214,7 @@ def rig(
             prefill_burst=prefill_burst,
             prefix_caching=prefix_caching and executor.restores_prefixes,
             mixed=mixed,
+            speculation=speculation,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
