@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.drafters.dflash import DFlashDraft
+from models.drafters.draft_config import DFlashConfig
 from models.inputs import StepInputs
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
@@ -31,12 +32,7 @@ class DFlashProposer:
     reads_hidden = False
 
     def __init__(self, parts: ProposerParts, draft: DFlashDraft) -> None:
-        block, width = draft.config.block_size, parts.limits.width
-        if width > block:
-            raise ValueError(
-                f"num_speculative_tokens is {width - 1}, but the DFlash drafter has blocks of {block}, the known token "
-                f"included; use num_speculative_tokens {block - 1} or less"
-            )
+        require_blocks(draft.config, parts.limits.width)
         self.layers: tuple[int, ...] = draft.config.target_layer_ids
         self._model, self._tables, self._draft = parts.model, parts.tables, draft
         self._block_size = parts.limits.block_size
@@ -67,3 +63,13 @@ class DFlashProposer:
 def dflash_proposer(draft: DFlashDraft) -> MakeProposer:
     """Makes the proposer of an engine from its loaded drafter."""
     return lambda parts: DFlashProposer(parts, draft)
+
+
+def require_blocks(config: DFlashConfig, width: int) -> None:
+    """ValueError, saying what to type, where the drafter's blocks have fewer than ``width`` tokens."""
+    block = config.block_size
+    if width > block:
+        raise ValueError(
+            f"num_speculative_tokens is {width - 1}, but blocks of the DFlash drafter have {block} tokens, one of them known: "
+            f'type "num_speculative_tokens": {block - 1} or less'
+        )

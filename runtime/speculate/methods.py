@@ -1,21 +1,69 @@
 """From --speculative-config to a proposer: which class serves which method.
 
-Knows: the methods there are. Does not know: legal values (runtime/speculative_config.py), how a proposer works.
+Knows: the methods there are, and which of them read a drafter's folder. Does not know: legal values
+(runtime/speculative_config.py), how a proposer works, what a drafter computes (models/drafters).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from models.config import ModelConfig, ModelConfigError
+from models.drafters.draft_config import DFlashConfig, MTPConfig
+from models.drafters.load import load_dflash, load_mtp
+from models.layers.decoder import Decoder
 from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
+from runtime.speculate.dflash import dflash_proposer, require_blocks
+from runtime.speculate.mtp import mtp_proposer
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculate.synthetic import AnyTokens, scripted
-from runtime.speculative_config import SpeculativeConfig
+from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError
 
 
-def proposer_for(config: SpeculativeConfig) -> MakeProposer:
-    """What makes the proposer of a checked ``config``, over caches that an executor has."""
-    make = _METHODS[config.method](config)
+def check_drafter(config: SpeculativeConfig, target: ModelConfig) -> None:
+    """Before anything is loaded: ModelConfigError where the drafter's config.json is not one, or is of another target;
+    SpeculativeConfigError where it cannot guess as many tokens.
+    """
+    if config.method not in _CONFIGS:
+        return
+    folder = _folder(config)
+    drafter = _CONFIGS[config.method].from_folder(folder)
+    try:
+        drafter.check_target(target)
+    except ValueError as error:
+        raise ModelConfigError(f"{folder / 'config.json'}: {error}") from error
+    if isinstance(drafter, DFlashConfig):
+        try:
+            require_blocks(drafter, config.width)
+        except ValueError as error:
+            raise SpeculativeConfigError(str(error)) from error
+
+
+def proposer_for(
+    config: SpeculativeConfig, target: Decoder, *, load_format: str = "safetensors", seed: int = 0
+) -> MakeProposer:
+    """What makes the proposer of a checked ``config``, over caches that an executor has. Loads the drafter's weights,
+    in ``load_format`` as the target's. Raises as ``check_drafter``, and WeightsError.
+    """
+    check_drafter(config, target.config)
+    match config.method:
+        case "ngram":
+            make = _ngram(config)
+        case "mtp":
+            of_mtp = MTPConfig.from_folder(_folder(config))
+            make = mtp_proposer(load_mtp(target, of_mtp, config.model, load_format=load_format, seed=seed))
+        case "dflash":
+            of_dflash = DFlashConfig.from_folder(_folder(config))
+            make = dflash_proposer(load_dflash(target, of_dflash, config.model, load_format=load_format, seed=seed))
+        case _:
+            make = AnyTokens
     rates = config.synthetic_acceptance_rates
     return scripted(make, rates) if config.synthetic and rates is not None else make
+
+
+def _folder(config: SpeculativeConfig) -> Path:
+    assert config.model is not None  # a checked config of a method with weights has one
+    return Path(config.model)
 
 
 def _ngram(config: SpeculativeConfig) -> MakeProposer:
@@ -29,8 +77,4 @@ def _ngram(config: SpeculativeConfig) -> MakeProposer:
     return make
 
 
-def _any_tokens(config: SpeculativeConfig) -> MakeProposer:
-    return AnyTokens
-
-
-_METHODS = {"ngram": _ngram, "synthetic": _any_tokens}
+_CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig]] = {"mtp": MTPConfig, "dflash": DFlashConfig}
