@@ -70,6 +70,6 @@ def require_blocks(config: DFlashConfig, width: int) -> None:
     block = config.block_size
     if width > block:
         raise ValueError(
-            f"num_speculative_tokens is {width - 1}, but blocks of the DFlash drafter have {block} tokens, one of them known: "
+            f"num_speculative_tokens is {width - 1}, but the DFlash drafter's blocks have {block} tokens, one known: "
             f'type "num_speculative_tokens": {block - 1} or less'
         )
