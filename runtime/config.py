@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
 from runtime.schedule.config import LIMIT_RANGES, StepLimits
-from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError, merged_speculation
+from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError, merged_speculation, refuse_synthetic
 
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -286,6 +286,14 @@ class EngineConfig:
 def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8 up to 64, every 16 up to 128, every 32 beyond; the last is ``slots`` itself."""
     return decode_ladder(slots)
+
+
+def require_real_texts(config: EngineConfig, who: str) -> None:
+    """Raises ConfigError where ``who`` would hand out texts that mean nothing: those of synthetic acceptance."""
+    try:
+        refuse_synthetic(config.speculation, who)
+    except SpeculativeConfigError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _device_here() -> Device:

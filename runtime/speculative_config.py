@@ -241,6 +241,15 @@ def merged_speculation(
     return mapping if isinstance(mapping, SpeculativeConfig) else speculative_config({**mapping, **plain})
 
 
+def refuse_synthetic(config: SpeculativeConfig | None, who: str) -> None:
+    """Raises SpeculativeConfigError where ``who`` would hand out texts of an engine whose acceptance is scripted."""
+    if config is not None and config.synthetic:
+        raise SpeculativeConfigError(
+            f"{FLAG} is {config}: with synthetic acceptance texts mean nothing, so {who} refuses it: type "
+            '"method": "ngram", or measure with bench'
+        )
+
+
 def rates_of_length(length: float, k: int) -> tuple[float, ...]:
     """Rates of k proposals whose rounds gain ``length`` tokens on average (1 to k + 1), spread as little as can be:
     every round keeps the whole part of what is wanted, or one more."""

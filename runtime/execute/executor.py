@@ -341,6 +341,7 @@ class Executor:
             reserve_tokens=limits.tokens_ahead,
             memory_fraction=config.memory_fraction,
             num_blocks=num_blocks,
+            history_bytes=0 if self.tables.history_SL is None else self.tables.history_SL.nbytes,
         )
         sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks))
         log.info("%s", sizing)

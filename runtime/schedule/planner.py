@@ -335,6 +335,8 @@ class Planner:
         chunk_rows, chunks = cut
         if not chunks:
             return self._decode_step()
+        if self.speculation is not None:
+            self.speculation.mixed()
         self._advance_rows(width)
         behind = self._with_forked(chunk_rows)
         plan = self._step_plan(StepKind.MIXED, self._row_slots, self._row_epochs, width, chunks, behind)

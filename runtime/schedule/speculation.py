@@ -62,7 +62,7 @@ class SpeculationPolicy:
 
     def __init__(self, config: Speculation) -> None:
         self.config = config
-        self.off: dict[str, int] = {}  # decode steps that were no windows, by reason: "batch", "gain"
+        self.off: dict[str, int] = {}  # steps of decode rows that were no windows: "batch", "gain", "mixed"
         self._rounds = 0  # remembered, and the tokens that they gained
         self._tokens = 0
         self._since_window = 0
@@ -79,6 +79,10 @@ class SpeculationPolicy:
             return config.width
         self._since_window += 1
         return self._plain("gain")
+
+    def mixed(self) -> None:
+        """A step has prompt chunks beside its decode rows."""
+        self._plain("mixed")
 
     def landed(self, rounds: int, tokens: int) -> None:
         """``rounds`` live rows of a window gained ``tokens`` together. Ghosts and padding are no rounds."""

@@ -298,11 +298,11 @@ def test_a_batch_that_is_too_large_decodes_token_by_token_and_the_chain_goes_on(
 def test_nothing_is_proposed_where_no_batch_is_small_enough() -> None:
     life = speculating(repeating(2), 4, depth=2, policy={"most_rows": 0})
     assert life.counters["spec_num_drafts"] == 0
-    assert life.counters["spec_off_steps{batch}"] == life.counters["decode_steps"]
+    assert life.counters["speculation_off{batch}"] == life.counters["decode_steps"]
 
 
 def test_windows_that_do_not_pay_stop_and_are_tried_again() -> None:
     hopeless = people(2, max_tokens=100, temperature=1.0, length=9, logprobs=None)
     life = speculating(hopeless, 4, depth=2, policy={"costs": ((8, 2000),)})
-    assert life.counters["spec_off_steps{gain}"] > 60
+    assert life.counters["speculation_off{gain}"] > 60
     assert 2 <= life.counters["spec_num_drafts"] < 30
