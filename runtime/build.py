@@ -130,7 +130,7 @@ def build_engine(
             start_counting(model)
         proposer = None
         if config.speculation is not None:
-            proposer = proposer_for(config.speculation, model, load_format=config.load_format, seed=config.seed)
+            proposer = proposer_for(config.speculation, load_format=config.load_format, seed=config.seed)
         loaded = time.perf_counter()
         log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
         executor = Executor(

@@ -19,7 +19,7 @@ from torch import Tensor
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig
 from models.inputs import StepInputs
-from runtime.execute.proposer import MakeProposer, Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
 from runtime.speculate.likeliest import likeliest
@@ -58,11 +58,6 @@ class DFlashProposer:
         assert observed.features_TF is not None
         positions_T = observed.inputs.positions_T
         self._draft.append_context(observed.features_TF, positions_T, observed.kept_kv_slots_T, self._caches)
-
-
-def dflash_proposer(draft: DFlashDraft) -> MakeProposer:
-    """Makes the proposer of an engine from its loaded drafter."""
-    return lambda parts: DFlashProposer(parts, draft)
 
 
 def require_blocks(config: DFlashConfig, width: int) -> None:

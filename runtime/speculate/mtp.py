@@ -24,7 +24,7 @@ from torch import Tensor
 from models.cache_layout import CacheLayout, SlotState, StateBanks
 from models.drafters.mtp import MTPDraft
 from models.inputs import StepInputs
-from runtime.execute.proposer import MakeProposer, Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
 from runtime.speculate.likeliest import likeliest
@@ -68,8 +68,3 @@ class MTPProposer:
             old_BN = self._hidden_SN.index_select(0, advanced.rows_B)
             new_BN = hidden_TN.index_select(0, advanced.last_B)
             self._hidden_SN.index_copy_(0, advanced.rows_B, torch.where(advanced.gained_B[:, None], new_BN, old_BN))
-
-
-def mtp_proposer(draft: MTPDraft) -> MakeProposer:
-    """Makes the proposer of an engine from its loaded layer."""
-    return lambda parts: MTPProposer(parts, draft)

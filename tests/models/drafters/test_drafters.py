@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.checkpoint import WeightsError
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.draft_config import BlockView, DFlashConfig, MTPConfig, default_layer_ids
 from models.drafters.load import load_dflash, load_mtp
 from models.inputs import DecodeAttention, StepInputs
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
-from models.weights import WeightsError, load_model
+from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.models.drafters import serial_oracle
 from tests.models.drafters.tiny_drafters import (

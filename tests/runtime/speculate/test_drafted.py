@@ -18,6 +18,7 @@ from torch import Tensor
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.slot_state import SlotColumns
 from runtime.schedule.request import Request
+from runtime.schedule.speculation import Speculation
 from runtime.speculate.dflash import DFlashProposer
 from runtime.speculate.mtp import MTPProposer
 from tests.runtime.engine.lives import Life, live, same
@@ -36,7 +37,7 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 
 def people(count: int, lengths: tuple[int, ...] = (5, 17, 1, 30), **sampling: Any) -> list[Request]:
     """Half of them draw at random."""
-    params = {"max_tokens": 24, "stops": ()} | sampling
+    params: dict[str, Any] = {"max_tokens": 24, "stops": ()} | sampling
     return [
         request(i, prompt(lengths[i % len(lengths)], i), **({"temperature": 1.0 * (i % 2)} | params))
         for i in range(count)
@@ -50,7 +51,8 @@ def serial(requests: tuple[Request, ...]) -> Life:
 
 def drafted(drafter: Drafter, requests: list[Request], width: int, *, depth: int, **limits: Any) -> Life:
     """A life with windows, whose answers are those of the serial engine without."""
-    life = live(requests, depth=depth, **({"widths": (width,), "proposer": drafter} | ROOM | limits))
+    how: dict[str, Any] = {"widths": (width,), "proposer": drafter} | ROOM | limits
+    life = live(requests, depth=depth, **how)
     same(life, serial(tuple(requests)))
     return life
 
@@ -89,6 +91,18 @@ def test_windows_and_single_tokens_in_turn(kind: str, tmp_path: Path) -> None:
     drafter, requests = Drafter(kind, tmp_path), people(4)
     life = drafted(drafter, requests, 4, depth=2, widths=(4, 1, 1))
     assert check_rounds(drafter, sequences(requests, life)) > 10
+
+
+@pytest.mark.parametrize("buckets", [(), (8, 16, 24, 32)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_decode_beside_chunks(kind: str, depth: int, buckets: tuple[int, ...], tmp_path: Path) -> None:
+    """They gain a token in such steps, and are shown it as others are; windows come between."""
+    drafter, requests = Drafter(kind, tmp_path), people(8, (5, 40, 17, 33))
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "prefill_buckets": buckets}
+    life = drafted(drafter, requests, 1, depth=depth, speculation=Speculation(5), **limits)
+    assert life.counters["mixed_steps"] > 0
+    assert check_rounds(drafter, sequences(requests, life)) > 20
 
 
 @pytest.mark.parametrize("depth", [0, 2])
