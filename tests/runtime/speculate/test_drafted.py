@@ -93,7 +93,7 @@ def test_windows_and_single_tokens_in_turn(kind: str, tmp_path: Path) -> None:
     assert check_rounds(drafter, sequences(requests, life)) > 10
 
 
-@pytest.mark.parametrize("buckets", [(), (8, 16, 24, 32)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("buckets", [(), (8, 16, 19)], ids=["kernels", "graphs"])
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_decode_beside_chunks(kind: str, depth: int, buckets: tuple[int, ...], tmp_path: Path) -> None:
