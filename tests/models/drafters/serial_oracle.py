@@ -106,23 +106,30 @@ def mtp_guesses(
     """``count`` greedy guesses of what follows ``tokens``, of which the target has computed all but the last:
     ``hidden`` are its final states of those. The layer's own state and its guesses take their place beyond."""
     guessed, states = list(tokens), list(hidden_LN)
-    eps, layer = config["rms_norm_eps"], "mtp.layers.0."
     for _ in range(count):
-        both = [
-            torch.cat(
-                (
-                    norm(embedding[guessed[p + 1]], w["mtp.pre_fc_norm_embedding.weight"], eps),
-                    norm(states[p], w["mtp.pre_fc_norm_hidden.weight"], eps),
-                )
-            )
-            for p in range(len(states))
-        ]
-        x = torch.stack(both) @ w["mtp.fc.weight"].T
-        positions = torch.arange(len(x))
-        y = norm(x, w[f"{layer}input_layernorm.weight"], eps)
-        k, v = keys_values(w, layer, y, positions, config)
-        seen = torch.ones(1, len(x), dtype=torch.bool)
-        mixed = attend(queries(w, layer, y[-1:], positions[-1:], config), k, v, seen)
-        states.append(norm(rest_of_layer(w, layer, x[-1:], mixed, config), w["mtp.norm.weight"], eps)[0])
+        states.append(mtp_state(w, config, embedding, guessed, states))
         guessed.append(int((states[-1] @ head.T).argmax()))
     return guessed[len(tokens) :]
+
+
+def mtp_state(
+    w: Weights, config: Mapping[str, Any], embedding: Tensor, tokens: Sequence[int], states: Sequence[Tensor]
+) -> Tensor:
+    """The layer's normed output [N] behind ``tokens``, from the hidden states of all of them but the last."""
+    eps, layer = config["rms_norm_eps"], "mtp.layers.0."
+    both = [
+        torch.cat(
+            (
+                norm(embedding[tokens[p + 1]], w["mtp.pre_fc_norm_embedding.weight"], eps),
+                norm(state, w["mtp.pre_fc_norm_hidden.weight"], eps),
+            )
+        )
+        for p, state in enumerate(states)
+    ]
+    x = torch.stack(both) @ w["mtp.fc.weight"].T
+    positions = torch.arange(len(x))
+    y = norm(x, w[f"{layer}input_layernorm.weight"], eps)
+    k, v = keys_values(w, layer, y, positions, config)
+    seen = torch.ones(1, len(x), dtype=torch.bool)
+    mixed = attend(queries(w, layer, y[-1:], positions[-1:], config), k, v, seen)
+    return norm(rest_of_layer(w, layer, x[-1:], mixed, config), w["mtp.norm.weight"], eps)[0]
