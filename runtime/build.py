@@ -45,7 +45,7 @@ from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.scheduler import Scheduler
-from runtime.speculate.methods import proposer_for
+from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfig
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
@@ -90,6 +90,8 @@ def build_engine(
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
     limits = config.step_limits(served.max_model_len, DEEPEST)
+    if config.speculation is not None:
+        check_drafter(config.speculation, model_config)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -129,13 +131,16 @@ def build_engine(
             _require_windows(config.speculation, model, limits)
         if config.expert_load is not None:
             start_counting(model)
+        proposer = None
+        if config.speculation is not None:
+            proposer = proposer_for(config.speculation, load_format=config.load_format, seed=config.seed)
         loaded = time.perf_counter()
         log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
         executor = Executor(
             opened,
             model,
             _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
-            proposer=None if config.speculation is None else proposer_for(config.speculation),
+            proposer=proposer,
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),

@@ -58,6 +58,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "models": (
         ("models/demo", "models/expert_load.py", "models/batch_invariance.py"),
+        ("models/drafters",),
         ("models/weights.py",),
         ("models/registry.py", "models/dummy.py"),
         ("models/families",),

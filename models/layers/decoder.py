@@ -8,7 +8,7 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
+from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.layer_tap import LayerTap
 from models.layers.mixer import Mixer
@@ -29,7 +30,7 @@ from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
-from parallel.layers.shard import ScatteredShard, Shard, ShardedModule, VocabShard
+from parallel.layers.shard import Shard, VocabShard
 
 
 class DecoderLayer(nn.Module):
@@ -78,7 +79,7 @@ class DecoderLayer(nn.Module):
         return x_TN, cast(Tensor, residual_TN)
 
 
-class Decoder(nn.Module):
+class Decoder(CheckpointParts):
     """Token ids to final hidden states to this rank's logits. Built on torch's default device, uninitialised.
 
     A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
@@ -251,39 +252,11 @@ class Decoder(nn.Module):
         page_size = cast(Tensor, caches[paged]).shape[2]
         return replace(inputs, real_T=inputs.kv_slots_T >= page_size)
 
-    def checkpoint_shards(self, stored: Container[str] = ()) -> dict[str, Shard | ScatteredShard]:
-        """Checkpoint tensor name -> what this rank holds of it. Covers every parameter exactly once.
-
-        Where a module may be filled from differently named or cut tensors, those that are in ``stored`` are meant.
-        """
-        found: dict[str, Shard | ScatteredShard] = {}
-        for path, module in self.named_modules():
-            if isinstance(module, ShardedModule):
-                spelled = [names for form in module.forms() for names in self._spellings(path, form)]
-                found |= next((names for names in spelled if any(name in stored for name in names)), spelled[0])
-        return found
-
     def checkpoint_copies(self) -> dict[str, Shard]:
         """Checkpoint tensors that may be there but only repeat another one: the head of a tied model."""
         if not self.config.tied_embeddings:
             return {}
         return {self._checkpoint_names("lm_head.weight")[0]: self.embedding.shards()["weight"]}
-
-    def _spellings(
-        self, path: str, form: Mapping[str, Shard | ScatteredShard]
-    ) -> list[dict[str, Shard | ScatteredShard]]:
-        """Every way in which checkpoints name the parts of ``form``."""
-        names = {part: self._checkpoint_names(f"{path}.{part}") for part in form}
-        count = max(map(len, names.values()), default=1)
-        return [{names[part][n % len(names[part])]: shard for part, shard in form.items()} for n in range(count)]
-
-    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
-        """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,)."""
-        part, kind = path.rsplit(".", 1)
-        pieces = part.split(".")
-        numbers = [piece for piece in pieces if piece.isdigit()]
-        found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
-        return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
 
 
 def _kind(layer: nn.Module) -> object:
