@@ -28,6 +28,7 @@ from parallel.control.interface import ControlPlane
 from runtime.chain_depth import DEEPEST, settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
+from runtime.execute.cache.pool import give_back
 from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
@@ -165,10 +166,24 @@ def build_engine(
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-    at_end = load_report(config, model, split)
+    at_end = _at_end(load_report(config, model, split), executor, model)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+
+
+def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:
+    """What is done when the device is at rest. A closed engine that a program still refers to holds no memory: another
+    engine may want it.
+    """
+
+    def end() -> None:
+        if report is not None:
+            report()
+        executor.pool.release()
+        give_back(model.parameters())
+
+    return end
 
 
 def _require_invariance(model: Decoder) -> None:

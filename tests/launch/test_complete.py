@@ -68,7 +68,7 @@ def test_texts_with_proposals_are_those_without() -> None:
                 assert (b.token_id, b.logprob) == (a.token_id, pytest.approx(a.logprob, abs=1e-4))
     ends = {completion.finish_reason for output in guessed for completion in output.completions}
     assert ends == {FinishReason.STOP, FinishReason.LENGTH}
-    assert sum(completion.accepted for output in guessed for completion in output.completions) > 20
+    assert sum(completion.accepted for output in guessed for completion in output.completions) > 5
 
 
 @pytest.mark.parametrize("launched", [False, True])
