@@ -247,7 +247,10 @@ def _executor_config(
         exchanges=()
         if exchange is None
         else exchange_ladder(
-            config.decode_buckets, limits.max_prefill_tokens, limits.rows if _mixes(config, limits) else 0
+            config.decode_buckets,
+            limits.max_prefill_tokens,
+            limits.rows if _mixes(config, limits) else 0,
+            limits.width,
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
@@ -263,7 +266,10 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Captured on GPUs; a CPU would compute the padding and gain nothing."""
+    """Captured on GPUs; a CPU would compute the padding and gain nothing. Where groups exchange as many rows as such a
+    step is padded to, none of them can launch a window beside it: then steps with chunks are not captured."""
+    if config.data_parallel > 1 and config.speculation is not None:
+        return ()
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 
