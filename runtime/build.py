@@ -5,6 +5,7 @@ Knows: which part needs what, and in which order. Does not know: argv, the envir
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from parallel.control.interface import ControlPlane
 from runtime.chain_depth import DEEPEST, settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
+from runtime.execute.cache.pool import give_back
 from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
@@ -44,7 +46,7 @@ from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.scheduler import Scheduler
-from runtime.speculate.methods import proposer_for
+from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfig
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
@@ -89,6 +91,8 @@ def build_engine(
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
     limits = config.step_limits(served.max_model_len, DEEPEST)
+    if config.speculation is not None:
+        check_drafter(config.speculation, model_config)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -98,6 +102,8 @@ def build_engine(
         timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
     observe = StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
     opened = open_device(device)
+    gc.collect()  # nothing but cycles of its own may hold an engine that was closed in this process, and its memory
+    opened.release_unused()
     began = time.perf_counter()
     try:
         model = load_model(
@@ -126,13 +132,16 @@ def build_engine(
             _require_windows(config.speculation, model, limits)
         if config.expert_load is not None:
             start_counting(model)
+        proposer = None
+        if config.speculation is not None:
+            proposer = proposer_for(config.speculation, load_format=config.load_format, seed=config.seed)
         loaded = time.perf_counter()
         log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
         executor = Executor(
             opened,
             model,
             _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
-            proposer=None if config.speculation is None else proposer_for(config.speculation),
+            proposer=proposer,
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
@@ -157,10 +166,24 @@ def build_engine(
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-    at_end = load_report(config, model, split)
+    at_end = _at_end(load_report(config, model, split), executor, model)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+
+
+def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:
+    """What is done when the device is at rest. A closed engine that a program still refers to holds no memory: another
+    engine may want it.
+    """
+
+    def end() -> None:
+        if report is not None:
+            report()
+        executor.pool.release()
+        give_back(model.parameters())
+
+    return end
 
 
 def _require_invariance(model: Decoder) -> None:

@@ -15,11 +15,9 @@ from typing import Any, Final
 FLAG: Final = "--speculative-config"
 MOST_SPECULATIVE_TOKENS: Final = 255  # a step has 256 tokens a row at most (LIMIT_RANGES in schedule/config.py)
 
-METHODS: Final = ("ngram", "synthetic")
+METHODS: Final = ("ngram", "mtp", "dflash", "synthetic")
 """Those that this build has. What others there are in vLLM, and are refused by name:"""
 MISSING_METHODS: Final = (
-    "mtp",
-    "dflash",
     "eagle",
     "eagle3",
     "medusa",
@@ -29,7 +27,7 @@ MISSING_METHODS: Final = (
     "ngram_gpu",
     "dspark",
 )
-WITH_WEIGHTS: Final[tuple[str, ...]] = ()  # methods that may read a folder of weights: ``model``
+WITH_WEIGHTS: Final = ("mtp", "dflash")  # methods that read a folder of weights: ``model``
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
 
@@ -42,8 +40,9 @@ class SpeculativeConfigError(ValueError):
 class SpeculativeConfig:
     """The keys of --speculative-config. After construction none is left open that the method needs.
 
-    method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``synthetic`` proposes any
-    tokens, of which a scripted number is kept: for measurements only.
+    method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beside the
+    model that guesses one token after the other, ``dflash`` a small model that guesses a block at once; ``synthetic``
+    proposes any tokens, of which a scripted number is kept: for measurements only.
     model: folder of the drafter's weights, for methods that have some.
     num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
     prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
@@ -77,6 +76,7 @@ class SpeculativeConfig:
                 f'{FLAG} names no num_speculative_tokens: type {{"method": "{self.method}", '
                 '"num_speculative_tokens": 4}'
             )
+        self._check_model()
         _check_whole("num_speculative_tokens", k, 1, MOST_SPECULATIVE_TOKENS)
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
@@ -93,6 +93,13 @@ class SpeculativeConfig:
         if self.model is not None and self.method not in WITH_WEIGHTS:
             raise SpeculativeConfigError(
                 f"{FLAG}: model is {self.model!r}, but method {self.method!r} has no weights: leave model out"
+            )
+
+    def _check_model(self) -> None:
+        if self.method in WITH_WEIGHTS and self.model is None:
+            raise SpeculativeConfigError(
+                f"{FLAG}: method {self.method!r} reads weights, but names no folder of them: type "
+                f'"model": "models/demo/{self.method}" for the demo model, or the folder of your drafter'
             )
 
     def _settle_lookup(self) -> None:

@@ -8,7 +8,7 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,28 +21,34 @@ from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
+from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.layer_tap import LayerTap
 from models.layers.mixer import Mixer
-from models.layers.mlp import GatedMLP
+from models.layers.mlp import GatedMLP, Relu2MLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
-from parallel.layers.shard import ScatteredShard, Shard, ShardedModule, VocabShard
+from parallel.layers.shard import Shard, VocabShard
 
 
 class DecoderLayer(nn.Module):
-    """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it."""
+    """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it.
 
-    def __init__(self, mixer: Mixer[Any], mlp: GatedMLP | SparseMLP) -> None:
+    Either half may be None: there are families whose blocks have one of the two. Raises ValueError without both.
+    """
+
+    def __init__(self, mixer: Mixer[Any] | None, mlp: GatedMLP | Relu2MLP | SparseMLP | None) -> None:
         super().__init__()
+        if mixer is None and mlp is None:
+            raise ValueError("a layer without mixer and MLP does nothing")
         self.mixer = mixer
         self.mlp = mlp
 
     @property
     def cache(self) -> LayerCache:
-        return self.mixer.cache
+        return None if self.mixer is None else self.mixer.cache
 
     def forward(
         self,
@@ -53,29 +59,37 @@ class DecoderLayer(nn.Module):
         wanted_R: Tensor | None = None,
         before: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        """``wanted_R``: the tokens whose results somebody reads; None means all. ``before`` is shown the stream that
-        the layer before this one left: the mixer's norm adds it up."""
-        x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
-        if before is not None:
-            before(residual_TN)
+        """``wanted_R``: the tokens whose results somebody reads; None means all. Only a mixer can leave tokens out.
+
+        ``before`` is shown the stream that the layer before this one left: this one's first norm adds it up.
+        """
+        if self.mixer is not None:
+            x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
+            if before is not None:
+                before(residual_TN)
+                before = None
         if isinstance(self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
             x_TN, residual_TN = self.mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
-        else:
+        elif self.mlp is not None:
             x_TN, residual_TN = self.mlp(x_TN, residual_TN)
-        return x_TN, residual_TN
+        if before is not None:
+            before(cast(Tensor, residual_TN))
+        return x_TN, cast(Tensor, residual_TN)
 
 
-class Decoder(nn.Module):
+class Decoder(CheckpointParts):
     """Token ids to final hidden states to this rank's logits. Built on torch's default device, uninitialised.
 
     A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
-    of layer and expert in both; several names where checkpoints differ.
+    of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
+    ``unused_tensors`` belong to parts of a checkpoint that are not run.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
+    unused_tensors: ClassVar[tuple[str, ...]] = ()
     cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
     embedding: VocabParallelEmbedding
     layers: nn.ModuleList
@@ -180,7 +194,8 @@ class Decoder(nn.Module):
         return found[0] if found else None
 
     def _whole_last_layer(self) -> bool:
-        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token.
+        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token. A
+        layer without mixer takes all tokens that it is given.
 
         Over gloo the sums of a step keep one size: where a rank makes a call too many, gloo would end the process of
         another one that gets more bytes than its own call is for, and nobody could tell whose fault that was.
@@ -188,7 +203,7 @@ class Decoder(nn.Module):
         mlp = self.layers[-1].mlp
         counted = isinstance(mlp, SparseMLP) and mlp.load_E is not None
         over_gloo = isinstance(self.collectives, GroupCollectives) and self.final_norm.weight.device.type == "cpu"
-        return self._shared or counted or over_gloo
+        return self._shared or counted or over_gloo or self.layers[-1].mixer is None
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
         """This rank's logits [R, V_local] of final-normed hidden states; padding columns are -inf."""
@@ -237,39 +252,11 @@ class Decoder(nn.Module):
         page_size = cast(Tensor, caches[paged]).shape[2]
         return replace(inputs, real_T=inputs.kv_slots_T >= page_size)
 
-    def checkpoint_shards(self, stored: Container[str] = ()) -> dict[str, Shard | ScatteredShard]:
-        """Checkpoint tensor name -> what this rank holds of it. Covers every parameter exactly once.
-
-        Where a module may be filled from differently named or cut tensors, those that are in ``stored`` are meant.
-        """
-        found: dict[str, Shard | ScatteredShard] = {}
-        for path, module in self.named_modules():
-            if isinstance(module, ShardedModule):
-                spelled = [names for form in module.forms() for names in self._spellings(path, form)]
-                found |= next((names for names in spelled if any(name in stored for name in names)), spelled[0])
-        return found
-
     def checkpoint_copies(self) -> dict[str, Shard]:
         """Checkpoint tensors that may be there but only repeat another one: the head of a tied model."""
         if not self.config.tied_embeddings:
             return {}
         return {self._checkpoint_names("lm_head.weight")[0]: self.embedding.shards()["weight"]}
-
-    def _spellings(
-        self, path: str, form: Mapping[str, Shard | ScatteredShard]
-    ) -> list[dict[str, Shard | ScatteredShard]]:
-        """Every way in which checkpoints name the parts of ``form``."""
-        names = {part: self._checkpoint_names(f"{path}.{part}") for part in form}
-        count = max(map(len, names.values()), default=1)
-        return [{names[part][n % len(names[part])]: shard for part, shard in form.items()} for n in range(count)]
-
-    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
-        """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,)."""
-        part, kind = path.rsplit(".", 1)
-        pieces = part.split(".")
-        numbers = [piece for piece in pieces if piece.isdigit()]
-        found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
-        return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
 
 
 def _kind(layer: nn.Module) -> object:

@@ -100,6 +100,7 @@ class RigLimits(TypedDict, total=False):
     further_roles: Sequence[MakeRole]
     proposer: MakeProposer | None
     speculation: Speculation | None
+    folder: Path | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -145,13 +146,14 @@ def rig(
     further_roles: Sequence[MakeRole] = (),
     proposer: MakeProposer | None = None,
     speculation: Speculation | None = None,
+    folder: Path | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
-    has them, both or neither.
+    has them, both or neither. ``folder``: a model with weights in place of the tiny one.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -168,12 +170,12 @@ def rig(
         prefix_caching=prefix_caching,
         prefill_burst=prefill_burst,
     )
-    model_config = ModelConfig.from_dict({**TINY, **(shape or {})})
+    model_config = ModelConfig.from_folder(folder) if folder else ModelConfig.from_dict({**TINY, **(shape or {})})
     device = device or TwinDevice()
     model = load_model(
         model_config,
-        None,
-        load_format="dummy",
+        folder,
+        load_format="safetensors" if folder else "dummy",
         dtype=dtype,
         device=device.torch_device,
         collectives=collectives or SingleRank(),
