@@ -4,7 +4,8 @@ Knows: how many weights and KV bytes a shape reads a step, and how they divide o
 kernels, communication (all-reduce is not counted), or how fast anything really is.
 
 Every weight is read once a step, the embedding left out and the language-model head in. Each group of GEMMs takes the
-larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length.
+larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length. Layers with
+state in slots read and write that of every row.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_keys
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
-    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers."""
+    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers.
+    ``state_bytes``: what a row's recurrent state takes (float32), ``window_values``: values of its convolutions that a
+    step reads or writes; both over all layers."""
 
     dense: int
     expert: int
@@ -28,6 +33,8 @@ class Shape:
     experts_per_token: int
     kv_heads: int
     kv_per_head: int
+    state_bytes: int = 0
+    window_values: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> Shape:
@@ -36,20 +43,32 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Shape:
-        """Keys as transformers writes them; those of Qwen3-MoE where there are experts."""
+        """Keys as transformers writes them; those of Qwen3-MoE where there are experts, of Qwen3-Next and Qwen3.5 where
+        there are gated delta nets."""
+        delta = None
+        if has_gated_delta(config):
+            config = usual_keys(config)
+            delta = read_gated_delta(config)
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
         experts = config.get("num_experts") or 0
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        feed_forward = experts * hidden if experts else 3 * hidden * config["intermediate_size"]
+        attending = layers - (0 if delta is None else len(delta.layers))
+        queries = 2 * heads if delta is None else 3 * heads  # and outputs; with gates where there are delta nets
+        mixers = attending * hidden * head_dim * (queries + 2 * kv_heads)
+        if delta is not None:
+            mixers += len(delta.layers) * hidden * (2 * delta.keys + 3 * delta.values + 2 * delta.v_heads)
+        shared = config.get("shared_expert_intermediate_size") or 0 if experts else 0
+        feed_forward = experts * hidden + 3 * hidden * shared if experts else 3 * hidden * config["intermediate_size"]
         return cls(
-            dense=layers * (attention + feed_forward) + config["vocab_size"] * hidden,
+            dense=mixers + layers * feed_forward + config["vocab_size"] * hidden,
             expert=3 * layers * hidden * config["moe_intermediate_size"] if experts else 0,
             experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
             kv_heads=kv_heads,
-            kv_per_head=2 * layers * head_dim,
+            kv_per_head=2 * attending * head_dim,
+            state_bytes=0 if delta is None else 4 * len(delta.layers) * delta.values * delta.k_dim,
+            window_values=0 if delta is None else len(delta.layers) * (2 * delta.keys + delta.values) * delta.taps,
         )
 
 
@@ -60,10 +79,11 @@ class Floor:
     weight_bytes: float
     kv_bytes: float
     seconds: float
+    state_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
-        return self.weight_bytes + self.kv_bytes
+        return self.weight_bytes + self.kv_bytes + self.state_bytes
 
 
 def decode_floor(
@@ -87,8 +107,9 @@ def decode_floor(
     weight_bytes = value_bytes * sum(values for values, _ in gemms)
     kv_heads = max(1.0, shape.kv_heads / tensor)
     kv_bytes = value_bytes * rows * length * kv_heads * shape.kv_per_head
+    state_bytes = rows * (2 * shape.state_bytes + value_bytes * shape.window_values) / tensor
     seconds = sum(max(value_bytes * values / bytes_per_s, flop / flop_per_s) for values, flop in gemms)
-    return Floor(weight_bytes, kv_bytes, seconds + kv_bytes / bytes_per_s)
+    return Floor(weight_bytes, kv_bytes, seconds + (kv_bytes + state_bytes) / bytes_per_s, state_bytes)
 
 
 def _experts_of_the_fullest_rank(shape: Shape, batch: int, ranks: int) -> float:
