@@ -20,7 +20,7 @@ from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import EVERYTHING, SHAPE, gpu_rig
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, Made, run_pieces
 from tests.models.tiny_delta import FAMILIES, ON_GPU
-from tests.runtime.engine.rig import RigLimits, run
+from tests.runtime.engine.rig import run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks

@@ -6,22 +6,14 @@ goes through (test_lifecycle.py), these go through here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
-from runtime.schedule.plan import Cancel, Pause, Resume
-from runtime.schedule.request import Request
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.exact_kernels import ExactKernels
-from tests.runtime.engine.lives import live, people, prompt
+from tests.runtime.engine.lives import prompt
 from tests.runtime.engine.rig import request, rig, run
-from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.engine.test_depths import mixture, outcome
-from tests.runtime.engine.test_hybrid import on_banks, whole
-
+from tests.runtime.engine.test_hybrid import whole
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
