@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from models.registry import ARCHITECTURES
@@ -12,7 +10,7 @@ from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine import rig
 
-HYBRIDS: dict[str, Mapping[str, object]] = {**FAMILIES, "nemotron-h": NEMOTRON}
+HYBRIDS: dict[str, dict[str, object]] = {**FAMILIES, "nemotron-h": NEMOTRON}
 
 
 @pytest.fixture(params=["attention", "hybrid", *(pytest.param(family, marks=pytest.mark.long) for family in HYBRIDS)])
