@@ -20,7 +20,7 @@ from runtime.engine import Engine
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, people, prompt
-from tests.runtime.engine.rig import RigLimits, request, rig, run
+from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import Logprobs, mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
@@ -99,11 +99,11 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
 @FAMILY
 def test_two_ranks_hold_a_half_of_each_state(family: str) -> None:
     requests = mixture(3, count=8)
-    exact: RigLimits = {"shape": FAMILIES[family], "kernels": ExactKernels(), "dtype": torch.float64}
-    with rig(**{**exact, "depth": 0}) as engine:
+    shape = FAMILIES[family]
+    with rig(depth=0, shape=shape, kernels=ExactKernels(), dtype=torch.float64) as engine:
         alone = outcome(run(engine, requests))
         full = engine.executor.sizing.shape.layout.bytes_per_slot
-    with tensor_rig(2, depth=2, **exact) as engine:
+    with tensor_rig(2, depth=2, shape=shape, kernels=ExactKernels(), dtype=torch.float64) as engine:
         assert outcome(run(engine, requests)) == alone
         assert engine.executor.sizing.shape.layout.bytes_per_slot == full // 2
 
