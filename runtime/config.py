@@ -276,7 +276,7 @@ class EngineConfig:
 
     def with_few_slots(self, limits: StepLimits) -> StepLimits:
         """The same for a model that keeps state in slots: rows and a few more, at least two."""
-        return replace(limits, slots=self.max_num_seqs + max(2, self.max_num_seqs // ROWS_PER_SPARE_SLOT))
+        return replace(limits, slots=state_slots(self.max_num_seqs))
 
     @property
     def digest(self) -> str:
@@ -286,6 +286,11 @@ class EngineConfig:
     def describe(self) -> str:
         """Every field as ``name=value`` on one line, for the log."""
         return " ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
+
+
+def state_slots(max_num_seqs: int) -> int:
+    """Slots of a model that keeps state in them, the null slot left out."""
+    return max_num_seqs + max(2, max_num_seqs // ROWS_PER_SPARE_SLOT)
 
 
 def default_buckets(slots: int) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.Monkey
 
     def room(kv_tokens: int, slots: int) -> str:
         gib = (held + 5 * slot + kv_tokens * token) / 2**30
-        return room_text(parts, SweepOptions(memory_gib=gib, memory_fraction=1.0, max_num_seqs=slots))
+        return room_text(parts, SweepOptions(memory_gib=gib, memory_fraction=1.0, max_num_seqs=slots - 2))
 
     assert "state of 4 slots" in room(1000, slots=4)
     assert f"KV {token} bytes a token, room for 1,000 tokens" in room(1000, slots=4)
