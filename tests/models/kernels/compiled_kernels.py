@@ -291,8 +291,8 @@ def slot_state(driver: CompilingDriver) -> None:
     ):
         driver.where = f"{v_heads} heads of {dim}, {dtype}"
         channels, values = (2 * k_heads + v_heads) * dim, v_heads * dim
-        numbers = [torch.empty(v_heads, device=META) for _ in range(2)]
-        rule = DeltaRule(k_heads, v_heads, dim, dim, *numbers, torch.empty(dim, device=META), 1e-6)
+        number = torch.empty(v_heads, device=META)
+        rule = DeltaRule(k_heads, v_heads, dim, dim, number, number, torch.empty(dim, device=META), 1e-6)
         filters = torch.empty(channels, 4, dtype=dtype, device=META)
         banks = (
             torch.empty(9, 4, channels, dtype=dtype, device=META),
