@@ -10,7 +10,7 @@ slots, C channels of this rank, J taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
+from models.kernels.attention.window import window_attention
 from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid, wide_linear
 from parallel.comm.peer_buffers import PeerBuffers
@@ -200,6 +201,42 @@ class Kernels(Protocol):
         What it holds of the other tokens, and with ``skip_empty`` of rows of length 0, stays as it is.
         """
         ...
+
+    def plan_block(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
+        """``plan_decode`` for ``block_attention`` of layers that see everything."""
+        as_heads = self.plan_decode(replace(inputs, query_len=1), heads * inputs.query_len, kv_layer)
+        return replace(inputs, work=as_heads.work)
+
+    def block_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+    ) -> Tensor:
+        """Attention of the last ``query_len`` tokens of each row, a block, over its pages, [T, H, D].
+
+        Each token sees all that ``kv_lengths_B`` covers, the whole block included; with ``causal`` none behind itself;
+        with ``window`` only tokens less than so many positions away. ``inputs`` as ``plan_block`` returns them, or
+        without ``work``; no ``starts_B``. May be captured.
+
+        Where everything is seen, tokens of a block are as good as heads that share a key/value head: one query token
+        with W * H heads, which every decode kernel takes.
+        """
+        if window is not None:
+            return window_attention(q_THD, kv_layer, inputs, scale, causal=causal, window=window)
+        if causal:
+            return self.decode_attention(q_THD, kv_layer, replace(inputs, work=None), scale)
+        rows, new, (heads, head_dim) = inputs.kv_lengths_B.shape[0], inputs.query_len, q_THD.shape[1:]
+        kv_heads = kv_layer.shape[3]
+        split = (rows, new, kv_heads, heads // kv_heads, head_dim)
+        q_BXD = q_THD.view(split).transpose(1, 2).reshape(rows, new * heads, head_dim)
+        out_BXD = self.decode_attention(q_BXD, kv_layer, replace(inputs, query_len=1), scale)
+        out = out_BXD.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2)
+        return out.reshape(rows * new, heads, head_dim)
 
     def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
         """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""

@@ -34,6 +34,8 @@ class Changes(Generic[A]):
     and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T, known_tokens_T int64 and
     known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
     slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
+    history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that slots begin
+    with, where histories are kept.
     copied_blocks_2C int64: blocks, and those that get their contents behind the step's forward pass.
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
@@ -49,6 +51,8 @@ class Changes(Generic[A]):
     known_slots_T: A | None = None
     known_tokens_T: A | None = None
     known_prompt_T: A | None = None
+    history_cells_T: A | None = None
+    history_T: A | None = None
     row_map_B: A | None = None
     chunk_tokens_3T: A | None = None
     chunk_rows_4R: A | None = None
@@ -128,6 +132,11 @@ def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> 
         fill_record(records_N[index : index + 1], write, tables.stop_ids)
     packed.slots_N = slots_N
     packed.records_NX = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
+    if tables.history_SL is not None:
+        positions = tables.history_SL.shape[1]
+        cells = [write.slot * positions + np.arange(len(write.token_ids)) for write in plan.slot_writes]
+        packed.history_cells_T = np.concatenate(cells)
+        packed.history_T = np.concatenate([np.array(write.token_ids, np.int32) for write in plan.slot_writes])
     penalised = [write for write in plan.slot_writes if write.sampling.penalised]
     if penalised:
         tables.need_seen()
