@@ -75,6 +75,7 @@ def load_model(
         skeleton = architecture(config, context)
     wanted = {**skeleton.checkpoint_shards(stored), **skeleton.checkpoint_copies()}
     shapes = {name: shard.full_shape for name, shard in wanted.items()}
+    stored = {name: file for name, file in stored.items() if not name.startswith(skeleton.unused_tensors)}
     tensors = check_tensors(stored, shapes, optional=skeleton.checkpoint_copies())
     with torch.device(device):
         model = architecture(config, context)
@@ -115,6 +116,7 @@ def _fill_with_dummies(
     for done, (name, shard) in enumerate(shards.items(), start=1):
         for piece in shard.pieces:
             DummyTensor(seed, name, piece.full_shape, piece.centre, device).fill(piece.target, piece.ranges)
+            piece.finish()
         if progress:
             progress(done, len(shards))
 

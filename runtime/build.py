@@ -5,6 +5,7 @@ Knows: which part needs what, and in which order. Does not know: argv, the envir
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -100,6 +101,8 @@ def build_engine(
         timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
     observe = StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
     opened = open_device(device)
+    gc.collect()  # nothing but cycles of its own may hold an engine that was closed in this process, and its memory
+    opened.release_unused()
     began = time.perf_counter()
     try:
         model = load_model(

@@ -65,7 +65,12 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/layers",),
         ("models/group_size.py", "models/generation_config.py", "models/checkpoint.py"),
         ("models/config.py", "models/weights_header.py"),
-        ("models/layers/rope.py", "models/layers/routed_experts.py"),  # read by config.py: what config.json says
+        (  # read by config.py: what config.json says
+            "models/layers/rope.py",
+            "models/layers/routed_experts.py",
+            "models/layers/delta_config.py",
+        ),
+        ("models/block_pattern.py",),
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
         ("models/cache_layout.py", "models/row_buckets.py"),

@@ -25,7 +25,7 @@ from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.layer_tap import LayerTap
 from models.layers.mixer import Mixer
-from models.layers.mlp import GatedMLP
+from models.layers.mlp import GatedMLP, Relu2MLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
@@ -34,16 +34,21 @@ from parallel.layers.shard import Shard, VocabShard
 
 
 class DecoderLayer(nn.Module):
-    """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it."""
+    """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it.
 
-    def __init__(self, mixer: Mixer[Any], mlp: GatedMLP | SparseMLP) -> None:
+    Either half may be None: there are families whose blocks have one of the two. Raises ValueError without both.
+    """
+
+    def __init__(self, mixer: Mixer[Any] | None, mlp: GatedMLP | Relu2MLP | SparseMLP | None) -> None:
         super().__init__()
+        if mixer is None and mlp is None:
+            raise ValueError("a layer without mixer and MLP does nothing")
         self.mixer = mixer
         self.mlp = mlp
 
     @property
     def cache(self) -> LayerCache:
-        return self.mixer.cache
+        return None if self.mixer is None else self.mixer.cache
 
     def forward(
         self,
@@ -54,18 +59,24 @@ class DecoderLayer(nn.Module):
         wanted_R: Tensor | None = None,
         before: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        """``wanted_R``: the tokens whose results somebody reads; None means all. ``before`` is shown the stream that
-        the layer before this one left: the mixer's norm adds it up."""
-        x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
-        if before is not None:
-            before(residual_TN)
+        """``wanted_R``: the tokens whose results somebody reads; None means all. Only a mixer can leave tokens out.
+
+        ``before`` is shown the stream that the layer before this one left: this one's first norm adds it up.
+        """
+        if self.mixer is not None:
+            x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
+            if before is not None:
+                before(residual_TN)
+                before = None
         if isinstance(self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
             x_TN, residual_TN = self.mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
-        else:
+        elif self.mlp is not None:
             x_TN, residual_TN = self.mlp(x_TN, residual_TN)
-        return x_TN, residual_TN
+        if before is not None:
+            before(cast(Tensor, residual_TN))
+        return x_TN, cast(Tensor, residual_TN)
 
 
 class Decoder(CheckpointParts):
@@ -73,10 +84,12 @@ class Decoder(CheckpointParts):
 
     A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
-    of layer and expert in both; several names where checkpoints differ.
+    of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
+    ``unused_tensors`` belong to parts of a checkpoint that are not run.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
+    unused_tensors: ClassVar[tuple[str, ...]] = ()
     cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
     embedding: VocabParallelEmbedding
     layers: nn.ModuleList
@@ -181,7 +194,8 @@ class Decoder(CheckpointParts):
         return found[0] if found else None
 
     def _whole_last_layer(self) -> bool:
-        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token.
+        """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token. A
+        layer without mixer takes all tokens that it is given.
 
         Over gloo the sums of a step keep one size: where a rank makes a call too many, gloo would end the process of
         another one that gets more bytes than its own call is for, and nobody could tell whose fault that was.
@@ -189,7 +203,7 @@ class Decoder(CheckpointParts):
         mlp = self.layers[-1].mlp
         counted = isinstance(mlp, SparseMLP) and mlp.load_E is not None
         over_gloo = isinstance(self.collectives, GroupCollectives) and self.final_norm.weight.device.type == "cpu"
-        return self._shared or counted or over_gloo
+        return self._shared or counted or over_gloo or self.layers[-1].mixer is None
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
         """This rank's logits [R, V_local] of final-normed hidden states; padding columns are -inf."""
