@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.demo.network import MLP, Attention, Qwen3, RMSNorm, Shape, rotary_table, rotate
+from models.demo.network import MLP, Attention, RMSNorm, Shape, rotary_table, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,6 @@ def spread(shape: Shape, module: nn.Module) -> None:
             nn.init.normal_(
                 parameter, std=residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
             )
-
-
-def begin_from(target: Qwen3, drafter: MTP | DFlash) -> None:
-    """Layers and final norm as the target's last ones, ``fc`` handing the latest of what it reads through: a drafter
-    that begins as a copy of the target's end learns in a fraction of the steps."""
-    last = target.model.layers[-len(drafter.layers) :]
-    for layer, source in zip(drafter.layers, last, strict=True):
-        layer.load_state_dict({name: tensor.float() for name, tensor in source.state_dict().items()})
-    hidden = drafter.shape.hidden_size
-    with torch.no_grad():
-        drafter.norm.weight.copy_(target.model.norm.weight)
-        drafter.fc.weight[:, -hidden:] += torch.eye(hidden, device=drafter.fc.weight.device)
 
 
 def heads_of(attention: Attention, x_BLN: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

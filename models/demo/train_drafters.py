@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from models.demo.corpus import collect, find_sources
-from models.demo.draft_networks import MTP, DFlash, DraftShape, begin_from
+from models.demo.draft_networks import MTP, DFlash, DraftShape
 from models.demo.draft_rollouts import Rollouts, Target, prompts
 from models.demo.folder import write_json
 from models.demo.network import Qwen3, Shape
@@ -62,7 +62,7 @@ class Settings:
 
 
 GPU = Settings(5.0, 4096, 256, 256, 24, 3e-3, 1, 200_000)
-CPU = Settings(20.0, 128, 160, 4, 16, 1e-3, 1, 20_000, held_out_rows=64, rollout_share=0.12, report_every=50)
+CPU = Settings(20.0, 128, 160, 16, 16, 3e-3, 1, 20_000, held_out_rows=64, mtp_passes=3, report_every=20)
 SMOKE = Settings(0.1, 8, 32, 4, 4, 3e-3, 1, 500, held_out_rows=4, mtp_passes=2, most_rollouts=4, report_every=5)
 
 
@@ -321,8 +321,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layers = target.shape.num_hidden_layers
     draft = DraftShape(target.shape, layers=2, target_layer_ids=tuple(sorted({1, layers // 2, layers - 1})))
     mtp, dflash = MTP(draft).to(device), DFlash(draft).to(device)
-    for drafter in (mtp, dflash):
-        begin_from(target.network, drafter)
     sizes = [sum(p.numel() for p in drafter.parameters()) for drafter in (mtp, dflash)]
     say(f"parameters: {sizes[0]} MTP, {sizes[1]} DFlash")
 
