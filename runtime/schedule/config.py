@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 # Smallest and largest legal value of each limit; None is "no upper limit". The command line checks against the same.
 LIMIT_RANGES: Final[dict[str, tuple[int, int | None]]] = {
@@ -114,6 +114,11 @@ class MixedSteps:
         return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix)
 
 
+# What parked sessions do when memory is short: they are recomputed later, the oldest is closed, or nothing new begins
+# that could make it so.
+SessionPolicy = Literal["evict", "close", "refuse"]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What plans depend on besides events and results, the same on every rank.
@@ -122,8 +127,11 @@ class SchedulerConfig:
     row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
     ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
     run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
-    decode. ``max_waiting``: requests that may queue.
-    Raises ValueError for widths outside 1 to ``limits.width``, and for mixed buckets that all decode rows would fill.
+    decode. ``max_waiting``: requests that may queue. ``max_sessions``: sessions there may be, from their first token to
+    their close; each may hold a slot all that time, so there are as many slots beyond ``rows``. ``session_policy``:
+    what becomes of those that are parked when memory is short.
+    Raises ValueError for widths outside 1 to ``limits.width``, for mixed buckets that all decode rows would fill, for
+    too few slots, and for another policy.
     """
 
     limits: StepLimits
@@ -134,9 +142,20 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_waiting: int = 100_000
     mixed: MixedSteps | None = None
+    max_sessions: int = 0
+    session_policy: SessionPolicy = "evict"
 
     def __post_init__(self) -> None:
         rows, width = self.limits.rows, self.limits.width
+        if not 0 <= self.max_sessions <= self.limits.slots - rows:
+            raise ValueError(
+                f"max_sessions is {self.max_sessions}, but {self.limits.slots} slots for {rows} rows leave room for 0 "
+                f"to {self.limits.slots - rows}"
+            )
+        if self.session_policy not in get_args(SessionPolicy):
+            raise ValueError(
+                f"session_policy is {self.session_policy!r}, but must be one of {', '.join(get_args(SessionPolicy))}"
+            )
         if not self.widths:
             object.__setattr__(self, "widths", (width,))
         if min(self.widths) < 1 or max(self.widths) > width:

@@ -35,7 +35,7 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
-from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
@@ -96,6 +96,8 @@ class RigLimits(TypedDict, total=False):
     frozen: bool
     widths: tuple[int, ...]
     further_roles: Sequence[MakeRole]
+    max_sessions: int
+    session_policy: SessionPolicy
 
 
 class RigPlace(TypedDict, total=False):
@@ -139,6 +141,8 @@ def rig(
     frozen: bool = False,
     widths: tuple[int, ...] = (1,),
     further_roles: Sequence[MakeRole] = (),
+    max_sessions: int = 0,
+    session_policy: SessionPolicy = "evict",
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
@@ -173,7 +177,8 @@ def rig(
         experts=experts,
         kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
     )
-    limits = StepLimits(rows, 2 * rows, block_size, max_model_len, depth, max(widths), max_prefill_tokens)
+    slots = 2 * rows + max_sessions
+    limits = StepLimits(rows, slots, block_size, max_model_len, depth, max(widths), max_prefill_tokens)
     executor = Executor(
         device,
         model,
@@ -203,6 +208,8 @@ def rig(
             prefill_burst=prefill_burst,
             prefix_caching=prefix_caching and executor.restores_prefixes,
             mixed=mixed,
+            max_sessions=max_sessions,
+            session_policy=session_policy,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
