@@ -300,7 +300,7 @@ class Planner:
     def _seat_extended(self) -> None:
         """Those that hold a slot and have new tokens: as many as there are rows and blocks for, prefill them."""
         resources = self.resources
-        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.order):
+        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.room_order):
             session = sequence.session
             if sequence.state is not State.STALLED or session is None or not session.extends:
                 continue
@@ -323,7 +323,7 @@ class Planner:
     def _ready_rows(self) -> bool:
         """Bring the rows that decode up to date: who may join, who drains, who gets blocks. False: there are none."""
         resources, decoding = self.resources, self._decoding
-        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.order):
+        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.room_order):
             session = sequence.session
             if sequence.state is not State.STALLED or (session is not None and session.extends):
                 continue  # it was the victim of one before it; or it is to prefill

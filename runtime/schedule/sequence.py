@@ -32,7 +32,7 @@ class Session:
     it is parked, not ended, when its answer is complete. ``min_tokens``: of each turn, where its budget is not smaller.
     ``epoch``: its turns. ``over``: why its quantum is; None while it runs. ``revive``: its slot has come to its end on
     the device, and is to be told to go on. ``extends``: it holds a slot in which tokens are still to be computed.
-    ``parked_at``: smaller ones came earlier.
+    ``parked_at`` and ``since``: when it was parked and told to go on last, on a count of both.
     """
 
     budget_length: int
@@ -44,6 +44,7 @@ class Session:
     revive: bool = False
     extends: bool = False
     parked_at: int = 0
+    since: int = 0
 
 
 class SequenceState:
@@ -144,6 +145,15 @@ class SequenceState:
         self.waits_since = NOT_WAITING
         self.prefix_id = ROOT
         self.borrowed = self.trusted = False
+
+    @property
+    def room_order(self) -> tuple[int, int, int]:
+        """Its place among those who wait for room: sessions that go on behind others, by when they were told to."""
+        priority, arrival = self.order
+        session = self.session
+        if session is not None and (session.revive or session.extends):
+            return priority, 1, session.since
+        return priority, 0, arrival
 
     @property
     def untouched(self) -> bool:

@@ -36,7 +36,7 @@ class Sessions:
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._parking: Fence[SequenceState] = Fence()
-        self._parks = 0
+        self._count = 0  # of times that a session was parked, or told to go on
 
     # ---- events ----
 
@@ -113,7 +113,8 @@ class Sessions:
 
     def _go_on(self, sequence: SequenceState, session: Session) -> None:
         """From PARKED: a row again as soon as there is room."""
-        session.over, session.parked_at = None, 0
+        self._count += 1
+        session.over, session.parked_at, session.since = None, 0, self._count
         sequence.max_length = session.wanted_length
         if sequence.slot:
             session.revive = not session.extends
@@ -180,8 +181,8 @@ class Sessions:
 
     def _park(self, sequence: SequenceState, session: Session) -> None:
         resources = self._resources
-        self._parks += 1
-        session.parked_at = self._parks
+        self._count += 1
+        session.parked_at = self._count
         if sequence.state is not State.PARKED:
             resources.move(sequence, Trigger.PARK)
         if session.over is FinishReason.NONE and session.wanted_length > sequence.max_length:
