@@ -5,7 +5,6 @@ Knows: the verbs, the options of START and the frames, as the code has them. Doe
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -47,10 +46,11 @@ TABLES = {"verbs": verb_table, "frames": frame_table, "options": option_table, "
 def redrawn(text: str) -> str:
     """``text`` with everything between ``<!-- drawn: NAME -->`` and ``<!-- end -->`` drawn anew."""
     for name, draw in TABLES.items():
-        pattern = rf"(<!-- drawn: {name} -->\n).*?(<!-- end -->)"
-        text, found = re.subn(pattern, lambda m, draw=draw: f"{m[1]}{draw()}\n{m[2]}", text, flags=re.DOTALL)
-        if found != 1:
-            raise ValueError(f"there is not exactly one pair of <!-- drawn: {name} --> and <!-- end -->")
+        begin, end = f"<!-- drawn: {name} -->\n", "<!-- end -->"
+        if text.count(begin) != 1:
+            raise ValueError(f"there is not exactly one {begin.strip()}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{draw()}\n{end}{rest.partition(end)[2]}"
     return text
 
 

@@ -131,8 +131,7 @@ class Desk:
             request = command.request or 0
             answer = self._verbs[command.verb](connection, command)
         except (BadLine, RequestError) as error:
-            connection.send(Kind.ERROR, None, str(error).encode("utf-8", "replace"), request)
-            connection.end_command()
+            self.refuse(connection, str(error), request)
             return
         if answer is not None:
             connection.send(Kind.ACK, None, pack_json({"verb": command.verb, **answer}), request)
@@ -140,6 +139,11 @@ class Desk:
                 "idle"
             ):
                 connection.end_command()
+
+    def refuse(self, connection: Connection, why: str, request: int = 0) -> None:
+        """Answer a line that is not carried out."""
+        connection.send(Kind.ERROR, None, why.encode("utf-8", "replace"), request)
+        connection.end_command()
 
     def _tagged(self, connection: Connection, command: Command) -> dict[str, Any]:
         if connection.lines != 1:

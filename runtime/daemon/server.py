@@ -22,7 +22,6 @@ from typing import Final, Protocol
 from runtime.daemon.desk import Desk, SessionEngine
 from runtime.daemon.frames import Kind
 from runtime.daemon.session import Connection, Phase
-from runtime.daemon.verbs import BadLine
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import SamplingParams
@@ -196,7 +195,8 @@ class SlotServer:
         try:
             text = line.rstrip(b"\r").decode()
         except UnicodeDecodeError as error:
-            text = f"\x00{BadLine(f'no UTF-8: {error}')}"
+            self.desk.refuse(connection, f"the line is no UTF-8: {error}")
+            return
         if text.strip():
             self.desk.line(connection, text)
 

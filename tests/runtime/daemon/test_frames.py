@@ -77,7 +77,8 @@ def test_frames_come_in_any_pieces() -> None:
     draw = random.Random(0)
     sent = [frame(draw.choice(list(Kind))) for _ in range(300)]
     stream = b"".join(map(encode, sent))
-    reader, read, at = FrameReader(), [], 0
+    reader, at = FrameReader(), 0
+    read: list[Frame] = []
     while at < len(stream):
         size = draw.choice((1, 2, 3, 19, 64))
         read += reader.frames(stream[at : at + size])
@@ -107,9 +108,9 @@ def test_a_frame_that_no_reader_would_take_is_not_made() -> None:
 
 
 WORDS = (
-    "REQ", "SLOT", "START", "CONTINUE", "EXTEND", "FORK", "RESTORE", "CANCEL", "SCHED_STEP", "SCHED_DRAIN", "MODE", "auto",
-    "client", "LIST_REQUESTS", "LIST_SLOTS", "STATS", "[1,2]", '"x"', "[1,", "1", "2", "0", "-1", "99999999999", "=",
-    "keep=1", "seed=x", "\x00", "é", "SCHED_PROBE", "SCHED_BATCH_STEP", "TAGGED", "1.5", "[[1]]", "{", "logprobs=1",
+    "REQ", "SLOT", "START", "CONTINUE", "EXTEND", "FORK", "RESTORE", "CANCEL", "SCHED_STEP", "SCHED_DRAIN", "MODE",
+    "auto", "client", "LIST_REQUESTS", "LIST_SLOTS", "STATS", "[1,2]", '"x"', "[1,", "1", "2", "0", "-1",
+    "99999999999", "=", "keep=1", "seed=x", "\x00", "é", "SCHED_PROBE", "SCHED_BATCH_STEP", "TAGGED", "1.5", "[[1]]", "{", "logprobs=1",
 )  # fmt: skip
 
 
