@@ -17,16 +17,15 @@ its first token, so a drain keeps nobody out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from runtime.config import EngineConfig
+from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind, pack_count, pack_done, pack_ids, pack_json, pack_logprobs
 from runtime.daemon.probe import Probe
 from runtime.daemon.session import Connection, Phase, SlotSession
 from runtime.daemon.verbs import BadLine, Command, Prompt, parse
-from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.logprobs import row_logprobs
 from runtime.frontend.output_processor import drawn_seed
 from runtime.frontend.tokenizer import TextStream, Tokenizer
@@ -37,24 +36,6 @@ from runtime.schedule.request import FinishReason, Request, SamplingParams
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _FOLLOWED_BY_TOKENS = ("START", "CONTINUE", "EXTEND", "SCHED_STEP", "SCHED_BATCH_STEP")
 _NOT_SAMPLING = ("keep", "text", "priority")
-
-
-class SessionEngine(Protocol):
-    """What the desk needs of an engine: the verbs of runtime/engine.py."""
-
-    @property
-    def config(self) -> EngineConfig: ...
-    @property
-    def model_config(self) -> ModelFacts: ...
-    @property
-    def counters(self) -> Mapping[str, int | float]: ...
-    def start(self, request: Request, quantum: int, *, keep: bool = False) -> None: ...
-    def proceed(self, request_id: int, epoch: int, tokens: int) -> None: ...
-    def extend(
-        self, request_id: int, epoch: int, token_ids: tuple[int, ...], max_tokens: int, quantum: int
-    ) -> None: ...
-    def fork(self, request_id: int, parent: int) -> None: ...
-    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None: ...
 
 
 class Desk:

@@ -7,14 +7,11 @@ blocks, state and counts of its own, so nothing is committed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind, pack_json
 from runtime.daemon.session import Connection
 from runtime.schedule.plan import Evicted, Finished, Parked, Refused
-
-if TYPE_CHECKING:
-    from runtime.daemon.desk import SessionEngine
 
 
 class Probe:

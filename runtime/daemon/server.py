@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from runtime.daemon.desk import Desk, SessionEngine
+from runtime.daemon.desk import Desk
+from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind
 from runtime.daemon.session import Connection, Phase
 from runtime.frontend.tokenizer import Tokenizer

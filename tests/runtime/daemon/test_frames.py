@@ -108,9 +108,10 @@ def test_a_frame_that_no_reader_would_take_is_not_made() -> None:
 
 
 WORDS = (
-    "REQ", "SLOT", "START", "CONTINUE", "EXTEND", "FORK", "RESTORE", "CANCEL", "SCHED_STEP", "SCHED_DRAIN", "MODE",
-    "auto", "client", "LIST_REQUESTS", "LIST_SLOTS", "STATS", "[1,2]", '"x"', "[1,", "1", "2", "0", "-1",
-    "99999999999", "=", "keep=1", "seed=x", "\x00", "é", "SCHED_PROBE", "SCHED_BATCH_STEP", "TAGGED", "1.5", "[[1]]", "{", "logprobs=1",
+    "REQ", "SLOT", "START", "CONTINUE", "EXTEND", "FORK", "RESTORE", "CANCEL", "SCHED_STEP", "SCHED_DRAIN",
+    "MODE", "auto", "client", "LIST_REQUESTS", "LIST_SLOTS", "STATS", "[1,2]", '"x"', "[1,", "1", "2", "0",
+    "-1", "99999999999", "=", "keep=1", "seed=x", "\x00", "é", "SCHED_PROBE", "SCHED_BATCH_STEP", "TAGGED",
+    "1.5", "[[1]]", "{", "logprobs=1",
 )  # fmt: skip
 
 
