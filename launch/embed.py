@@ -13,7 +13,7 @@ from dataclasses import replace
 from launch.ranks import start_engine
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import check_degrees, discover
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, require_real_texts
 from runtime.engine import Engine
 from runtime.frontend.validation import RequestError
 from runtime.watchdog.parent_death import die_with_parent
@@ -34,6 +34,7 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
     rendezvous = discover(os.environ)
     if rendezvous.launcher != "plain":
         die_with_parent()
+    require_real_texts(config, "a program")
     config = replace(config, tensor_parallel=check_degrees(None, config.data_parallel, rendezvous))
     refused: RequestError | None = None
     with joined(rendezvous, config.device), start_engine.open_engine(config, rendezvous) as engine:

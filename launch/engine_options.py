@@ -14,6 +14,7 @@ from typing import Any, get_args
 from launch.values import integer, number, whole_numbers
 from runtime.config import DEVICE_DEFAULTS, WARM_KINDS, DType, EngineConfig, LoadFormat, PrefillWanted, flag_of
 from runtime.schedule.config import SessionPolicy
+from runtime.speculative_config import METHODS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,17 @@ _ENGINE: dict[str, _Option] = {
         "one more that hides the host's pauses; 0 is the serial engine",
         "steps",
     ),
-    "width": _Option("tokens that a request may gain in one decode step", "tokens"),
+    "speculative_config": _Option(
+        "speculative decoding as a JSON object with vLLM's keys, such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}; the tokens are those without it',
+        "json",
+        str,
+    ),
+    "speculative_method": _Option(f"its key method: {', '.join(METHODS)}", "word", str, alias="--spec-method"),
+    "speculative_model": _Option("its key model: folder of a drafter's weights", "folder", str, alias="--spec-model"),
+    "num_speculative_tokens": _Option(
+        "its key num_speculative_tokens: proposals checked in one step", "tokens", alias="--spec-tokens"
+    ),
     "decode_buckets": _Option("batch sizes of decode graphs, ascending, comma-separated", "rows", whole_numbers),
     "prefill_graphs": _Option(
         "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
@@ -143,6 +154,10 @@ _DERIVED_DEFAULTS = {
     "num_blocks": "sized from --memory-fraction of the memory",
     "itl_target_ms": "8 times the smallest step, or twice the decode step",
     "timeline": "not written",
+    "speculative_config": "off",
+    "speculative_method": "off",
+    "speculative_model": "none",
+    "num_speculative_tokens": "what --speculative-config says",
     "expert_load": "not written",
     "expert_map": "in order",
     "decode_buckets": "1,2,4,8, then at growing distances up to --max-num-seqs",

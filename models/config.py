@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from models.block_pattern import BlockKind, Mamba2Shape, block_kinds, has_blocks, read_mamba2, usual_block_keys
 from models.config_reader import ConfigReader
+from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
 from models.layers.rope import Rope, YarnRope, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, read_routed_experts
 
@@ -32,7 +34,9 @@ class ModelConfig:
 
     ``dtype`` is what the checkpoint was saved in. ``max_length`` is the longest sequence (prompt and completion) its
     positions cover. ``rotary_dim`` leading dims of each head are rotated. ``experts`` describes the layers that have
-    experts, which do not use ``intermediate_size``; None where no layer has.
+    experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
+    gated delta nets; None where all attend. ``blocks``: the kind of each layer where layers have one mixer or one MLP
+    each, nothing is rotated then; empty where all have both. ``mamba``: of those that are Mamba-2.
     """
 
     architecture: str
@@ -54,6 +58,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     experts: RoutedExperts | None = None
+    delta: GatedDeltaShape | None = None
+    blocks: tuple[BlockKind, ...] = ()
+    mamba: Mamba2Shape | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's MLP is sparse."""
@@ -78,6 +85,14 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """From the parsed content of config.json and generation_config.json (whose eos ids win). Raises ValueError."""
+        blocks = block_kinds(config) if has_blocks(config) else ()
+        if blocks:
+            config = usual_block_keys(config)
+        delta = None
+        if has_gated_delta(config):
+            config = usual_keys(config)
+            delta = read_gated_delta(config)
+            config.pop("layer_types", None)  # of which the shape keeps what they say
         _refuse_unimplemented(config)
         read = ConfigReader(config)
         heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
@@ -119,6 +134,9 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
             experts=read_routed_experts(architecture, config),
+            delta=delta,
+            blocks=blocks,
+            mamba=read_mamba2(config) if "mamba" in blocks else None,
         )
 
 

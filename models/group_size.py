@@ -38,16 +38,34 @@ def legal_sizes(config: ModelConfig, whole_experts: bool) -> list[int]:
     return [
         size
         for size in HeadShard.legal_sizes(config.heads, config.kv_heads)
-        if all(number % size == 0 for number in numbers)
+        if all(number % size == 0 for number in numbers) and _splits_delta(config, size) and _splits_mamba(config, size)
     ]
+
+
+def _splits_delta(config: ModelConfig, size: int) -> bool:
+    """Value heads of gated delta nets are split; their key heads are split or replicated, as those of attention."""
+    return config.delta is None or size in HeadShard.legal_sizes(config.delta.v_heads, config.delta.k_heads)
+
+
+def _splits_mamba(config: ModelConfig, size: int) -> bool:
+    """Ranks have whole heads of Mamba-2, and either whole groups or a part of one group's heads."""
+    mamba = config.mamba
+    return mamba is None or (mamba.heads % size == 0 and (mamba.groups % size == 0 or size % mamba.groups == 0))
 
 
 def _divided(config: ModelConfig, whole_experts: bool) -> dict[str, int]:
     """What the group's size must divide, heads aside: name -> number."""
     experts = config.experts
     found = {}
-    if experts is None or len(experts.layers) < config.layers:
+    if config.delta is not None:
+        found["linear-attention value heads"] = config.delta.v_heads
+    dense = "mlp" in config.blocks if config.blocks else experts is None or len(experts.layers) < config.layers
+    if dense:
         found["intermediate size"] = config.intermediate_size
+    if config.mamba is not None:
+        found["Mamba-2 heads"] = config.mamba.heads
+    if experts is not None and experts.shared_size:
+        found["intermediate size of the shared expert"] = experts.shared_size
     if experts is not None and experts.layers and whole_experts:
         found["number of experts"] = experts.count
     elif experts is not None and experts.layers:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from models.families.llama import Llama
 from models.families.mixtral import Mixtral
+from models.families.nemotron_h import NemotronH
 from models.families.qwen2 import Qwen2
 from models.families.qwen3 import Qwen3
+from models.families.qwen3_5 import Qwen35
 from models.families.qwen3_moe import Qwen3Moe
+from models.families.qwen3_next import Qwen3Next
 from models.layers.decoder import Decoder
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
@@ -18,6 +21,12 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "MixtralForCausalLM": Mixtral,
+    "NemotronHForCausalLM": NemotronH,
+    "Qwen3NextForCausalLM": Qwen3Next,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35,
+    "Qwen3_5MoeForCausalLM": Qwen35,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35,
 }
 
 

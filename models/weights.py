@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_
 from models.config import ModelConfig
 from models.dummy import DummyTensor
 from models.kernels.interface import Kernels
+from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.registry import model_class
@@ -34,6 +35,7 @@ LOAD_FORMATS = ("safetensors", "dummy")
 MAPPED_BYTES = 256 << 20
 
 Progress = Callable[[int, int], None]
+Parts = TypeVar("Parts", bound=CheckpointParts)
 
 
 def load_model(
@@ -73,10 +75,38 @@ def load_model(
         skeleton = architecture(config, context)
     wanted = {**skeleton.checkpoint_shards(stored), **skeleton.checkpoint_copies()}
     shapes = {name: shard.full_shape for name, shard in wanted.items()}
+    stored = {name: file for name, file in stored.items() if not name.startswith(skeleton.unused_tensors)}
     tensors = check_tensors(stored, shapes, optional=skeleton.checkpoint_copies())
     with torch.device(device):
         model = architecture(config, context)
     _stream(tensors, model, progress)
+    return model
+
+
+def fill(
+    make: Callable[[], Parts],
+    folder: str | Path | None,
+    *,
+    load_format: str = "safetensors",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Parts:
+    """Build a model of another kind than ``load_model`` does, with ``make``, and fill it in the same way."""
+    if load_format == "dummy":
+        with torch.device(device):
+            model = make()
+        _fill_with_dummies(model.checkpoint_shards(), seed, device, None)
+        return model
+    if folder is None:
+        raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
+    stored = locate_tensors(Path(folder))
+    with torch.device("meta"):
+        skeleton = make()
+    shapes = {name: shard.full_shape for name, shard in skeleton.checkpoint_shards(stored).items()}
+    tensors = check_tensors(stored, shapes)
+    with torch.device(device):
+        model = make()
+    _stream(tensors, model, None)
     return model
 
 
@@ -86,11 +116,12 @@ def _fill_with_dummies(
     for done, (name, shard) in enumerate(shards.items(), start=1):
         for piece in shard.pieces:
             DummyTensor(seed, name, piece.full_shape, piece.centre, device).fill(piece.target, piece.ranges)
+            piece.finish()
         if progress:
             progress(done, len(shards))
 
 
-def _stream(tensors: Mapping[str, Path], model: Decoder, progress: Progress | None) -> None:
+def _stream(tensors: Mapping[str, Path], model: CheckpointParts, progress: Progress | None) -> None:
     """File after file, in the order of their bytes; of each tensor only this rank's piece is read, one at a time."""
     shards, copies = model.checkpoint_shards(tensors), model.checkpoint_copies()
     done, converted = 0, 0

@@ -5,6 +5,7 @@ Knows: which part needs what, and in which order. Does not know: argv, the envir
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -44,8 +45,11 @@ from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.scheduler import Scheduler
+from runtime.speculate.methods import check_drafter, proposer_for
+from runtime.speculative_config import SpeculativeConfig
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
+from runtime.window_costs import speculation
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +90,8 @@ def build_engine(
     model_config = ModelConfig.from_folder(Path(config.model))
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
     limits = config.step_limits(served.max_model_len, DEEPEST)
+    if config.speculation is not None:
+        check_drafter(config.speculation, model_config)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -95,6 +101,8 @@ def build_engine(
         timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
     observe = StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
     opened = open_device(device)
+    gc.collect()  # nothing but cycles of its own may hold an engine that was closed in this process, and its memory
+    opened.release_unused()
     began = time.perf_counter()
     try:
         model = load_model(
@@ -119,14 +127,20 @@ def build_engine(
         )
         if config.deterministic:
             _require_invariance(model)
+        if config.speculation is not None:
+            _require_windows(config.speculation, model, limits)
         if config.expert_load is not None:
             start_counting(model)
+        proposer = None
+        if config.speculation is not None:
+            proposer = proposer_for(config.speculation, load_format=config.load_format, seed=config.seed)
         loaded = time.perf_counter()
         log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
         executor = Executor(
             opened,
             model,
             _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
+            proposer=proposer,
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
@@ -141,7 +155,9 @@ def build_engine(
         raise
     served = replace(served, widest=executor.widest)
     schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
-    depth, horizon = settled(config, executor, schedule, control.settle_horizon, share)
+    plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
+    depth, horizon = settled(config, executor, plain, control.settle_horizon, share)
+    schedule = replace(schedule, speculation=speculation(config, executor, share))
     clear_load(model)  # both have timed steps
     executor.count_from_here()
     config = replace(config, chain_depth=depth, horizon=horizon)
@@ -160,6 +176,21 @@ def _require_invariance(model: Decoder) -> None:
     if missing := missing_invariance(model):
         raise ConfigError(
             f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
+        )
+
+
+def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimits) -> None:
+    """Raises ConfigError where the model's sequences have no room for a window, or cannot take one back."""
+    if model.cache_layout.has_slot_state:
+        raise ConfigError(
+            f"speculative_config is {config}, but {model.config.architecture} keeps state of fixed size, which "
+            "cannot be taken back where a proposal is refused: leave out --speculative-config"
+        )
+    if config.width >= limits.max_model_len:
+        raise ConfigError(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, so that a step has {config.width} tokens a "
+            f"request, but max_model_len is {limits.max_model_len}: type a longer --max-model-len, or "
+            f'"num_speculative_tokens": {max(1, limits.max_model_len - 2)} or less'
         )
 
 
@@ -222,8 +253,8 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
-    """Where all rows of a full batch would fill a step, none is left for a prompt."""
-    return config.mixed_steps and limits.max_prefill_tokens > limits.rows * limits.width
+    """Where all rows of a full batch, a token each, would fill a step, none is left for a prompt."""
+    return config.mixed_steps and limits.max_prefill_tokens > limits.rows
 
 
 def _groups(

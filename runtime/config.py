@@ -6,13 +6,14 @@ Does not know: where a value came from (launch/engine_options.py), the model's o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
 from runtime.schedule.config import LIMIT_RANGES, SessionPolicy, StepLimits
+from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError, merged_speculation, refuse_synthetic
 
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -38,17 +39,16 @@ _STEP_LIMITS: Final[dict[str, str]] = {
     "block_size": "block_size",
     "max_model_len": "max_model_len",
     "chain_depth": "depth",
-    "width": "width",
+    "width": "width",  # a property
     "max_prefill_tokens": "max_prefill_tokens",
 }
 
 # Smallest and largest legal value of each whole-number option; None is "no upper limit".
 _RANGES: Final[dict[str, tuple[int, int | None]]] = {
-    **{option: LIMIT_RANGES[limit] for option, limit in _STEP_LIMITS.items()},
+    **{option: LIMIT_RANGES[limit] for option, limit in _STEP_LIMITS.items() if option != "width"},
     "tensor_parallel": (1, None),
     "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
     "num_blocks": (1, None),
-    "width": (1, 1),  # wider steps need a proposer, and none is built in yet (runtime/execute/step/window.py)
     "max_waiting": (1, None),
     "max_sessions": (0, 65_535),
     "prefill_burst": (1, None),
@@ -92,8 +92,10 @@ class EngineConfig:
     prefill_burst: prefill steps in a row while others decode, where they take turns. chain_depth: D, steps in flight
     beyond the one that lands (0 is the serial engine); None takes the least that keeps the device busy, by times of
     this machine at start-up (chain_depth.py).
-    width: W, tokens a row may gain in a step; 1 until a proposer is built in. decode_buckets: ascending row counts of a
-    decode step; empty takes ``default_buckets``.
+    speculative_config: how tokens are proposed that a step checks several of, as JSON text or a mapping under vLLM's
+    keys (speculative_config.py); a SpeculativeConfig or None after construction. speculative_method,
+    speculative_model, num_speculative_tokens: its keys method, model and num_speculative_tokens alone.
+    decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``.
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
@@ -132,7 +134,10 @@ class EngineConfig:
     mixed_steps: bool = True
     itl_target_ms: float | None = None
     chain_depth: int | None = None
-    width: int = 1
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
+    speculative_method: str | None = None
+    speculative_model: str | None = None
+    num_speculative_tokens: int | None = None
     decode_buckets: tuple[int, ...] = ()
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
@@ -186,7 +191,36 @@ class EngineConfig:
             object.__setattr__(self, "decode_buckets", default_buckets(self.max_num_seqs))
         if self.expert_parallel is _FILLED_IN:
             object.__setattr__(self, "expert_parallel", self.data_parallel > 1)
+        self._settle_speculation()
         self._check_together()
+
+    def _settle_speculation(self) -> None:
+        plain = {
+            "method": self.speculative_method,
+            "model": self.speculative_model,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+        try:
+            settled = merged_speculation(self.speculative_config, plain)
+        except SpeculativeConfigError as error:
+            raise ConfigError(str(error)) from None
+        object.__setattr__(self, "speculative_config", settled)
+        if settled is not None and self.data_parallel > 1:
+            raise ConfigError(
+                f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: groups do not agree on "
+                "widths of steps: leave out --data-parallel-size or --speculative-config"
+            )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config`` as it is after construction."""
+        config = self.speculative_config
+        return config if isinstance(config, SpeculativeConfig) else None
+
+    @property
+    def width(self) -> int:
+        """W: the most tokens that a row may gain in a step."""
+        return 1 if self.speculation is None else self.speculation.width
 
     def _check_together(self) -> None:
         buckets = self.decode_buckets
@@ -263,6 +297,14 @@ class EngineConfig:
 def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8 up to 64, every 16 up to 128, every 32 beyond; the last is ``slots`` itself."""
     return decode_ladder(slots)
+
+
+def require_real_texts(config: EngineConfig, who: str) -> None:
+    """Raises ConfigError where ``who`` would hand out texts that mean nothing: those of synthetic acceptance."""
+    try:
+        refuse_synthetic(config.speculation, who)
+    except SpeculativeConfigError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _device_here() -> Device:

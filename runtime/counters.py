@@ -66,6 +66,8 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
     kept = schedule.spec_accepted_per_position
     counted |= {f"spec_accepted_per_position{{{position}}}": count for position, count in enumerate(kept)}
+    if scheduler.planner.speculation is not None:
+        counted |= {f"speculation_off{{{why}}}": count for why, count in scheduler.planner.speculation.off.items()}
     if router is not None:
         counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(router.assignment.requests)}
         counted |= {f"group_idle_steps{{{g}}}": count for g, count in enumerate(router.idle_steps)}

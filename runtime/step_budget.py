@@ -70,13 +70,14 @@ def costly_prefix(model: Decoder) -> int:
 def _multiplications(layer: DecoderLayer) -> int:
     """Of one token, in the matrix products of a layer on this rank."""
     if isinstance(layer.mlp, SparseMLP):
-        experts = _parameters(layer.mlp.experts) * layer.mlp.choices // len(layer.mlp.all_E)
-        return _parameters(layer.mixer) + _parameters(layer.mlp.router) + experts
+        mlp = layer.mlp
+        experts = _parameters(mlp.experts) * mlp.choices // len(mlp.all_E) + _parameters(mlp.shared)
+        return _parameters(layer.mixer) + _parameters(mlp.router) + experts
     return _parameters(layer.mixer) + _parameters(layer.mlp)
 
 
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _parameters(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
 def _kv_cells(pool_tokens: int) -> list[int]:

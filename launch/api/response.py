@@ -128,16 +128,24 @@ def _simple_answer(completion: Completion) -> Row:
     }
     if completion.logprobs is not None:
         answer["logprobs"] = response_logprobs.simple(completion.logprobs)
-    return answer
+    return answer | _speculation(completion)
 
 
 def _choice(completion: Completion) -> Row:
-    return {
+    choice: Row = {
         "index": completion.index,
         "finish_reason": completion.finish_reason.label,
         "token_ids": completion.token_ids,
         "seed": completion.seed,
     }
+    return choice | _speculation(completion)
+
+
+def _speculation(completion: Completion) -> Row:
+    """What proposals did for an answer; nothing where no step checked any."""
+    if not completion.rounds:
+        return {}
+    return {"speculation": {"rounds": completion.rounds, "accepted_tokens": completion.accepted}}
 
 
 def _completion_body(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None) -> Row:

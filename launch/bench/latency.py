@@ -5,13 +5,15 @@ Does not know: how requests are driven (bench/trace.py), what a floor is made of
 
 fixed-batch: a batch of random prompts is admitted at once, twice: for one token and for n. Then
     TTFT = t(1),  TPOT = (t(n) - t(1)) / (n - 1),  median over runs.
+    With speculation rows gain different numbers of tokens, so they end apart: TPOT is the time of a decode step while
+    all rows ran, over the tokens that a row gained in one.
 generation: whole answers only; TTFT and TPOT are medians over requests, TPOT = (last - first token) / (n - 1).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from launch.bench.profile import profiles
 from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
+from launch.bench.speculation import Rounds, full_steps, rounds_between
 from launch.bench.trace import RunTrace, check_complete, run_requests, why_not_full
 from launch.bench.workload import random_prompts
 from launch.generate.summary import groups_text
@@ -32,7 +35,8 @@ NO_RATE = 1  # exit code: at least one point was refused
 
 @dataclass(frozen=True, slots=True)
 class FixedBatchRun:
-    """One run; times in seconds. ``refused``: why it gives no rate. ``device``: of the decode steps."""
+    """One run; times in seconds. ``refused``: why it gives no rate. ``device``: of the decode steps. ``rounds``: what
+    speculation gained; ``round_s``: of a decode step of the full batch then."""
 
     ttft: float
     tpot: float
@@ -40,6 +44,8 @@ class FixedBatchRun:
     chained_ratio: float
     device: DeviceWindow | None
     trace: RunTrace
+    rounds: Rounds | None = None
+    round_s: float | None = None
 
 
 def latency(session: Session) -> int:
@@ -90,7 +96,10 @@ class LatencyBench:
                 points.append(self._point(batch, runs))
                 self._files.point(points[-1])
                 bar.write(table_row(points[-1], options.roofline))
-            bar.write(LEGENDS[options.protocol])
+                if runs[-1].rounds is not None:
+                    bar.write(f"       round {_shown(points[-1].round_ms)} ms; {runs[-1].rounds.text()}")
+            speculates = session.config.speculation is not None
+            bar.write(SPECULATION_LEGEND if speculates else LEGENDS[options.protocol])
             if groups := groups_text(self._engine.counters):
                 bar.write(f"groups, warm-up included: {groups}")
             if options.profile:  # last: what is timed after a profiler has run may be slower
@@ -111,6 +120,9 @@ class LatencyBench:
         trace = self._traced(prompts)
         after = self._engine.counters
         steps = self._session.lengths.output - 1
+        rounds = rounds_between(self._session.config, before, after)
+        if rounds is not None:
+            return self._speculated(rounds, ttft, trace, before, after, len(prompts))
         whole = statistics.median(times.ttft for times in trace.requests.values())
         tpot = _token_time(trace) if ttft is None else (trace.seconds - ttft) / max(1, steps)
         return FixedBatchRun(
@@ -120,6 +132,29 @@ class LatencyBench:
             chained_ratio=(after["chained_steps"] - before["chained_steps"]) / (after["steps"] - before["steps"]),
             device=self._timings.of(trace.decode_steps),
             trace=trace,
+        )
+
+    def _speculated(
+        self,
+        rounds: Rounds,
+        ttft: float | None,
+        trace: RunTrace,
+        before: Mapping[str, int | float],
+        after: Mapping[str, int | float],
+        rows: int,
+    ) -> FixedBatchRun:
+        """Rows gain different numbers of tokens, so they end apart: what counts is the time while all of them ran."""
+        full = full_steps(trace.decode_steps, rows)
+        whole = statistics.median(times.ttft for times in trace.requests.values())
+        return FixedBatchRun(
+            ttft=whole if ttft is None else ttft,
+            tpot=0.0 if full.refused else full.step_s / full.tokens,
+            refused=full.refused,
+            chained_ratio=(after["chained_steps"] - before["chained_steps"]) / (after["steps"] - before["steps"]),
+            device=self._timings.of(trace.decode_steps),
+            trace=trace,
+            rounds=rounds,
+            round_s=None if full.refused else full.step_s,
         )
 
     def _traced(self, requests: Sequence[PromptRequest], max_tokens: int | None = None) -> RunTrace:
@@ -138,6 +173,9 @@ class LatencyBench:
         tpot = statistics.median(tpots) if tpots else None
         idle = [run.device.idle_fraction for run in runs if run.device is not None]
         floor = session.floor(self._shape, batch, session.lengths.average)
+        speculation = session.config.speculation
+        lengths = [run.rounds.accepted_length for run in runs if run.rounds is not None and run.rounds.rounds]
+        rounds = [run.round_s for run in runs if run.round_s is not None]
         return Point(
             hw=device_name(session.config.device),
             kind="latency",
@@ -160,11 +198,17 @@ class LatencyBench:
             tok_s_per_gpu=None if tpot is None else batch / tpot / session.ranks,
             tok_s_per_user=None if tpot is None else 1 / tpot,
             roofline_floor_ms=floor.seconds * 1e3,
-            roofline_fraction=None if tpot is None else floor.seconds / tpot,
-            bandwidth_fraction=None if tpot is None else floor.bytes / tpot / session.options.bytes_per_s,
+            roofline_fraction=None if tpot is None or speculation else floor.seconds / tpot,  # of one token a step
+            bandwidth_fraction=None
+            if tpot is None or speculation
+            else floor.bytes / tpot / session.options.bytes_per_s,
             chained_ratio=statistics.median(run.chained_ratio for run in runs),
             device_idle=statistics.median(idle) if idle else None,
             startup_s=self._startup_s,
+            speculation=None if speculation is None else speculation.label,
+            num_speculative_tokens=None if speculation is None else speculation.num_speculative_tokens,
+            accepted_length=statistics.median(length for length in lengths if length) if lengths else None,
+            round_ms=statistics.median(rounds) * 1e3 if rounds and not refused else None,
         )
 
 
@@ -176,7 +220,15 @@ def run_figures(run: FixedBatchRun) -> dict[str, Any]:
         "refused": run.refused,
         "chained_ratio": run.chained_ratio,
         "device": None if run.device is None else asdict(run.device),
-    }
+    } | ({} if run.rounds is None else run.rounds.figures() | {"round_ms": _ms(run.round_s)})
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _shown(milliseconds: float | None) -> str:
+    return "n/a" if milliseconds is None else f"{milliseconds:.4f}"
 
 
 def _why_noise(tpot: float, short_s: float, long_s: float, steps: int) -> str | None:
@@ -207,6 +259,9 @@ LEGENDS = {
     "fixed-batch": "TTFT = t(1), TPOT = (t(n) - t(1)) / (n - 1), t(n): until all have n tokens; medians over runs",
     "generation": "TTFT, and TPOT = (last token - first token) / (n - 1), are medians over requests, then over runs",
 }
+SPECULATION_LEGEND = (
+    "TTFT = t(1); TPOT = round / tokens a row gained in one, over the decode steps of the full batch; medians over runs"
+)
 _FLOOR_COLUMNS = (("floor ms", 9), ("of floor", 8), ("of bytes/s", 10))
 
 

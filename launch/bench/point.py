@@ -15,7 +15,8 @@ class Measured:
     ``tok_s``: generated tokens a second; ``tok_s_per_gpu``: divided by ranks; ``tok_s_per_user``: by ``batch``.
     ``chained_ratio``: steps launched while another was in flight. ``device_idle``: share of the decode window in which
     the device ran no step. ``ttft_s``: until the whole batch has its first token. ``startup_s``: from the start of this
-    process to its first token.
+    process to its first token. ``speculation``: the method, "synthetic" where a script says what is kept;
+    ``accepted_length``: tokens a round. None without.
     """
 
     hw: str
@@ -41,19 +42,24 @@ class Measured:
     chained_ratio: float | None = None
     device_idle: float | None = None
     startup_s: float | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int | None = None
+    accepted_length: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point(Measured):
     """A flat row of a points.jsonl. ``refused`` says why it has no rate; the rates are None then.
 
-    ``bandwidth_fraction``: bytes that a step must read, over its time and the device's bandwidth.
+    ``bandwidth_fraction``: bytes that a step must read, over its time and the device's bandwidth. ``round_ms``: of a
+    decode step of the full batch, where it may gain several tokens; TPOT is that over the tokens that a row gained.
     """
 
     framework: str = "lockstride"
     refused: str | None
     roofline_floor_ms: float | None
     bandwidth_fraction: float | None
+    round_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ Knows: how many weights and KV bytes a shape reads a step, and how they divide o
 kernels, communication (all-reduce is not counted), or how fast anything really is.
 
 Every weight is read once a step, the embedding left out and the language-model head in. Each group of GEMMs takes the
-larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length.
+larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length; layers that
+keep state in slots read and write that of every row.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from models.block_pattern import block_kinds, has_blocks, read_mamba2
+
+_STATE_VALUE = 4  # bytes: recurrent state is float32
+_WINDOW_VALUE = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
-    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers."""
+    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers;
+    ``state_bytes``: what a row's step reads and writes of its slot state, over all layers."""
 
     dense: int
     expert: int
@@ -28,6 +35,7 @@ class Shape:
     experts_per_token: int
     kv_heads: int
     kv_per_head: int
+    state_bytes: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> Shape:
@@ -36,7 +44,9 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Shape:
-        """Keys as transformers writes them; those of Qwen3-MoE where there are experts."""
+        """Keys as transformers writes them; those of Qwen3-MoE where there are experts, or of Nemotron-H."""
+        if has_blocks(config):
+            return _of_blocks(config)
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
@@ -53,6 +63,32 @@ class Shape:
         )
 
 
+def _of_blocks(config: Mapping[str, Any]) -> Shape:
+    kinds, mamba = block_kinds(config), read_mamba2(config)
+    mamba_layers, attention_layers, sparse = (kinds.count(kind) for kind in ("mamba", "attention", "moe"))
+    hidden, kv_heads, head_dim = config["hidden_size"], config["num_key_value_heads"], config["head_dim"]
+    experts = config.get("n_routed_experts") or 0 if sparse else 0
+    of_mamba = hidden * (2 * mamba.inner + mamba.conv_channels + mamba.heads)  # in: z, xBC, dt; out
+    of_attention = hidden * head_dim * (2 * config["num_attention_heads"] + 2 * kv_heads)
+    of_sparse = experts * hidden + 2 * hidden * config.get("moe_shared_expert_intermediate_size", 0)
+    of_mlp = 2 * hidden * config["intermediate_size"]
+    recurrent = 2 * _STATE_VALUE * mamba.inner * mamba.state_size
+    window = _WINDOW_VALUE * mamba.taps * mamba.conv_channels  # all but one are read, one is written
+    return Shape(
+        dense=mamba_layers * of_mamba
+        + attention_layers * of_attention
+        + sparse * of_sparse
+        + kinds.count("mlp") * of_mlp
+        + config["vocab_size"] * hidden,
+        expert=2 * sparse * hidden * config["moe_intermediate_size"] if experts else 0,
+        experts=experts,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+        kv_heads=kv_heads,
+        kv_per_head=2 * attention_layers * head_dim,
+        state_bytes=mamba_layers * (recurrent + window),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Floor:
     """Of one decode step on one rank."""
@@ -60,10 +96,11 @@ class Floor:
     weight_bytes: float
     kv_bytes: float
     seconds: float
+    state_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
-        return self.weight_bytes + self.kv_bytes
+        return self.weight_bytes + self.kv_bytes + self.state_bytes
 
 
 def decode_floor(
@@ -88,7 +125,8 @@ def decode_floor(
     kv_heads = max(1.0, shape.kv_heads / tensor)
     kv_bytes = value_bytes * rows * length * kv_heads * shape.kv_per_head
     seconds = sum(max(value_bytes * values / bytes_per_s, flop / flop_per_s) for values, flop in gemms)
-    return Floor(weight_bytes, kv_bytes, seconds + kv_bytes / bytes_per_s)
+    state_bytes = rows * shape.state_bytes / tensor
+    return Floor(weight_bytes, kv_bytes, seconds + (kv_bytes + state_bytes) / bytes_per_s, state_bytes)
 
 
 def _experts_of_the_fullest_rank(shape: Shape, batch: int, ranks: int) -> float:

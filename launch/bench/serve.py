@@ -38,6 +38,7 @@ from launch.bench.load.timeline import timeline
 from launch.bench.point import ServePoint
 from launch.bench.serve_options import ServeOptions, one_name_each
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
+from launch.bench.speculation import Rounds, rounds_between
 from launch.errors import UsageError
 from runtime.engine import Engine
 from runtime.frontend.client import PromptRequest
@@ -197,6 +198,8 @@ class ServeBench:
         self._failed += figures["failed"]
         self._keep(label, journal, figures)
         print(report(label, figures, journal), flush=True)
+        if (rounds := self._rounds(journal)) is not None:
+            print(f"speculation: {rounds.text()}", flush=True)
         return figures
 
     def _generate(
@@ -235,9 +238,15 @@ class ServeBench:
             "late_ms": lateness(journal.requests),
             "engine": engine_figures(journal, None if whole is None else whole.idle_fraction),
         }
+        if (rounds := self._rounds(journal)) is not None:
+            figures |= rounds.figures()
         rate = len(load.offsets) / load.offsets[-1] if load.offsets[-1] > 0 else math.inf
         window = steady_window(journal, self._rows(load), rate, options.ramp_requests, options.drain_requests)
         return {**figures, "steady": self._steady(journal, window)}
+
+    def _rounds(self, journal: Journal) -> Rounds | None:
+        """What speculation gained in our engine; nobody tells of another's."""
+        return rounds_between(self._session.config, journal.before, journal.after) if journal.after else None
 
     def _steady(self, journal: Journal, window: Window | str) -> dict[str, Any]:
         if isinstance(window, str):
@@ -323,5 +332,8 @@ class ServeBench:
             request_goodput=median("request_goodput"),
             total_token_throughput=median("total_token_throughput"),
             steady_tok_s=median("output_throughput", steady),
+            speculation=runs[0].get("speculation"),
+            num_speculative_tokens=runs[0].get("num_speculative_tokens"),
+            accepted_length=median("spec_decode_acceptance_length"),
             **percentiles,
         )

@@ -86,7 +86,12 @@ class Session:
     def files(self, kind: str) -> ResultFiles:
         """For the results of one measurement."""
         groups = f"dp{self.config.data_parallel}" if self.config.data_parallel > 1 else ""
-        return ResultFiles(self.options.result_dir, f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}")
+        speculates = ""
+        if (speculation := self.config.speculation) is not None:
+            method = speculation.label.replace(" (synthetic)", "-synthetic")
+            speculates = f"-{method}{speculation.num_speculative_tokens}"
+        name = f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}{speculates}"
+        return ResultFiles(self.options.result_dir, name)
 
     @property
     def folder(self) -> Path:
@@ -167,6 +172,8 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
             )
         if "max_num_seqs" not in engine:
             config = command.engine_config(tensor_parallel, {**defaults, "max_num_seqs": in_a_group})
+    if command.subcommand == "anatomy" and config.speculation is not None:
+        raise UsageError("bench anatomy times steps of one token a row: leave out --speculative-config")
     if fixed and lengths.output < 2:
         raise UsageError("--output-len 1 has no time between tokens: type 2 or more")
     if fixed and config.max_model_len is not None and lengths.total > config.max_model_len:

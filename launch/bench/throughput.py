@@ -20,6 +20,7 @@ from launch.bench.point import Point
 from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
 from launch.bench.session import Session, StepTimings, startup_seconds
+from launch.bench.speculation import Rounds, rounds_between
 from launch.bench.trace import RunTrace, check_complete, run_requests
 from launch.bench.workload import dataset
 from launch.generate.summary import groups_text
@@ -108,9 +109,12 @@ class ThroughputBench:
             after = self._engine.counters
         files.environment(environment(session.config, session.rendezvous, engine_facts(self._engine)))
         chained = (after["chained_steps"] - before["chained_steps"]) / (after["steps"] - before["steps"])
-        point = self._point(traces, figures, chained, statistics.median(idle) if idle else None)
+        rounds = rounds_between(session.config, before, after)
+        point = self._point(traces, figures, chained, statistics.median(idle) if idle else None, rounds)
         files.point(point)
         print(report(figures, point), flush=True)
+        if rounds is not None:
+            print(f"{'speculation':<24}{rounds.text()}", flush=True)
         if groups := groups_text(after):
             print(f"{'groups, with warm-up':<24}{groups}", flush=True)
         return point
@@ -124,7 +128,12 @@ class ThroughputBench:
         return trace
 
     def _point(
-        self, traces: Sequence[RunTrace], figures: Sequence[dict[str, Any]], chained: float, idle: float | None
+        self,
+        traces: Sequence[RunTrace],
+        figures: Sequence[dict[str, Any]],
+        chained: float,
+        idle: float | None,
+        rounds: Rounds | None,
     ) -> Point:
         session, rows = self._session, self._rows
         parts = [saturation(trace, rows) for trace in traces]
@@ -158,13 +167,16 @@ class ThroughputBench:
             tok_s_per_gpu=None if rate is None else rate / session.ranks,
             tok_s_per_user=None if rate is None else rate / rows,
             roofline_floor_ms=None if floor is None else floor.seconds * 1e3,
-            roofline_fraction=None if floor is None or step_s is None else floor.seconds / step_s,
+            roofline_fraction=None if floor is None or step_s is None or rounds else floor.seconds / step_s,
             bandwidth_fraction=None
-            if floor is None or step_s is None
+            if floor is None or step_s is None or rounds
             else floor.bytes / step_s / session.options.bytes_per_s,
             chained_ratio=chained,
             device_idle=idle,
             startup_s=self._startup_s,
+            speculation=None if rounds is None else rounds.label,
+            num_speculative_tokens=None if rounds is None else rounds.num_speculative_tokens,
+            accepted_length=None if rounds is None else rounds.accepted_length,
         )
 
 

@@ -58,11 +58,12 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decode step that landed: its number, when, and how many requests gained a token in it."""
+    """A decode step that landed: its number, when, how many requests gained a token in it, and how many tokens."""
 
     step: int
     at: float
     rows: int
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -86,16 +87,17 @@ class RunTrace:
         for at, output in self.landed:
             self.ends += [at] * len(output.finished)
             self.finished |= {ended.request_id: ended for ended in output.finished}
-            gained = decoded = 0
+            gained = decoded = tokens = 0
             for request_id, count in zip(output.request_ids, output.counts, strict=True):
                 if request_id < 0 or not count:
                     continue
                 landings = self.requests[request_id].landings
                 decoded += bool(landings)
                 gained += 1
+                tokens += count
                 landings.append((at, count))
             if decoded:
-                self.decode_steps.append(DecodeStep(output.step, at, gained))
+                self.decode_steps.append(DecodeStep(output.step, at, gained, tokens))
         self.landed = []
 
 

@@ -25,7 +25,7 @@ from launch.generate.summary import Progress
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, require_real_texts
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.client import EngineClient
 from runtime.frontend.engine_protocol import EngineProtocol
@@ -51,6 +51,7 @@ def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -
     given = command.engine
     tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
     config = command.engine_config(tensor_parallel)
+    require_real_texts(config, "generate")
     named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     defaults = sampling_defaults(Path(config.model), options.generation_config, named)
     config = warmed_for(config, defaults)

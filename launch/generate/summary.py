@@ -76,24 +76,28 @@ class Summary:
         steps = counters.get("steps", 0)
         breaks = _labelled("chain_breaks", counters)
         requests, idle = _labelled("group_requests", counters), _labelled("group_idle_steps", counters)
-        return {
-            "finished": self.finished,
-            "failed": self.failed,
-            "skipped": self.skipped,
-            "unfinished": self.unfinished,
-            "seconds": self.seconds,
-            "prompt_tokens": self.prompt_tokens,
-            "generated_tokens": self.generated_tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "requests_per_s": self.finished / self.seconds if self.seconds else 0.0,
-            "ttft_ms": _percentiles_ms(self._ttft),
-            "tpot_ms": _percentiles_ms(self._tpot),
-            "steps": steps,
-            "chained_step_ratio": counters.get("chained_steps", 0) / steps if steps else None,
-            "chain_breaks": breaks,
-            "ghost_rows": counters.get("ghost_rows", 0),
-            "wasted_tokens": counters.get("wasted_tokens", 0),
-        } | ({"group_requests": list(requests.values()), "group_idle_steps": list(idle.values())} if requests else {})
+        return (
+            {
+                "finished": self.finished,
+                "failed": self.failed,
+                "skipped": self.skipped,
+                "unfinished": self.unfinished,
+                "seconds": self.seconds,
+                "prompt_tokens": self.prompt_tokens,
+                "generated_tokens": self.generated_tokens,
+                "tokens_per_s": self.tokens_per_s,
+                "requests_per_s": self.finished / self.seconds if self.seconds else 0.0,
+                "ttft_ms": _percentiles_ms(self._ttft),
+                "tpot_ms": _percentiles_ms(self._tpot),
+                "steps": steps,
+                "chained_step_ratio": counters.get("chained_steps", 0) / steps if steps else None,
+                "chain_breaks": breaks,
+                "ghost_rows": counters.get("ghost_rows", 0),
+                "wasted_tokens": counters.get("wasted_tokens", 0),
+            }
+            | _speculation(counters)
+            | ({"group_requests": list(requests.values()), "group_idle_steps": list(idle.values())} if requests else {})
+        )
 
     def write_json(self, path: Path, counters: Mapping[str, int | float]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,9 +118,32 @@ class Summary:
             f"steps         {f['steps']}, chained {ratio}; chain breaks: {breaks}",
             f"ghost rows    {f['ghost_rows']}, wasted tokens {f['wasted_tokens']}",
         ]
+        if "speculation" in f:
+            s = f["speculation"]
+            length = "no round" if s["accepted_length"] is None else f"{s['accepted_length']:.2f} tokens a round"
+            lines.append(
+                f"speculation   {length}, {s['num_accepted_tokens']} of {s['num_draft_tokens']} proposals kept"
+            )
         if groups := groups_text(counters):
             lines.append(f"groups        {groups}; the two lines above are group 0's")
         return "\n".join(lines)
+
+
+def _speculation(counters: Mapping[str, int | float]) -> dict[str, Any]:
+    """What windows gained; nothing where there were none."""
+    rounds, kept = counters.get("spec_num_drafts", 0), counters.get("spec_num_accepted_tokens", 0)
+    off = _labelled("speculation_off", counters)
+    if not rounds and not off:
+        return {}
+    figures = {
+        "num_drafts": rounds,
+        "num_draft_tokens": counters.get("spec_num_draft_tokens", 0),
+        "num_accepted_tokens": kept,
+        "accepted_length": 1 + kept / rounds if rounds else None,
+        "accepted_per_position": list(_labelled("spec_accepted_per_position", counters).values()),
+        "off": off,
+    }
+    return {"speculation": figures}
 
 
 def groups_text(counters: Mapping[str, int | float]) -> str:

@@ -23,7 +23,7 @@ from launch.ranks.signals import Interrupts
 from launch.serve.options import ServeCommand, ServeOptions
 from launch.serve.processes import ApiProcesses, listeners
 from launch.serve.settings import ServerSettings
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, require_real_texts
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_server import ApiLink, Beats, EngineServer, ServedEngine
 from runtime.frontend.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ def run(command: ServeCommand, environ: Mapping[str, str], open_engine: OpenEngi
     given = command.engine
     tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
     config = command.engine_config(tensor_parallel)
+    require_real_texts(config, "serve")
     named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     defaults = sampling_defaults(Path(config.model), options.generation_config, named)
     config = warmed_for(config, defaults)

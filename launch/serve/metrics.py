@@ -73,6 +73,7 @@ _LABELLED: Final = {  # engine counters by label: the label's name
     "finished": "reason",
     "late_captures": "variant",
     "fallbacks": "what",
+    "speculation_off": "reason",
     "group_requests": "group",
     "group_idle_steps": "group",
 }

@@ -65,7 +65,8 @@ class RankShare:
         experts = config.experts
         if experts is not None:
             experts = dataclasses.replace(experts, layers=type(experts.layers)(n for n in experts.layers if n < layers))
-        return dataclasses.replace(self, config=dataclasses.replace(config, layers=layers, experts=experts))
+        config = dataclasses.replace(config, layers=layers, experts=experts, blocks=config.blocks[:layers])
+        return dataclasses.replace(self, config=config)
 
     def context(self, kernels: Kernels) -> ModelContext:
         """What its layers are built with."""

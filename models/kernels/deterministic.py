@@ -15,15 +15,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows
 from models.kernels.attention import invariant as attention
 from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import RepeatedTiles, Tiles
 from models.kernels.experts import grouped, route
-from models.kernels.interface import Kernels, Rotation
+from models.kernels.interface import DeltaRule, Kernels, Rotation
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul import norm
 from models.kernels.nvidia import unsupported
+from models.kernels.recurrent import conv, delta_step, gates
 from models.kernels.traits import DeviceTraits, traits_of
 
 _PRODUCT_BYTES = 64 << 20  # of sums of segments
@@ -161,6 +162,41 @@ class DeterministicKernels(Kernels):
             q_THD, kv_layer, inputs.page_table_BP, inputs.planned, scale, programs=programs, pdl=self.pdl
         )
 
+    # -- slot state ---------------------------------------------------------------------------------------------------
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return conv.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, self.pdl)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """Token by token, however many a row has: chunks would round by where a prompt was cut."""
+        out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
+        z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
+        delta_step.delta_steps(qkv_TC, b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl, most=len(qkv_TC))
+        return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
+
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        return gates.sigmoid_mul(x_TX, gate_TX, self.pdl)
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        return gates.gated_add(x_TN, y_TN, hidden_TN, gate_N, self.pdl)
+
 
 # Operation -> the modules with its kernels, each of which declares BATCH_INVARIANT.
 _MODULES: dict[str, tuple[ModuleType, ...]] = {
@@ -172,6 +208,10 @@ _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "prefill_attention": (attention,),
     "route_top_k": (route,),
     "expert_mlp": (grouped,),
+    "causal_conv": (conv,),
+    "gated_delta": (delta_step, gates),
+    "sigmoid_mul": (gates,),
+    "gated_add": (gates,),
 }
 
 

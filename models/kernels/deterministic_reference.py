@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.interface import Rotation
+from models.inputs import DecodeAttention, PrefillAttention, StateRows
+from models.kernels.interface import DeltaRule, Rotation
+from models.kernels.recurrent.ragged import token_rows
 from models.kernels.reference import ReferenceKernels
 
 
@@ -118,9 +119,51 @@ class DeterministicReferenceKernels(ReferenceKernels):
             x_1N = x_TN[token : token + 1].clone()
             for choice, expert in enumerate(chosen):
                 if expert >= 0:
-                    inner_1I = super().silu_mul(F.linear(x_1N, gate_up_G2IN[expert]))
+                    up_1X = F.linear(x_1N, gate_up_G2IN[expert])
+                    gated = up_1X.shape[1] > down_GNI.shape[2]
+                    inner_1I = super().silu_mul(up_1X) if gated else self.relu2(up_1X)
                     out_TN[token] += F.linear(inner_1I, down_GNI[expert])[0] * weights_TC[token, choice]
         return out_TN.to(x_TN.dtype)
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """A sum of products in one order, element by element; what a vectorised loop makes of them is rounded alike."""
+        return super().causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """Token by token, each a step of one row."""
+        where, out_TX = token_rows(rows, len(qkv_TC)), torch.zeros(z_TV.shape, dtype=z_TV.dtype)
+        for slot, start, end in zip(*(x.tolist() for x in (where.slots_B, where.starts_B, where.ends_B)), strict=True):
+            one = StateRows(torch.tensor([slot]))
+            for t in range(start, end):
+                of_token = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
+                out_TX[t : t + 1] = super().gated_delta(*of_token, rule, state_SHVK, one)
+        return out_TX
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        found = [
+            super(DeterministicReferenceKernels, self).gated_add(
+                *(part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN)), gate_N
+            )
+            for t in range(len(x_TN))
+        ]
+        return torch.cat(found) if found else x_TN
 
 
 def _one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:

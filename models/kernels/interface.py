@@ -3,19 +3,24 @@
 Knows: the mathematical contract of each operation. Does not know: which implementation runs (models/kernels/select.py).
 All tensors of one call live on one device; weights and activations share a dtype; outputs are fresh unless said.
 Shape letters as in models/inputs.py, plus N hidden size, I intermediate size (this rank's share), E experts of a layer,
-G those of them that this rank holds (a share of), C experts that a token chooses.
+G those of them that this rank holds (a share of), C experts that a token chooses. Of operations over slot state: S
+slots, C channels of this rank, J taps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
+from models.kernels.attention.window import window_attention
+from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
+from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid, wide_linear
 from parallel.comm.peer_buffers import PeerBuffers
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
@@ -37,6 +42,30 @@ class Rotation:
     cos_sin_LR: Tensor
     positions_T: Tensor
     kv_slots_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """What a gated delta net is beside its projections and its convolution: this rank's heads, and their parameters.
+
+    ``v_heads`` value heads, of which v_heads / k_heads share one key head. ``decay_log_H``, ``decay_bias_H`` float32
+    [v_heads]: A_log and dt_bias. ``norm_V``: weight of the RMSNorm of every value head, ``eps`` its epsilon.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    decay_log_H: Tensor
+    decay_bias_H: Tensor
+    norm_V: Tensor
+    eps: float
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Columns of qkv, z, b and a in the result of the input projections."""
+        values = self.v_heads * self.v_dim
+        return 2 * self.k_heads * self.k_dim + values, values, self.v_heads, self.v_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +103,10 @@ class Kernels(Protocol):
         "prefill_attention",
         "route_top_k",
         "expert_mlp",
+        "causal_conv",
+        "gated_delta",
+        "sigmoid_mul",
+        "gated_add",
     )
 
     @property
@@ -169,6 +202,42 @@ class Kernels(Protocol):
         """
         ...
 
+    def plan_block(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
+        """``plan_decode`` for ``block_attention`` of layers that see everything."""
+        as_heads = self.plan_decode(replace(inputs, query_len=1), heads * inputs.query_len, kv_layer)
+        return replace(inputs, work=as_heads.work)
+
+    def block_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+    ) -> Tensor:
+        """Attention of the last ``query_len`` tokens of each row, a block, over its pages, [T, H, D].
+
+        Each token sees all that ``kv_lengths_B`` covers, the whole block included; with ``causal`` none behind itself;
+        with ``window`` only tokens less than so many positions away. ``inputs`` as ``plan_block`` returns them, or
+        without ``work``; no ``starts_B``. May be captured.
+
+        Where everything is seen, tokens of a block are as good as heads that share a key/value head: one query token
+        with W * H heads, which every decode kernel takes.
+        """
+        if window is not None:
+            return window_attention(q_THD, kv_layer, inputs, scale, causal=causal, window=window)
+        if causal:
+            return self.decode_attention(q_THD, kv_layer, replace(inputs, work=None), scale)
+        rows, new, (heads, head_dim) = inputs.kv_lengths_B.shape[0], inputs.query_len, q_THD.shape[1:]
+        kv_heads = kv_layer.shape[3]
+        split = (rows, new, kv_heads, heads // kv_heads, head_dim)
+        q_BXD = q_THD.view(split).transpose(1, 2).reshape(rows, new * heads, head_dim)
+        out_BXD = self.decode_attention(q_BXD, kv_layer, replace(inputs, query_len=1), scale)
+        out = out_BXD.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2)
+        return out.reshape(rows * new, heads, head_dim)
+
     def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
         """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""
         return False
@@ -219,6 +288,31 @@ class Kernels(Protocol):
         """
         ...
 
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        """x @ weight^T in float32 whatever the dtype of both, [T, E]: sigmoid routers compare scores that are close."""
+        return wide_linear(x_TN, weight_EN)
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        routing: SigmoidRouting,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As route_top_k, of a router whose scores are sigmoid(logits): the experts with the largest score + ``bias``
+        (float32) are chosen, and weighed by their score alone.
+
+        With several groups of E / groups consecutive experts, those of the groups count whose two best corrected scores
+        have the largest sum.
+        """
+        return route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E)
+
+    def relu2(self, x_TI: Tensor) -> Tensor:
+        """max(x, 0)^2 (So et al. 2021, Primer)."""
+        return x_TI.relu().square()
+
     def expert_mlp(
         self,
         x_TN: Tensor,
@@ -231,11 +325,102 @@ class Kernels(Protocol):
     ) -> Tensor:
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
+        Where ``gate_up`` has I rows an expert, not 2 I, there is no gate: it is up alone, and relu2 takes the place of
+        silu_mul.
         Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
         the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
         by which tiles are chosen, and changes results only by rounding.
         """
         ...
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """silu(sum over j of weight[c, j] x[p - (J - 1) + j, c] (+ bias[c])) of each token at position p, [T, C].
+
+        A depthwise causal convolution along each row's sequence. Inputs before the row's new tokens come from
+        ``window_SJC``, in which the input at position p lies at tap p mod J; the last J of each row are written there.
+        A window is zeroed when a sequence is seated. Rows without tokens leave theirs as it is; that of slot 0 is
+        nobody's. Of padding anything may be returned. ``x_TC`` may be columns of a wider tensor.
+        """
+        ...
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """The gated delta rule (Yang et al. 2025) along each row's sequence, normed and gated, [T, v_heads * v_dim].
+
+        For each value head h, with q, k of its key head, l2-normed, and q scaled by 1 / sqrt(k_dim):
+
+            S <- exp(-exp(decay_log[h]) softplus(a + decay_bias[h])) S
+            S <- S + sigmoid(b) (v - S k) k^T
+            result = rms_norm(S q) norm silu(z)
+
+        in float32 inside. S [v_dim, k_dim] is the row's ``state_SHVK`` (float32), read before its new tokens and
+        written behind them. Rows without tokens leave theirs as it is; that of slot 0 is nobody's. Of padding anything
+        may be returned. Operands may be columns of a wider tensor.
+        """
+        ...
+
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        """x * sigmoid(gate), [T, X]."""
+        return (x_TX * gate_TX.to(torch.promote_types(gate_TX.dtype, torch.float32)).sigmoid()).to(x_TX.dtype)
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        """x + sigmoid(hidden . gate) y, one number a token, [T, N]. May overwrite x."""
+        wide = torch.promote_types(x_TN.dtype, torch.float32)
+        scale_T1 = (hidden_TN.to(wide) * gate_N.to(wide)).sum(1, keepdim=True).sigmoid()
+        return (x_TN + scale_T1 * y_TN).to(x_TN.dtype)
+
+    def conv_gated_delta(
+        self,
+        projected_TX: Tensor,
+        weight_CJ: Tensor,
+        window_SJC: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """gated_delta behind causal_conv of q | k | v. ``projected``: q | k | v | z | b | a, as ``rule.widths``.
+
+        Slots and positions must be older than the launch that made ``projected``.
+        """
+        qkv_TC, z_TV, b_TH, a_TH = projected_TX.split(rule.widths, 1)
+        qkv_TC = self.causal_conv(qkv_TC, weight_CJ, None, window_SJC, rows, positions_T)
+        return self.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
+
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """What a Mamba-2 mixer does between its two projections, [T, Z] -> [T, X]; recurrent/mamba2.py has the formulas
+        and the letters.
+
+        ``window_SJC`` as in causal_conv; ``state_SHPM`` float32: each live row's state is read and advanced over its
+        tokens. What padding and rows of slot 0 get is undefined.
+        """
+        z_TX, xbc_TC, dt_TH = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        return gated_norm(scan(xbc_TC, dt_TH, weights, state_SHPM, rows), z_TX, weights)
 
     def add_norm_linear(
         self,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows
 from models.kernels.attention import (
     decode,
     decode_balanced,
@@ -33,15 +33,18 @@ from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
 from models.kernels.experts.tiles import long_list_tiles, without_lists
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels, PrefillWanted, Rotation
+from models.kernels.interface import NO_SWITCHES, DeltaRule, FlashInferSwitches, Kernels, PrefillWanted, Rotation
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import MatmulDispatch
+from models.kernels.recurrent import conv, delta_chunk, delta_step, gates, mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_MOST_STEPS = 16  # tokens of a row that go through the recurrence one by one; longer rows go in chunks
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
 _TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
@@ -169,10 +172,91 @@ class NvidiaKernels(Kernels):
             )
         if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
             mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
-            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits)
+            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits, gate_up_G2IN.shape[1])
             if tiles is not None:
                 return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
         return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        if x_TN.dtype == torch.float32:
+            return super().router_logits(x_TN, weight_EN)
+        return torch.mm(x_TN, weight_EN.t(), out_dtype=torch.float32)
+
+    def relu2(self, x_TI: Tensor) -> Tensor:
+        return norm.relu2(x_TI, self.pdl)
+
+    # -- slot state ---------------------------------------------------------------------------------------------------
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return conv.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, self.pdl)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
+        out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
+        rest = (b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl)
+        delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
+        delta_chunk.delta_chunks(qkv_TC, *rest, most=_MOST_STEPS)
+        return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
+
+    def conv_gated_delta(
+        self,
+        projected_TX: Tensor,
+        weight_CJ: Tensor,
+        window_SJC: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
+            return super().conv_gated_delta(projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T)
+        return delta_step.conv_delta_step(
+            projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T, self.pdl
+        )
+
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+        return gates.sigmoid_mul(x_TX, gate_TX, self.pdl)
+
+    def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+        return gates.gated_add(x_TN, y_TN, hidden_TN, gate_N, self.pdl)
+
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        if not mamba2_triton.supports(weights, state_SHPM):
+            return super().mamba2(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T)
+        tokens, count = len(projected_TZ), len(rows.slots_B)
+        ends_B = rows.ends_B
+        if ends_B is None and tokens == count:
+            return mamba2_triton.step(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T, self.pdl)
+        if ends_B is None:
+            ends_B = torch.arange(1, count + 1, device=projected_TZ.device) * (tokens // count)
+        _, xbc_TC, _ = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        return mamba2_triton.scan(projected_TZ, xbc_TC, weights, state_SHPM, rows.slots_B, ends_B, self.pdl)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

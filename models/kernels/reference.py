@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.interface import Kernels, Rotation
+from models.inputs import DecodeAttention, PrefillAttention, StateRows
+from models.kernels.interface import DeltaRule, Kernels, Rotation
+from models.kernels.recurrent import reference as recurrent
 
 
 class HostLengths:
@@ -34,7 +35,8 @@ class ReferenceKernels(Kernels):
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         x = x_TN.float()
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype) * weight_N
+        normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype)
+        return (normed * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
 
     def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual_TN = x_TN + residual_TN
@@ -171,9 +173,34 @@ class ReferenceKernels(Kernels):
         for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up_G2IN, down_GNI, strict=True)):
             chosen_TC = local_TC == g
             weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
-            term_TN = F.linear(self.silu_mul(F.linear(x_TN, gate_up_2IN)), down_NI) * weight_T1
+            up_TX = F.linear(x_TN, gate_up_2IN)
+            inner_TI = self.silu_mul(up_TX) if up_TX.shape[1] > down_NI.shape[1] else self.relu2(up_TX)
+            term_TN = F.linear(inner_TI, down_NI) * weight_T1
             out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
         return out_TN.to(x_TN.dtype)
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CJ: Tensor,
+        bias_C: Tensor | None,
+        window_SJC: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return recurrent.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        return recurrent.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
 
 
 def into(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:

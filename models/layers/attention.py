@@ -17,13 +17,14 @@ from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
-from parallel.layers.linear import QKVParallel, RowParallel
+from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
 
 
 class Attention(Mixer[Tensor]):
     """softmax(q k^T / sqrt(D)) v of the normed input with rotary positions, the angles of which ``cos_sin_LR`` holds.
 
-    Optional: biases, and an RMSNorm of every query and key head before the rotation.
+    Optional: biases, an RMSNorm of every query and key head before the rotation, and an output gate: the result of each
+    head times sigmoid(gate x), before the output projection.
     """
 
     batch_invariant = True
@@ -39,6 +40,7 @@ class Attention(Mixer[Tensor]):
         k_norm: RMSNorm | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
@@ -47,7 +49,8 @@ class Attention(Mixer[Tensor]):
         self.head_dim = dim
         self.scale = dim**-0.5
         self.norm = norm
-        self.qkv = QKVParallel(hidden, config.heads, config.kv_heads, dim, context, bias=qkv_bias)
+        packed = GatedQKVParallel if output_gate else QKVParallel
+        self.qkv = packed(hidden, config.heads, config.kv_heads, dim, context, bias=qkv_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.output = RowParallel(
@@ -68,7 +71,13 @@ class Attention(Mixer[Tensor]):
         kv_layer: Tensor,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
+        gate_TX = None
+        if isinstance(self.qkv, GatedQKVParallel):
+            hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
+            gate_TX = self.kernels.linear(hidden_TN, self.qkv.gate_weight, self.qkv.gate_bias)
+            qkv_TX = self.qkv(hidden_TN)
+        else:
+            qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
         rotation = Rotation(
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
@@ -88,6 +97,8 @@ class Attention(Mixer[Tensor]):
             else:
                 out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
         out_TX = out_THD.flatten(1)
+        if gate_TX is not None:
+            out_TX = self.kernels.sigmoid_mul(out_TX, gate_TX)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.output(out_TX), residual_TN

@@ -1,6 +1,6 @@
-"""The gated MLP (SwiGLU, Shazeer 2020), with the norm before it.
+"""The gated MLP (SwiGLU, Shazeer 2020) and the one of squared ReLU (So et al. 2021), each with the norm before it.
 
-Knows: its two products. Does not know: how they are split (parallel/layers/linear.py) or computed (models/kernels).
+Knows: their two products. Does not know: how they are split (parallel/layers/linear.py) or computed (models/kernels).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
 from models.row_buckets import LARGE_STEP
 from parallel.comm.collectives import PendingAllReduce
-from parallel.layers.linear import GateUpParallel, RowParallel
+from parallel.layers.linear import ColumnParallel, GateUpParallel, RowParallel
 
 
 class GatedMLP(nn.Module):
@@ -39,3 +39,21 @@ class GatedMLP(nn.Module):
             gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight, gate_up.bias)
             hidden_TI = self.kernels.silu_mul(gate_up_T2I)
         return down(hidden_TI), residual_TN
+
+
+class Relu2MLP(nn.Module):
+    """down(relu(up(x))^2) of the normed input, [T, N] -> [T, N]."""
+
+    def __init__(self, hidden: int, intermediate: int, context: ModelContext, norm: RMSNorm) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self.norm = norm
+        self.up = ColumnParallel(hidden, intermediate, context, what="intermediate features")
+        self.down = RowParallel(intermediate, hidden, context, what="intermediate features")
+
+    def forward(
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+        """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second."""
+        up_TI, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.up.weight, None)
+        return self.down(self.kernels.relu2(up_TI)), residual_TN

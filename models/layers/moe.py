@@ -1,4 +1,5 @@
-"""The sparse MLP (Shazeer et al. 2017; Qwen3-MoE, Mixtral): a few experts out of many for each token, norm before it.
+"""The sparse MLP (Shazeer et al. 2017; Qwen3-MoE, Mixtral, Nemotron-H): a few experts out of many for each token, norm
+before it.
 
 Knows: the order norm -> router -> choice -> experts -> sum. Does not know: which experts this rank holds
 (parallel/layers/experts.py), or how choices and products are computed (models/kernels).
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.kernels.sigmoid_routing import SigmoidRouting
 from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
+from models.layers.routed_experts import RoutedExperts
+from models.layers.shared_expert import Relu2SharedExpert, SharedExpert
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.experts import ExpertWeights, Router
 
@@ -20,6 +24,7 @@ from parallel.layers.experts import ExpertWeights, Router
 class SparseMLP(nn.Module):
     """sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)) of the normed input, [T, N] -> [T, N].
 
+    Without a gate it is down_e(relu(up_e(x))^2). ``shared``: an expert that serves every token, or None.
     Routing needs no communication: every rank has the same x (an all-reduce gives every rank the same bits), the same
     router and the same kernel. ``load_E`` int64, where set, counts the tokens of each expert (models/expert_load.py).
     Where groups with other tokens share the experts, each routes its own and sends the choice along.
@@ -35,29 +40,52 @@ class SparseMLP(nn.Module):
         self.kernels = context.kernels
         self.choices = experts.per_token
         self.renormalise = experts.renormalise
+        self.routing = _sigmoid_routing(experts)
         self.norm = norm
-        self.router = Router(experts.count, hidden, context)
+        self.router = Router(experts.count, hidden, context, bias=self.routing is not None)
         self.experts = ExpertWeights(
-            experts.count, hidden, experts.intermediate_size, context, layer=layer, split=context.experts
+            experts.count,
+            hidden,
+            experts.intermediate_size,
+            context,
+            layer=layer,
+            split=context.experts,
+            gated=experts.activation == "swiglu",
         )
+        self.shared = _shared_expert(experts, hidden, context)
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
         self.load_E: Tensor | None = None
 
     def forward(
-        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor, real_T: Tensor, exchange_rows: int | None = None
+        self,
+        x_TN: Tensor | PendingAllReduce,
+        residual_TN: Tensor | None,
+        real_T: Tensor,
+        exchange_rows: int | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second. The rest: see StepInputs."""
         experts = self.experts
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
-        logits_TE = self.kernels.linear(hidden_TN, self.router.weight)
-        shared = experts.exchange is not None
-        weights_TC, chosen_TC = self.kernels.route_top_k(
-            logits_TE, self.choices, self.renormalise, self.all_E if shared else experts.local_E, real_T, self.load_E
-        )
-        if shared:
+        grouped = experts.exchange is not None
+        weights_TC, chosen_TC = self._route(hidden_TN, self.all_E if grouped else experts.local_E, real_T)
+        if grouped:
             return self._with_other_groups(hidden_TN, weights_TC, chosen_TC, exchange_rows), residual_TN
-        return experts.combine(self._terms(hidden_TN, weights_TC, chosen_TC)), residual_TN
+        part_TN = self._terms(hidden_TN, weights_TC, chosen_TC)
+        return experts.combine(self._with_shared(part_TN, hidden_TN)), residual_TN
+
+    def _route(self, hidden_TN: Tensor, local_E: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor]:
+        kernels, router = self.kernels, self.router
+        if self.routing is None:
+            logits_TE = kernels.linear(hidden_TN, router.weight)
+            return kernels.route_top_k(logits_TE, self.choices, self.renormalise, local_E, real_T, self.load_E)
+        assert router.bias is not None
+        logits_TE = kernels.router_logits(hidden_TN, router.weight)
+        return kernels.route_sigmoid(logits_TE, router.bias, self.routing, local_E, real_T, self.load_E)
+
+    def _with_shared(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
+        """This rank's part of the sum, the shared expert's included."""
+        return part_TN if self.shared is None else self.shared.add_to(part_TN, hidden_TN)
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
@@ -65,7 +93,8 @@ class SparseMLP(nn.Module):
         """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
         experts, tokens = self.experts, hidden_TN.shape[0]
         hidden_YN, weights_YC, local_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
-        return experts.combine_groups(self._terms(hidden_YN, weights_YC, local_YC), tokens)
+        part_TN = experts.group_part(self._terms(hidden_YN, weights_YC, local_YC), tokens)
+        return experts.combine(self._with_shared(part_TN, hidden_TN))
 
     def _terms(self, hidden_TN: Tensor, weights_TC: Tensor, local_TC: Tensor) -> Tensor:
         """What this rank's experts add to the sum."""
@@ -73,3 +102,21 @@ class SparseMLP(nn.Module):
         return self.kernels.expert_mlp(
             hidden_TN, experts.gate_up, experts.down, weights_TC, local_TC, all_experts=experts.experts
         )
+
+
+def _sigmoid_routing(experts: RoutedExperts) -> SigmoidRouting | None:
+    if experts.scoring != "sigmoid":
+        return None
+    return SigmoidRouting(
+        experts.per_token, experts.renormalise, experts.groups, experts.top_groups, float(experts.scale)
+    )
+
+
+def _shared_expert(
+    experts: RoutedExperts, hidden: int, context: ModelContext
+) -> SharedExpert | Relu2SharedExpert | None:
+    if not experts.shared_size:
+        return None
+    if experts.activation == "relu2":
+        return Relu2SharedExpert(hidden, experts.shared_size, context)
+    return SharedExpert(hidden, experts.shared_size, context, gated=experts.shared_gate)

@@ -7,6 +7,8 @@ Does not know: how any of them computes it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from models.layers.context import ModelContext
@@ -17,14 +19,18 @@ from parallel.layers.shard import Shard, ShardedModule, whole
 class RMSNorm(ShardedModule):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, of ``size``.
 
+    ``zero_centred``: the checkpoint has weight - 1. It is kept in float32 then: near 1, bfloat16 would keep two of the
+    digits that the checkpoint has near 0.
+
     Every method takes an ``x`` that is not yet added to ``residual`` (None: there is none), and returns with its result
     residual' = x + residual. Both inputs may be overwritten.
     """
 
-    def __init__(self, size: int, eps: float, context: ModelContext) -> None:
+    def __init__(self, size: int, eps: float, context: ModelContext, *, zero_centred: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = context.parameter(size)
+        self.zero_centred = zero_centred
+        self.weight = context.parameter(size, wide=zero_centred)
         self._kernels = context.kernels
 
     def add(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -54,4 +60,6 @@ class RMSNorm(ShardedModule):
         return self._kernels.add_norm_gate_up(x_TN, residual_TN, self.weight, self.eps, gate_up_2IN)
 
     def shards(self) -> dict[str, Shard]:
+        if self.zero_centred:
+            return {"weight": replace(whole(self.weight), offset=1.0)}
         return {"weight": whole(self.weight, centre=1.0)}

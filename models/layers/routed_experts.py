@@ -1,24 +1,32 @@
 """RoutedExperts: the sparse layers of a mixture of experts, read from config.json; unknown routers are refused by name.
 
-Knows: how Qwen3-MoE and Mixtral spell their experts, and the router options of other families that are not implemented.
+Knows: how Qwen3-MoE, Mixtral, Qwen3-Next, Qwen3.5 and Nemotron-H spell their experts, and the router options of other
+families that are not implemented.
 Does not know: the rest of the model (models/config.py), or how experts are placed on ranks
 (parallel/layers/experts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from models.block_pattern import block_kinds
 from models.config_reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """``count`` experts a sparse layer, ``per_token`` of which serve a token; each is a gated MLP of
-    ``intermediate_size``. ``renormalise``: the weights of the chosen ones are scaled to a sum of 1.
-    ``layers``: numbers of the layers that have experts, ascending; the others have one dense MLP.
+    """``count`` experts a sparse layer, ``per_token`` of which serve a token; each is an MLP of ``intermediate_size``,
+    with a gate where ``activation`` is "swiglu". ``renormalise``: the weights of the chosen ones are scaled to a sum of
+    1. ``layers``: numbers of the layers that have experts, ascending; the others have one dense MLP, or none.
+    ``shared_size``: intermediate size of an expert that serves every token; 0 for none. ``shared_gate``: its output is
+    scaled by sigmoid(x w).
+
+    ``scoring``: what the router makes of its logits. With "sigmoid" (DeepSeek-V3, Liu et al. 2024) a bias corrects the
+    scores for the choice only, which is among the experts of the best ``top_groups`` of ``groups`` groups, and weights
+    are multiplied by ``scale``.
     """
 
     count: int
@@ -26,14 +34,25 @@ class RoutedExperts:
     intermediate_size: int
     renormalise: bool
     layers: tuple[int, ...]
+    shared_size: int = 0
+    shared_gate: bool = False
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
 
 def read_routed_experts(architecture: str, config: Mapping[str, Any]) -> RoutedExperts | None:
     """The experts of config.json's ``architecture``; None where it has none. Raises ValueError naming the key."""
     if architecture not in _FAMILIES:
         return None
-    _refuse_other_routers(config)
+    if architecture != "NemotronHForCausalLM":  # which reads all of these keys
+        shared = architecture in _WITH_SHARED_EXPERT
+        _refuse_other_routers(config, frozenset({"shared_expert_intermediate_size"}) if shared else frozenset())
     found = _FAMILIES[architecture](config, ConfigReader(config))
+    if found is None:
+        return None
     if found.per_token > found.count:
         raise ValueError(f"'num_experts_per_tok' is {found.per_token}, but a layer has only {found.count} experts")
     return found
@@ -53,6 +72,24 @@ def _qwen3_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
     )
 
 
+def _qwen3_next(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
+    """Qwen3-MoE's keys, and those of a shared expert. Weights are renormalised unless the config says otherwise."""
+    shared = config.get("shared_expert_intermediate_size")
+    return replace(
+        _qwen3_moe(config, read),
+        renormalise=config.get("norm_topk_prob") is None or read.flag("norm_topk_prob"),
+        shared_size=0 if shared == 0 else read.size("shared_expert_intermediate_size"),
+        shared_gate=shared != 0,
+    )
+
+
+def _qwen3_5_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
+    """Every layer is sparse, and weights are always renormalised."""
+    if config.get("norm_topk_prob") is False:
+        raise ValueError("'norm_topk_prob' is False, but this family always renormalises: only True is implemented")
+    return _qwen3_next({**config, "mlp_only_layers": [], "decoder_sparse_step": 1}, read)
+
+
 def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
     if config.get("sliding_window") is not None:
         raise ValueError(
@@ -68,7 +105,54 @@ def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
     )
 
 
-_FAMILIES = {"Qwen3MoeForCausalLM": _qwen3_moe, "MixtralForCausalLM": _mixtral}
+def _nemotron_h(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts | None:
+    layers = tuple(number for number, kind in enumerate(block_kinds(config)) if kind == "moe")
+    if not layers:
+        return None
+    if config.get("moe_latent_size") is not None:
+        raise ValueError(
+            f"'moe_latent_size' is {config['moe_latent_size']!r}, which asks for experts between latent projections "
+            "(fc1_latent_proj, fc2_latent_proj); this is not implemented, only null is"
+        )
+    shared = read.size("n_shared_experts", 1) if config.get("n_shared_experts") != 0 else 0
+    if shared > 1:
+        raise ValueError(f"'n_shared_experts' is {shared}, but only 0 and 1 are implemented")
+    count = read.size("n_routed_experts" if config.get("num_local_experts") is None else "num_local_experts")
+    per_token = read.size("num_experts_per_tok")
+    groups, top_groups = read.size("n_group", 1), read.size("topk_group", 1)
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise ValueError(
+            f"'n_group' is {groups}, but {count} experts do not make so many groups of two (group-limited top-k)"
+        )
+    if top_groups > groups or top_groups * (count // groups) < per_token:
+        raise ValueError(
+            f"'topk_group' is {top_groups} of 'n_group' {groups} groups of {count // groups} experts, among which "
+            f"'num_experts_per_tok' {per_token} cannot be chosen"
+        )
+    return RoutedExperts(
+        count=count,
+        per_token=per_token,
+        intermediate_size=read.size("moe_intermediate_size"),
+        renormalise=True if config.get("norm_topk_prob") is None else read.flag("norm_topk_prob"),
+        layers=layers,
+        activation="relu2",
+        scoring="sigmoid",
+        groups=groups,
+        top_groups=top_groups,
+        scale=read.number("routed_scaling_factor", 1.0),
+        shared_size=read.size("moe_shared_expert_intermediate_size") if shared else 0,
+    )
+
+
+_FAMILIES: dict[str, Callable[[Mapping[str, Any], ConfigReader], RoutedExperts | None]] = {
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
+    "NemotronHForCausalLM": _nemotron_h,
+}
+_WITH_SHARED_EXPERT = frozenset(name for name in _FAMILIES if name.startswith(("Qwen3Next", "Qwen3_5Moe")))
 
 
 def _count(config: Mapping[str, Any], read: ConfigReader, key: str) -> int:
@@ -91,10 +175,11 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def _refuse_other_routers(config: Mapping[str, Any]) -> None:
+def _refuse_other_routers(config: Mapping[str, Any], known: frozenset[str]) -> None:
+    """``known``: keys that the family's reader reads."""
     for key, (neutral, meaning) in _NEUTRAL.items():
         value = config.get(key)
-        if value is not None and value not in neutral:
+        if key not in known and value is not None and value not in neutral:
             groups = f" (with 'topk_group' {config.get('topk_group')})" if key == "n_group" else ""
             raise ValueError(
                 f"{key!r} is {value!r}{groups}, which asks for {meaning}; this is not implemented, only "

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.ep_exchange import TokenExchange
@@ -47,19 +47,30 @@ class ExpertSplit:
 
 
 class Router(ShardedModule):
-    """The router's matrix [E, N]; every rank holds it in full, so that all ranks route alike."""
+    """The router's matrix [E, N]; every rank holds it in full, so that all ranks route alike.
 
-    def __init__(self, experts: int, hidden: int, placement: ShardContext) -> None:
+    ``bias``: with what corrects scores for the choice, float32 [E] (float64 where parameters are).
+    """
+
+    def __init__(self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = placement.parameter(experts, hidden)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            wide = torch.promote_types(placement.dtype, torch.float32)
+            self.bias = nn.Parameter(torch.empty(experts, dtype=wide), requires_grad=False)
 
     def shards(self) -> dict[str, Shard]:
-        return {"weight": whole(self.weight)}
+        found = {"weight": whole(self.weight)}
+        if self.bias is not None:
+            found["e_score_correction_bias"] = whole(self.bias)
+        return found
 
 
 class ExpertWeights(ShardedModule):
     """This rank's experts: ``gate_up`` [G, 2I, N] with gate's rows first, ``down`` [G, N, I].
 
+    Where they have no gate (``gated`` False), ``gate_up`` is up alone, [G, I, N].
     ``local_E`` int32 is each expert's index among the G, -1 for experts of other ranks. ``layer``: the layer number.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
@@ -75,9 +86,11 @@ class ExpertWeights(ShardedModule):
         *,
         layer: int,
         split: ExpertSplit,
+        gated: bool = True,
     ) -> None:
         super().__init__()
         self.placement = placement
+        self.gated = gated
         self.exchange = split.exchange
         self.experts = experts
         self.intermediate = intermediate
@@ -91,7 +104,7 @@ class ExpertWeights(ShardedModule):
         else:
             self.share = even_share("intermediate features of an expert", intermediate, placement.size)
             self.start = placement.rank * self.share
-        self.gate_up = placement.parameter(len(self.held), 2 * self.share, hidden)
+        self.gate_up = placement.parameter(len(self.held), (2 if gated else 1) * self.share, hidden)
         self.down = placement.parameter(len(self.held), hidden, self.share)
         number = {expert: local for local, expert in enumerate(self.held)}
         local = torch.tensor([number.get(expert, -1) for expert in range(experts)], dtype=torch.int32)
@@ -107,47 +120,51 @@ class ExpertWeights(ShardedModule):
             raise RuntimeError("there is nobody to gather from")
         return self.exchange.dispatch(hidden_TN, weights_TC, ids_TC, rows, self.local_E)
 
-    def combine_groups(self, partial_YN: Tensor, tokens: int) -> Tensor | PendingAllReduce:
-        """Combine: this group's ``tokens`` of the sum of all ranks' terms. One reduce-scatter, then one all-reduce in
-        the group."""
+    def group_part(self, partial_YN: Tensor, tokens: int) -> Tensor:
+        """Combine: this rank's part of the sum of all terms for this group's ``tokens``. One reduce-scatter, which
+        ``combine`` follows in the group."""
         if self.exchange is None:
             raise RuntimeError("there is nobody to combine with")
-        return self.combine(self.exchange.reduce_scatter(partial_YN)[:tokens])
+        return self.exchange.reduce_scatter(partial_YN)[:tokens]
 
     def combine(self, partial_TN: Tensor) -> Tensor | PendingAllReduce:
         """The sum of the group's terms, the same on every rank. One all-reduce, as in RowParallel."""
         return self.placement.collectives.all_reduce_before_norm(partial_TN)
 
     def shards(self) -> dict[str, Shard]:
-        """Three matrices an expert. Other ranks' experts have empty shards."""
+        """Three matrices an expert, two without a gate. Other ranks' experts have empty shards."""
         found: dict[str, Shard] = {}
         number = {expert: local for local, expert in enumerate(self.held)}
         for expert in range(self.experts):
             local = number.get(expert)
             gate_up, down = (self.gate_up[local], self.down[local]) if local is not None else (None, None)
-            found[f"{expert}.gate.weight"] = self._rows(None if gate_up is None else gate_up[: self.share])
-            found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[self.share :])
+            if self.gated:
+                found[f"{expert}.gate.weight"] = self._rows(None if gate_up is None else gate_up[: self.share])
+            found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[-self.share :])
             found[f"{expert}.down.weight"] = self._columns(down)
         return found
 
     def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
-        """Three matrices an expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I]."""
+        """Matrices of each expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I], or
+        [E, all I, N] without a gate."""
         return self.shards(), self._fused()
 
     def _fused(self) -> dict[str, ScatteredShard]:
         """Reads only the held experts of the fused tensors, one at a time."""
         hidden, share, total = self.down.shape[1], self.share, self.intermediate
         gate_up, down = [], []
+        halves = 2 if self.gated else 1
         for local, expert in enumerate(self.held):
             here, held = slice(expert, expert + 1), slice(local, local + 1)
-            for half in (0, 1):
+            for half in range(halves):
                 rows = slice(half * total + self.start, half * total + self.start + share)
                 target = self.gate_up[held, half * share : (half + 1) * share]
-                gate_up.append(Shard((self.experts, 2 * total, hidden), (here, rows, slice(0, hidden)), target))
+                gate_up.append(Shard((self.experts, halves * total, hidden), (here, rows, slice(0, hidden)), target))
             columns = slice(self.start, self.start + share)
             ranges = (here, slice(0, hidden), columns)
             down.append(Shard((self.experts, hidden, total), ranges, self.down[held]))
-        return {"gate_up_proj": ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down))}
+        first = "gate_up_proj" if self.gated else "up_proj"
+        return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down))}
 
     def _rows(self, target: Tensor | None) -> Shard:
         """The shard of a gate or up matrix [all I, N]."""

@@ -8,13 +8,22 @@ Shape letters: T tokens, N hidden size, I intermediate size, O outputs of this r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
-from parallel.layers.shard import HeadShard, Shard, ShardContext, ShardedModule, along_rows, even_share, whole
+from parallel.layers.shard import (
+    HeadShard,
+    ScatteredShard,
+    Shard,
+    ShardContext,
+    ShardedModule,
+    along_rows,
+    even_share,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,111 @@ class QKVParallel(StackedColumns):
         ]
         super().__init__(inputs, pieces, placement, bias)
         self.heads = shard
+
+
+class GatedQKVParallel(QKVParallel):
+    """QKVParallel with a gate for every query head: ``gate_weight`` [heads of this rank * D, N], and its bias.
+
+    The checkpoint's query matrix has the rows of each head's query before those of its gate: [heads * 2 * D, N].
+    """
+
+    def __init__(
+        self, inputs: int, heads: int, kv_heads: int, head_dim: int, placement: ShardContext, bias: bool = False
+    ) -> None:
+        super().__init__(inputs, heads, kv_heads, head_dim, placement, bias)
+        self.head_dim = head_dim
+        rows = self.heads.local_heads * head_dim
+        self.gate_weight = placement.parameter(rows, inputs)
+        self.gate_bias = placement.parameter(rows) if bias else None
+
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
+        found: dict[str, Shard | ScatteredShard] = {**super().shards()}
+        found["q.weight"] = self._queries_and_gates(self.weight, self.gate_weight)
+        if self.bias is not None and self.gate_bias is not None:
+            found["q.bias"] = self._queries_and_gates(self.bias, self.gate_bias)
+        return found
+
+    def _queries_and_gates(self, packed: Tensor, gate: Tensor) -> ScatteredShard:
+        """``packed``: q's rows first."""
+        dim, pieces = self.head_dim, []
+        full_shape = (2 * self.heads.heads * dim, *packed.shape[1:])
+        rest = tuple(slice(0, size) for size in packed.shape[1:])
+        for local in range(self.heads.local_heads):
+            held, first = slice(local * dim, (local + 1) * dim), 2 * (self.heads.first_head + local) * dim
+            pieces.append(Shard(full_shape, (slice(first, first + dim), *rest), packed[held]))
+            pieces.append(Shard(full_shape, (slice(first + dim, first + 2 * dim), *rest), gate[held]))
+        return ScatteredShard(tuple(pieces))
+
+
+class DeltaProjection(ShardedModule):
+    """The input projections of a gated delta net in one matrix: [T, N] -> [T, q | k | v | z | b | a] of this rank.
+
+    ``heads`` splits value heads, and splits or replicates key heads. ``q``, ``k``: [local key heads * k_dim]; ``v`` and
+    the output gate ``z``: [local value heads * v_dim]; ``b`` and ``a``: one number a value head. ``interleaved``: the
+    checkpoint has them grouped by key head, in two matrices (qkvz and ba), as Qwen3-Next; otherwise one after another
+    in four (qkv, z, b, a), as Qwen3.5. No communication.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        heads: HeadShard,
+        k_dim: int,
+        v_dim: int,
+        placement: ShardContext,
+        *,
+        interleaved: bool,
+    ) -> None:
+        super().__init__()
+        self.heads, self.k_dim, self.v_dim, self.interleaved = heads, k_dim, v_dim, interleaved
+        k, v, h = heads.local_kv_heads * k_dim, heads.local_heads * v_dim, heads.local_heads
+        self.widths = (k, k, v, v, h, h)
+        self.weight = placement.parameter(sum(self.widths), inputs)
+
+    @property
+    def conv_segments(self) -> list[tuple[int, int]]:
+        """(first, count) of this rank's channels of q, k and v among those of the checkpoint's convolution."""
+        keys, heads = self.heads.kv_heads * self.k_dim, self.heads
+        k, _, v, *_ = self.widths
+        first_k, first_v = heads.first_kv_head * self.k_dim, heads.first_head * self.v_dim
+        return [(first_k, k), (keys + first_k, k), (2 * keys + first_v, v)]
+
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
+        q, k, v, z, b, a = self.weight.split(self.widths)
+        heads, inputs = self.heads, self.weight.shape[1]
+        first_v = heads.first_head * self.v_dim
+        if not self.interleaved:
+            total = 2 * heads.kv_heads * self.k_dim + heads.heads * self.v_dim
+            pieces = [
+                Shard((total, inputs), (slice(first, first + count), slice(0, inputs)), part)
+                for (first, count), part in zip(self.conv_segments, (q, k, v), strict=True)
+            ]
+            return {
+                "qkv.weight": ScatteredShard(tuple(pieces)),
+                "z.weight": along_rows(z, heads.heads * self.v_dim, first_v),
+                "b.weight": along_rows(b, heads.heads, heads.first_head),
+                "a.weight": along_rows(a, heads.heads, heads.first_head),
+            }
+        return {"qkvz.weight": self._grouped((q, k, v, z)), "ba.weight": self._grouped((b, a))}
+
+    def _grouped(self, parts: Sequence[Tensor]) -> ScatteredShard:
+        """Key head by key head: its rows of each part. Those of b, a, v and z are its value heads'."""
+        heads = self.heads
+        group = heads.heads // heads.kv_heads  # value heads of a key head
+        of_keys, of_values = (2, self.v_dim) if len(parts) == 4 else (0, 1)
+        sizes = [self.k_dim] * of_keys + [group * of_values] * 2
+        full_shape, pieces = (heads.kv_heads * sum(sizes), self.weight.shape[1]), list[Shard]()
+        columns = slice(0, full_shape[1])
+        local_group = min(group, heads.local_heads)  # a rank may have a part of one key head's value heads
+        skipped = heads.first_head % group * of_values
+        for local in range(heads.local_kv_heads):
+            first = (heads.first_kv_head + local) * sum(sizes)
+            for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+                count = size if number < of_keys else local_group * of_values
+                start = first + sum(sizes[:number]) + (0 if number < of_keys else skipped)
+                held = part[local * count : (local + 1) * count]
+                pieces.append(Shard(full_shape, (slice(start, start + count), columns), held))
+        return ScatteredShard(tuple(pieces))
 
 
 class RowParallel(ShardedModule):

@@ -56,27 +56,36 @@ class ShardContext:
     def size(self) -> int:
         return self.collectives.size
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter without gradient on the default device."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
+    def parameter(self, *shape: int, wide: bool = False) -> nn.Parameter:
+        """An uninitialised parameter without gradient on the default device. ``wide``: in float32 at least."""
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
+        return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """``target`` (a view of a parameter) holds ``full[ranges]``, where ``full`` is one tensor of the checkpoint.
 
-    ``centre`` is the mean of dummy weights: 1 for norms, 0 elsewhere.
+    ``centre`` is the mean of dummy weights: 1 for norms, 0 elsewhere. ``offset`` is added to what is loaded: a
+    zero-centred norm's weight is kept as 1 + what the checkpoint has.
     """
 
     full_shape: tuple[int, ...]
     ranges: tuple[slice, ...]
     target: Tensor
     centre: float = 0.0
+    offset: float = 0.0
 
     def load(self, full: Sliceable) -> None:
         """Reads only this rank's piece and copies it, converting the dtype if needed."""
         if self.target.numel():
             self.target.copy_(full[self.ranges])
+            self.finish()
+
+    def finish(self) -> None:
+        """What follows the copy of the checkpoint's values, made by whatever means."""
+        if self.offset:
+            self.target.add_(self.offset)
 
     @property
     def pieces(self) -> tuple[Shard, ...]:
@@ -102,7 +111,7 @@ class ScatteredShard:
 class ShardedModule(nn.Module):
     """A module that owns parameters and says which checkpoint tensors fill them."""
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         """Part name (``weight``, ``q.bias``, ...) -> shard. Together they cover every parameter exactly once."""
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
+from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts
@@ -37,6 +38,7 @@ from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.row_role import RowRole
+from runtime.execute.step.window import WindowRole
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import MAX_TOP_LOGPROBS
 
@@ -52,7 +54,8 @@ CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more
 class Executor:
     """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
 
-    ``further_roles`` serve plans before decode and prefill are asked.
+    ``further_roles`` serve plans before decode and prefill are asked. With a ``proposer``, decode steps may have the
+    limits' width, too, and the tables keep the tokens of every slot.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Executor:
         config: ExecutorConfig,
         *,
         further_roles: Sequence[MakeRole] = (),
+        proposer: MakeProposer | None = None,
         on_timing: Callable[[StepTiming], None] | None = None,
         stage_range: AbstractContextManager[object] | None = None,
         land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -70,6 +74,9 @@ class Executor:
         self._stage_range = stage_range or nullcontext()
         self._config, limits = config, config.limits
         self._model = model
+        self._make_proposer = proposer
+        if proposer is not None:
+            further_roles = (*further_roles, WindowRole.of_proposer)
         self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(
@@ -78,6 +85,7 @@ class Executor:
             max_blocks=limits.max_blocks,
             vocab_size=model.config.vocab_size,
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
+            history=0 if proposer is None else limits.max_model_len + limits.width,
         )
         most_tokens = limits.max_prefill_tokens + (max_rows if config.mixed else 0)
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
@@ -216,6 +224,26 @@ class Executor:
         self.device.compute.synchronize()
         return took / replays
 
+    def window_costs(self) -> dict[int, tuple[float, float]]:
+        """Milliseconds of a window's graph and of a plain decode step's, by rows; empty without a proposer.
+
+        For start-up, before the first step, when all rows are padding: attention reads next to nothing. With several
+        ranks all of them must call it.
+        """
+        windows = next((role for role in self._roles.values() if isinstance(role, WindowRole)), None)
+        if windows is None:
+            return {}
+        variant = self._config.warm_variants[0] if self._config.warm_variants else GREEDY
+        found = {}
+        for bucket in self._config.decode_buckets:
+            graphs = [role.graphs.get(bucket, variant) for role in (windows, self.decode)]
+            times = [min(self._milliseconds_of(graph.replay) for _ in range(_COST_RUNS + 1)) for graph in graphs]
+            for _ in range(len(graphs) * (_COST_RUNS + 1)):
+                self.device.compute.submit(self._ring.undo)
+            found[bucket] = times[0], times[1]
+        self.device.compute.synchronize()
+        return found
+
     def _milliseconds_of(self, work: Callable[[], object]) -> float:
         self.device.compute.synchronize()
         began = time.perf_counter()
@@ -281,7 +309,11 @@ class Executor:
     def _parts_over(self, pool: CachePool) -> RoleParts:
         caches = pool.allocate(self._model.cache_layout)
         memory = self.tables, self._ring, self.staging
-        return RoleParts(self.device, self._model, caches, pool, *memory, self._config, self.fallbacks)
+        proposer = None
+        if self._make_proposer is not None:
+            of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
+            proposer = self._make_proposer(of_it)
+        return RoleParts(self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer)
 
     def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
@@ -309,6 +341,7 @@ class Executor:
             reserve_tokens=limits.tokens_ahead,
             memory_fraction=config.memory_fraction,
             num_blocks=num_blocks,
+            history_bytes=0 if self.tables.history_SL is None else self.tables.history_SL.nbytes,
         )
         sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks))
         log.info("%s", sizing)

@@ -35,7 +35,9 @@ class Changes(Generic[A]):
     indices into the block table, and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T,
     known_tokens_T int64 and known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64:
     token ids, positions, slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64
-    (see Chunks). copied_blocks_2C int64: blocks, and those that get their contents behind the step's forward pass.
+    (see Chunks). history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that
+    slots begin with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents behind
+    the step's forward pass.
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
     longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
@@ -52,6 +54,8 @@ class Changes(Generic[A]):
     known_slots_T: A | None = None
     known_tokens_T: A | None = None
     known_prompt_T: A | None = None
+    history_cells_T: A | None = None
+    history_T: A | None = None
     row_map_B: A | None = None
     chunk_tokens_3T: A | None = None
     chunk_rows_4R: A | None = None
@@ -135,6 +139,11 @@ def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> 
     if seated := [write.slot for write in plan.slot_writes if not write.resumes]:
         packed.seated_H = np.array(seated, np.int64)
     packed.records_NX = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
+    if tables.history_SL is not None:
+        positions = tables.history_SL.shape[1]
+        cells = [write.slot * positions + np.arange(len(write.token_ids)) for write in plan.slot_writes]
+        packed.history_cells_T = np.concatenate(cells)
+        packed.history_T = np.concatenate([np.array(write.token_ids, np.int32) for write in plan.slot_writes])
     penalised = [write for write in plan.slot_writes if write.sampling.penalised]
     if penalised:
         tables.need_seen()

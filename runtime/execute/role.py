@@ -21,6 +21,7 @@ from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.proposer import Proposer
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
@@ -61,7 +62,8 @@ class RoleParts:
     """What a role is made from. ``caches``: a view a layer of ``model``, of what it declares.
 
     A role that runs a model of its own takes that one's caches from ``pool`` when it is made. Every role is made twice:
-    first over a pool without blocks, whose layout tells what blocks and slots will cost.
+    first over a pool without blocks, whose layout tells what blocks and slots will cost. ``proposer``: who guesses the
+    tokens of windows, over the same pool; roles show it what they compute (step/proposer_feed.py).
     """
 
     device: Device
@@ -73,6 +75,7 @@ class RoleParts:
     staging: Staging
     config: ExecutorConfig
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    proposer: Proposer | None = None
 
     @property
     def limits(self) -> StepLimits:

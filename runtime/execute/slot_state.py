@@ -33,7 +33,7 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import SeenTokens
-from runtime.schedule.plan import SlotWrite
+from runtime.schedule.plan import PADDING_SLOT, SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 
 NEWEST = -1  # staged as a token's position: the slot's newest token, which only the device knows
@@ -147,7 +147,8 @@ class SlotTables:
     ``seen_bytes`` these are allocated at once; larger ones when the first penalised request comes, which
     ``late_seen_tables`` counts. None allocates at once whatever the size. What requests ask to be done to logits of
     tokens that they name: ``edits`` (logit_edits.py), over the whole vocabulary; ``edited`` are the slots of which the
-    tables hold something, as the host has staged it.
+    tables hold something, as the host has staged it. ``history_SL`` int32 [slots, history]: the tokens of each slot's
+    sequence by position, where proposers ask for it (``history`` positions, 0: None); past its length it means nothing.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class SlotTables:
         vocab_start: int = 0,
         stop_ids: int = MAX_STOP_TOKEN_IDS,
         seen_bytes: int | None = None,
+        history: int = 0,
     ) -> None:
         self.slots = max_requests + 1
         self.max_blocks = max_blocks
@@ -173,6 +175,7 @@ class SlotTables:
         self.block_table_SP = device.zeros(self.slots, max_blocks, dtype=torch.int32)
         self.edits = LogitEdits.empty(device, self.slots, vocab_size)
         self.edited: set[int] = set()
+        self.history_SL = device.zeros(self.slots, history, dtype=torch.int32) if history else None
         self.seen: SeenTokens | None = None
         if seen_bytes is None or self.slots * vocab_size * 3 <= seen_bytes:
             self.seen = self._new_seen()
@@ -229,3 +232,14 @@ class SlotTables:
         self.columns.last_token.index_copy_(0, rows_B, last_token_B)
         self.columns.length.index_copy_(0, rows_B, length_B)
         self.columns.finished.index_copy_(0, rows_B, finished_B)
+
+    def remember(self, rows_B: Tensor, length_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
+        """Enter the first ``count_B`` of ``tokens_BW`` (int64) behind the ``length_B`` tokens of slots ``rows_B``, if
+        histories are kept; graph-safe. What does not count goes to slot 0, whose history nobody reads."""
+        if self.history_SL is None:
+            return
+        positions = self.history_SL.shape[1]
+        index_W = torch.arange(tokens_BW.shape[1], device=tokens_BW.device)
+        cells_BW = rows_B[:, None] * positions + length_B.to(torch.int64)[:, None] + index_W
+        cells_BW = torch.where(index_W < count_B[:, None], cells_BW, PADDING_SLOT)
+        self.history_SL.view(-1).scatter_(0, cells_BW.reshape(-1), tokens_BW.to(torch.int32).reshape(-1))

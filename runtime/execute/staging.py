@@ -282,6 +282,8 @@ def apply_changes(
         tables.move_ends(*changes.updates_3U)
     if changes.cells_M is not None and changes.blocks_M is not None:
         tables.block_table_SP.view(-1).index_copy_(0, changes.cells_M, changes.blocks_M)
+    if changes.history_cells_T is not None and changes.history_T is not None and tables.history_SL is not None:
+        tables.history_SL.view(-1).index_copy_(0, changes.history_cells_T, changes.history_T)
     if changes.reset_K is not None:
         _load_seen(changes, tables, changes.reset_K)
     if changes.edit_slots_E is not None:

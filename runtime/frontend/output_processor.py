@@ -308,7 +308,8 @@ class OutputProcessor:
         logprobs = None if sequence.logprobs is None else tuple(sequence.logprobs[: len(token_ids)])
         seed = request.sampling.seed or 0
         detail = finished.detail if reason is finished.reason else ""
-        return Completion(sequence.index, text, token_ids, reason, seed, logprobs, detail)
+        rounds, accepted = finished.rounds, finished.accepted
+        return Completion(sequence.index, text, token_ids, reason, seed, logprobs, detail, rounds, accepted)
 
 
 def _delta(

@@ -32,7 +32,8 @@ class Completion:
     """One of a request's ``n`` answers.
 
     ``token_ids`` ends with the token that ended it (the eos or stop id, or the token that completed a stop string);
-    ``text`` ends before the stop. ``logprobs`` is aligned with ``token_ids``; None when nobody asked.
+    ``text`` ends before the stop. ``logprobs`` is aligned with ``token_ids``; None when nobody asked. ``rounds``: steps
+    that checked proposals for it; ``accepted``: proposals that were kept, of which some may lie behind a stop string.
     """
 
     index: int
@@ -42,6 +43,8 @@ class Completion:
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     detail: str = ""
+    rounds: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

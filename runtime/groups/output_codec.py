@@ -63,6 +63,8 @@ class _Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     reason: FinishReason
     token_ids: tuple[_Token, ...]
     detail: str
+    rounds: _Count = 0
+    accepted: _Count = 0
 
 
 class _Output(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,7 +92,10 @@ def encode_output(turn: int, output: StepOutput, most_tokens: int = TOKENS_A_MES
         scores = tuple(None if row is None else _scores_wire(row) for row in output.prompt_logprobs)
     ids, tokens, counts = list(output.request_ids), list(output.tokens), list(output.counts)
     for number, finished in enumerate(pieces):
-        ends = tuple(_Finished(one.request_id, one.reason, one.token_ids, one.detail) for one in finished)
+        ends = tuple(
+            _Finished(one.request_id, one.reason, one.token_ids, one.detail, one.rounds, one.accepted)
+            for one in finished
+        )
         if number:
             yield _ENCODER.encode(_Output(turn, output.step, output.width, [], [], [], ends, None, None))
         else:
@@ -133,7 +138,10 @@ def decode_output(payload: bytes) -> tuple[int, StepOutput]:
         tokens=wire.tokens,
         counts=wire.counts,
         width=width,
-        finished=tuple(Finished(one.request_id, one.reason, one.token_ids, one.detail) for one in wire.finished),
+        finished=tuple(
+            Finished(one.request_id, one.reason, one.token_ids, one.detail, one.rounds, one.accepted)
+            for one in wire.finished
+        ),
         logprobs=None if wire.logprobs is None else _step_of(wire.logprobs, rows, width),
         prompt_logprobs=scores,
     )

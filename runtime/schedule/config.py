@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Final, Literal, get_args
 
+from runtime.schedule.speculation import Speculation
+
 # Smallest and largest legal value of each limit; None is "no upper limit". The command line checks against the same.
 LIMIT_RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "rows": (1, 65_535),
@@ -127,9 +129,10 @@ class SchedulerConfig:
     row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
     ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
     run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
-    decode. ``max_waiting``: requests that may queue. ``max_sessions``: sessions there may be, from their first token to
-    their close; each may hold a slot all that time, so there are as many slots beyond ``rows``. ``session_policy``:
-    what becomes of those that are parked when memory is short.
+    decode. ``max_waiting``: requests that may queue. ``speculation``: decode steps have its width or 1, as
+    speculation.py decides, and mixed steps 1; ``widths`` count for nothing then. ``max_sessions``: sessions there may
+    be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
+    ``rows``. ``session_policy``: what becomes of those that are parked when memory is short.
     Raises ValueError for widths outside 1 to ``limits.width``, for mixed buckets that all decode rows would fill, for
     too few slots, and for another policy.
     """
@@ -142,11 +145,14 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_waiting: int = 100_000
     mixed: MixedSteps | None = None
+    speculation: Speculation | None = None
     max_sessions: int = 0
     session_policy: SessionPolicy = "evict"
 
     def __post_init__(self) -> None:
         rows, width = self.limits.rows, self.limits.width
+        if self.speculation is not None and self.speculation.width > width:
+            raise ValueError(f"windows have {self.speculation.width} tokens a row, but the limits' width is {width}")
         if not 0 <= self.max_sessions <= self.limits.slots - rows:
             raise ValueError(
                 f"max_sessions is {self.max_sessions}, but {self.limits.slots} slots for {rows} rows leave room for 0 "
@@ -163,6 +169,7 @@ class SchedulerConfig:
                 f"widths is {self.widths}, but a decode step gives each row room for 1 to {width} tokens, the limits' "
                 "width"
             )
+        width = width if self.speculation is None else 1
         if self.mixed is not None and self.mixed.buckets and self.mixed.buckets[-1] <= rows * width:
             raise ValueError(
                 f"the largest bucket of a mixed step is {self.mixed.buckets[-1]} tokens: {rows} decode rows of "

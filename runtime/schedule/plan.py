@@ -257,12 +257,17 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended: all its generated token ids, in order, and why."""
+    """A request ended: all its generated token ids, in order, and why.
+
+    ``rounds``: windows that it was a live row of; ``accepted``: tokens proposed in them that were kept.
+    """
 
     request_id: int
     reason: FinishReason
     token_ids: tuple[int, ...]
     detail: str = ""
+    rounds: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.shares import cost, gets_a_share, remaining, share_out
+from runtime.schedule.speculation import SpeculationPolicy
 from runtime.schedule.states import State, Trigger
 
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
@@ -68,6 +69,7 @@ class Planner:
         self._rows_version = -1  # the decode_version that they were collected at
         self._decode_steps = 0
         self._last_width = 1  # of the latest decode step
+        self.speculation = None if config.speculation is None else SpeculationPolicy(config.speculation)
 
     def plan(self) -> Planned | None:
         """The next step, or None where nothing can run."""
@@ -96,9 +98,9 @@ class Planner:
         if not rows_decode:
             most = self.limits.max_prefill_tokens
             return self._prefill_step(self._cut_shares(most, scored=None)) if prompts_wait else None
-        width = self._width()
         if not prompts_wait:
-            return self._mixed_step(width, ([], []))
+            return self._decode_step()
+        width = self._width() if self.speculation is None else PREFILL_WIDTH
         kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
         tokens = self._budget.chunk_tokens(len(self._rows), kv_tokens, width, self._waiting_tokens(mixed.long_prompt))
         if not scored_before:
@@ -315,8 +317,10 @@ class Planner:
 
     def _width(self) -> int:
         """W of the decode step being planned: a function of agreed events and landed results, as all plans are, and
-        never above ``limits.width``, which blocks are reserved for. A policy of speculation replaces this method.
+        never above ``limits.width``, which blocks are reserved for. To be asked once a decode step.
         """
+        if self.speculation is not None:
+            return self.speculation.width(len(self._rows))
         widths = self.config.widths
         return widths[self._decode_steps % len(widths)]
 
@@ -341,18 +345,22 @@ class Planner:
         return bool(decoding)
 
     def _decode(self) -> Planned | None:
-        if not self._ready_rows():
-            return None
+        return self._decode_step() if self._ready_rows() else None
+
+    def _decode_step(self) -> Planned:
+        """The rows that ``_ready_rows`` collected, and nothing else."""
         width = self._width()
         self._advance_rows(width)
         return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width), self._rows
 
     def _mixed_step(self, width: int, cut: Cut) -> Planned:
         """``cut`` behind the rows that ``_ready_rows`` collected; a decode step where nothing was cut."""
-        self._advance_rows(width)
         chunk_rows, chunks = cut
         if not chunks:
-            return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width), self._rows
+            return self._decode_step()
+        if self.speculation is not None:
+            self.speculation.mixed()
+        self._advance_rows(width)
         behind = self._with_forked(chunk_rows)
         plan = self._step_plan(StepKind.MIXED, self._row_slots, self._row_epochs, width, chunks, behind)
         tokens = plan.decode_rows * width + plan.prefill_tokens

@@ -51,6 +51,8 @@ class Resources:
             self.digest.fold(0, "mixed", config.mixed.numbers)
         if config.max_sessions:
             self.digest.fold(0, "sessions", (config.max_sessions, *config.session_policy.encode()))
+        if config.speculation is not None:
+            self.digest.fold(0, "speculation", config.speculation.numbers)
         self.counters = ScheduleCounters()
         self.sharing = PrefixSharing(config, self.pool, self.counters)
         self.sequences: dict[int, SequenceState] = {}
@@ -210,7 +212,8 @@ class Resources:
             sequence.answers.remove(sequence)
         self.counters.finished[reason.label] += 1
         self.digest.fold(self.chain.step, "end", (sequence.request.request_id, int(reason), sequence.landed_tokens))
-        return Finished(sequence.request.request_id, reason, sequence.generated, detail)
+        rounds, accepted = sequence.rounds, sequence.accepted
+        return Finished(sequence.request.request_id, reason, sequence.generated, detail, rounds, accepted)
 
     def _release(self, sequence: SequenceState) -> None:
         """Give slot and blocks back, behind the fence of the last step that may touch them."""

@@ -151,6 +151,7 @@ class Scheduler:
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
         done = []
+        rounds = gained = 0
         barren: list[tuple[SequenceState, int]] = []
         for i, (sequence, count, code) in enumerate(zip(rows, counts, result.finish, strict=True)):
             if sequence is None:
@@ -166,7 +167,10 @@ class Scheduler:
             if wide and i < decode_rows:
                 sequence.planned_tokens += count - width
                 sequence.uncertain_tokens -= width - 1
+                sequence.rounds += 1
+                sequence.accepted += max(0, count - 1)
                 self.counters.proposed(width, count)
+                rounds, gained = rounds + 1, gained + count
             if code and self._parks(sequence, FinishReason(code)):
                 assert sequence.session is not None
                 self.sessions.over(sequence, sequence.session, FinishReason(code))
@@ -176,6 +180,8 @@ class Scheduler:
                 self._gained(sequence, plan, i)
         for sequence, hoped_for in barren:
             self._gained_nothing(sequence, hoped_for)
+        if rounds and self.planner.speculation is not None:
+            self.planner.speculation.landed(rounds, gained)
         return StepOutput(
             step=flight.step,
             request_ids=[-1 if s is None else s.request.request_id for s in rows],

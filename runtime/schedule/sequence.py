@@ -51,6 +51,7 @@ class SequenceState:
     """One request's state. ``order`` is its place in line: (priority, arrival)."""
 
     __slots__ = (
+        "accepted",
         "alone",
         "answers",
         "blocks",
@@ -73,6 +74,7 @@ class SequenceState:
         "queued_in",
         "request",
         "resumes",
+        "rounds",
         "score_at",
         "seated_before",
         "session",
@@ -94,6 +96,8 @@ class SequenceState:
         self.tokens = packed(request.prompt_token_ids)  # prompt + landed generated tokens; its own from ``seated`` on
         self.planned_tokens = len(self.tokens)
         self.uncertain_tokens = 0
+        self.rounds = 0  # landed windows that it was a live row of
+        self.accepted = 0  # proposed tokens that it kept in them
         self.prefill_begun = False  # whether a chunk has been cut since it was seated
         self.prefilled = 0  # tokens whose KV is written by landed or planned steps, while prefilling
         self.prefill_target = 0  # tokens known at admission; the chunk that reaches it samples a token

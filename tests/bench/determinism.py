@@ -9,7 +9,8 @@ Without --no-default the same in the default mode: flips per 1,000 tokens, and h
 kept in FOLDER/determinism.json. Exits with 1 where the deterministic mode differs in a token or a bit.
 
 Knows: conditions that must not matter, and how runs are compared (tests/runtime/engine/same_bits.py). Does not know:
-kernels. Weights are random: how often the default flips depends on a model's logits.
+kernels. Weights are random, but for a folder that has some, with --layers 0: how often the default flips depends on a
+model's logits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,15 @@ from typing import Any
 from launch.embed import open_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
+from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
 from runtime.schedule.request import Request, SamplingParams
 from tests.runtime.engine.same_bits import Answers, answers, difference
 
 SHAPES = Path(__file__).parents[2] / "models" / "shapes"
 LENGTH = 2048
 PAGE = 64
+LISTED = 20  # likeliest tokens that answers tell, so that both scores of another token are known
+BLOCKS = 4096  # for 200 such prompts at once, and small enough for several runs side by side on one GPU
 Limits = dict[str, Any]  # fields of an EngineConfig
 CONDITIONS: dict[str, Limits] = {
     "batch 1, D 0": {"max_num_seqs": 1, "chain_depth": 0, "prefix_caching": False, "mixed_steps": False},
@@ -65,15 +70,17 @@ def requests_of(count: int, tokens: int, vocabulary: int, seed: int = 0) -> list
             top_k=draw.choice((0, 50)),
             max_tokens=tokens,
             seed=number,
-            logprobs=3,
+            logprobs=LISTED,
         )
         found.append(Request(number, tuple(prompt), sampling, ()))
     return found
 
 
 def folder_of(out: Path, model: str, layers: int) -> Path:
-    """A folder with the model's config.json, cut to so many layers; 0 keeps them all."""
+    """A folder with the model's config.json, cut to so many layers; 0 keeps them all, and the weights if it has any."""
     source = SHAPES / model if (SHAPES / model).is_dir() else Path(model)
+    if not layers and _has_weights(source):
+        return source
     config = json.loads((source / "config.json").read_text())
     if layers:
         config["num_hidden_layers"] = layers
@@ -83,8 +90,14 @@ def folder_of(out: Path, model: str, layers: int) -> Path:
     return folder
 
 
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
 def config_of(folder: Path, limits: Limits, *, deterministic: bool) -> EngineConfig:
-    common: Limits = {"max_model_len": LENGTH, "block_size": PAGE, "memory_fraction": 0.8, "load_format": "dummy"}
+    common: Limits = {"max_model_len": LENGTH, "block_size": PAGE, "memory_fraction": 0.8}
+    common["num_blocks"] = BLOCKS
+    common["load_format"] = "safetensors" if _has_weights(folder) else "dummy"
     return EngineConfig(model=str(folder), deterministic=deterministic, **(common | limits))
 
 
@@ -96,9 +109,8 @@ def play(folder: Path, limits: Limits, args: argparse.Namespace, *, deterministi
             engine.follow()
             return Answers(), 0
         most = 40 * args.prompts * (args.tokens + 100)
-        return answers(engine, requests_of(args.prompts, args.tokens, vocabulary), most), int(
-            engine.counters["evictions"]
-        )
+        found = answers(engine, requests_of(args.prompts, args.tokens, vocabulary), most, LISTED)
+        return found, int(engine.counters["evictions"])
 
 
 def written(path: Path, found: Answers, evictions: int) -> None:
@@ -127,6 +139,8 @@ def in_a_job(name: str, args: argparse.Namespace, *, deterministic: bool) -> tup
 def compare(folder: Path, args: argparse.Namespace, *, deterministic: bool) -> list[dict[str, Any]]:
     """Every condition against the first."""
     expected: Answers | None = None
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    requests = requests_of(args.prompts, args.tokens, vocabulary)
     told: list[dict[str, Any]] = []
     for name, limits in CONDITIONS.items():
         began = time.monotonic()
@@ -142,34 +156,55 @@ def compare(folder: Path, args: argparse.Namespace, *, deterministic: bool) -> l
         else:
             differs = difference(found, expected)
             line |= asdict(differs) | {"per_1000": 1000 * differs.flips / max(1, differs.compared)}
-            line |= {"gaps": gaps(found, expected)}
+            line |= {"gaps": gaps(requests, found, expected)}
         line["seconds"] = round(time.monotonic() - began, 1)
         print(json.dumps(line), flush=True)
         told.append(line)
     return told
 
 
-def gaps(found: Answers, expected: Answers) -> dict[str, float]:
-    """At first other tokens of greedy requests: the difference of the two log-probabilities, in the expected run, where
-    the other token is among its three likeliest. ``most`` and ``median``, and how many are ``beyond`` these three.
-    """
-    import numpy as np
+def gaps(requests: Sequence[Request], found: Answers, expected: Answers) -> dict[str, dict[str, float]]:
+    """How far apart, in the expected run, the scores of the two tokens were where a request got another one.
 
-    seen, beyond = [], 0
-    for request_id, wanted in expected.tokens.items():
-        mine = found.tokens[request_id]
-        place = next((i for i, pair in enumerate(zip(mine, wanted, strict=False)) if pair[0] != pair[1]), None)
-        if place is None or request_id % 2 == 0:
-            continue
-        entry = expected.bits[request_id][place]  # chosen, rank, 3 ids, 3 values
-        chosen, ids, values = (
-            np.frombuffer(entry[:4], "f4")[0],
-            *(np.frombuffer(entry[8 + 12 * part : 20 + 12 * part], kind) for part, kind in enumerate(("i4", "f4"))),
-        )
-        near = [float(chosen - value) for token, value in zip(ids, values, strict=True) if token == mine[place]]
-        seen += near
-        beyond += not near
-    return {"most": max(seen, default=0.0), "median": statistics.median(seen or [0.0]), "beyond": beyond}
+    Scores are what the draw compares: log-probabilities over temperature plus the noise of the token, or
+    log-probabilities of greedy requests. By kind of request: ``most`` and ``median``, how many such tokens there were,
+    and how many were ``beyond`` the listed ones or what a filter had let through.
+    """
+    told = {}
+    for kind, greedy in (("greedy", True), ("sampled", False)):
+        seen: list[float] = []
+        count = 0
+        for one in requests:
+            if (one.sampling.temperature == 0) != greedy:
+                continue
+            pairs = zip(found.tokens[one.request_id], expected.tokens[one.request_id], strict=False)
+            place, other = next(((at, pair[0]) for at, pair in enumerate(pairs) if pair[0] != pair[1]), (None, 0))
+            if place is None:
+                continue
+            count += 1
+            chosen = expected.tokens[one.request_id][place]
+            scores = scores_of(one, place, expected.bits[one.request_id][place])
+            if chosen in scores and other in scores and scores[chosen] >= scores[other]:
+                seen.append(scores[chosen] - scores[other])
+        most, median = max(seen, default=0.0), statistics.median(seen or [0.0])
+        told[kind] = {"tokens": count, "most": most, "median": median, "beyond": count - len(seen)}
+    return told
+
+
+def scores_of(request: Request, place: int, entry: bytes) -> dict[int, float]:
+    """What the draw of the generated token at ``place`` compares, of each listed token; filters are not applied."""
+    import numpy as np
+    import torch
+
+    listed = (len(entry) - 8) // 8  # behind the chosen token's log-probability and rank
+    ids = np.frombuffer(entry[8 : 8 + 4 * listed], "i4").copy()
+    logprobs = np.frombuffer(entry[8 + 4 * listed :], "f4").copy()
+    if request.sampling.temperature == 0:
+        return dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    position = torch.tensor([len(request.prompt_token_ids) + place])
+    keys = row_keys(torch.tensor([request.sampling.seed]), position, Purpose.TOKEN)
+    noise = gumbel_noise(keys, torch.from_numpy(ids))[0].numpy()
+    return dict(zip(ids.tolist(), (logprobs / request.sampling.temperature + noise).tolist(), strict=True))
 
 
 # -- the price ---------------------------------------------------------------------------------------------------------
@@ -181,7 +216,7 @@ def price(folder: Path) -> list[dict[str, Any]]:
     times: dict[bool, dict[str, float]] = {False: {}, True: {}}
     for deterministic in (False, True):
         limits: Limits = {"max_num_seqs": max(PRICED_ROWS), "max_model_len": 8192, "prefix_caching": False}
-        with open_engine(config_of(folder, limits, deterministic=deterministic)) as engine:
+        with open_engine(config_of(folder, limits | {"num_blocks": None}, deterministic=deterministic)) as engine:
             for rows in PRICED_ROWS:
                 times[deterministic][f"decode step of {rows} rows"] = _step_ms(engine, rows)
             times[deterministic][f"prefill of {PREFILL_PROMPT}"] = _prefill_ms(engine)
@@ -210,12 +245,11 @@ def _step_ms(engine: Engine, rows: int) -> float:
     marks: list[float] = []
     while engine.has_work:
         output = engine.step()
-        if len(output.request_ids) == rows and all(output.counts):
+        if len(output.request_ids) == rows and all(output.counts) and len(marks) <= tokens:
             marks.append(time.perf_counter())
-        if len(marks) > tokens:
-            for number in pending:
-                engine.cancel(number)
-            marks = marks[: tokens + 1]
+            if len(marks) > tokens:
+                for number in pending:
+                    engine.cancel(number)
     steady = marks[-PRICED_STEPS:]
     return 1e3 * (steady[-1] - steady[0]) / (len(steady) - 1)
 
@@ -242,6 +276,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--no-deterministic", action="store_true", help="only the default mode's flips")
     parser.add_argument("--no-default", action="store_true", help="leave the default mode's flips out")
     parser.add_argument("--no-price", action="store_true")
     parser.add_argument("--price-only", action="store_true")
@@ -256,7 +291,8 @@ def main() -> int:
         return 0
     told: dict[str, Any] = {"model": folder.name, "ranks": args.ranks, "prompts": args.prompts, "tokens": args.tokens}
     if not args.price_only:
-        told["deterministic"] = compare(folder, args, deterministic=True)
+        if not args.no_deterministic:
+            told["deterministic"] = compare(folder, args, deterministic=True)
         if not args.no_default:
             told["default"] = compare(folder, args, deterministic=False)
     if not args.no_price and args.ranks == 1:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from docs import draw_speculation
 from docs.draw_scheduling import DOCUMENT, redrawn
 from docs.draw_timeline import PICTURE, picture, play
 from runtime.schedule.counters import ScheduleCounters
@@ -17,6 +18,12 @@ from runtime.schedule.states import State
 def test_the_scheduling_drawings_are_current() -> None:
     text = DOCUMENT.read_text()
     assert redrawn(text) == text, "run: make diagram"
+
+
+def test_the_drawing_of_a_round_is_current() -> None:
+    text = draw_speculation.DOCUMENT.read_text()
+    assert draw_speculation.redrawn(text) == text, "run: make diagram"
+    assert draw_speculation.redrawn(text.replace("draw --> accept", "draw --> commit")) == text
 
 
 def test_an_old_drawing_is_noticed() -> None:

@@ -32,6 +32,13 @@ _COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-128": {**_COMMON, "architectures": ["LlamaForCausalLM"], "head_dim": 128, "mlp_bias": True},
     "qwen2-32": {**_COMMON, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
@@ -45,6 +52,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
     },
+    "qwen3next-128": {
+        **_COMMON,
+        **_DELTA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "head_dim": 128,
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "qwen3.5-256": {**_COMMON, **_DELTA, "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 256},
     "qwen3-80-mqa": {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "head_dim": 80, "num_key_value_heads": 1},
 }
 

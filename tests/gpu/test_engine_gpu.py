@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Unpack
 
 import pytest
@@ -15,12 +16,16 @@ import torch
 
 from models.kernels.interface import PrefillWanted
 from models.kernels.select import select_kernels
+from parallel.comm.collectives import SingleRank
+from parallel.control.interface import SingleRankControl
+from runtime.build import build_engine
+from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.execute.device.cuda import CudaDevice
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
-from tests.runtime.engine.rig import RigLimits, request, rig, run
+from tests.runtime.engine.rig import RigLimits, request, rig, run, tiny_folder
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_forks import families
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
@@ -189,6 +194,23 @@ def test_a_steady_step_is_one_launch() -> None:
     assert not names["cudaMalloc"]
     assert counters["graph_captures_after_warmup"] == before["graph_captures_after_warmup"]
     assert counters["device_allocs_after_warmup"] == before["device_allocs_after_warmup"]
+
+
+def test_engines_one_after_the_other_have_the_same_memory(tmp_path: Path) -> None:
+    """Each sized to more than half of the device."""
+    folder = tiny_folder(tmp_path)
+    blocks = []
+    for _ in range(2):
+        config = EngineConfig(
+            model=str(folder), load_format="dummy", device="cuda", max_num_seqs=2, max_model_len=64, memory_fraction=0.7
+        )
+        with build_engine(
+            config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cuda:0"
+        ) as engine:
+            run(engine, [request(0, (3, 4, 5))])
+            blocks.append(engine.executor.sizing.num_blocks)
+        del engine
+    assert blocks[1] == pytest.approx(blocks[0], rel=0.02)
 
 
 def test_poisoned_blocks_change_nothing() -> None:

@@ -38,6 +38,39 @@ def test_texts_ids_and_several_answers() -> None:
     assert cut.completions[0].text == text.completions[0].text.split("return")[0]
 
 
+def test_texts_with_proposals_are_those_without() -> None:
+    """Stop strings and stop ids within a block, several answers, log-probabilities, echoed prompts' scores, penalties."""
+    torch.set_num_threads(1)
+    keys = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    prompts = [
+        "def gcd(a, b):",
+        "def lcm(a, b):",
+        "class A:\n    def a(self):\n        return self.a\n\n    def b(self):",
+    ] * 2
+    sampling = [
+        SamplingParams(max_tokens=60, temperature=0.0, stop=("is_rational:\n        return", "return a.")),
+        SamplingParams(max_tokens=60, temperature=0.0, stop=("a.is_rational", "@"), logprobs=2),
+        SamplingParams(max_tokens=60, temperature=0.0, prompt_logprobs=1),
+        SamplingParams(max_tokens=40, temperature=0.7, n=2, seed=5, stop=("return a",)),
+        SamplingParams(max_tokens=40, temperature=0.7, seed=9, repetition_penalty=1.1, top_p=0.8),
+        SamplingParams(max_tokens=40, temperature=0.0, min_tokens=30),
+    ]
+    plain = complete(CONFIG, prompts, sampling)
+    guessed = complete(replace(CONFIG, speculative_config=keys), prompts, sampling)
+    for one, other in zip(plain, guessed, strict=True):
+        for wanted, found in zip(one.completions, other.completions, strict=True):
+            assert (found.text, found.token_ids, found.finish_reason) == (
+                *(wanted.text, wanted.token_ids),
+                wanted.finish_reason,
+            )
+            assert found.rounds > 0 == wanted.rounds
+            for a, b in zip(wanted.logprobs or (), found.logprobs or (), strict=True):
+                assert (b.token_id, b.logprob) == (a.token_id, pytest.approx(a.logprob, abs=1e-4))
+    ends = {completion.finish_reason for output in guessed for completion in output.completions}
+    assert ends == {FinishReason.STOP, FinishReason.LENGTH}
+    assert sum(completion.accepted for output in guessed for completion in output.completions) > 20
+
+
 @pytest.mark.parametrize("launched", [False, True])
 def test_only_a_process_of_a_launcher_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
     torch.set_num_threads(1)

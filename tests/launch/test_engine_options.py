@@ -51,7 +51,7 @@ def test_options_left_out_leave_the_config_s_defaults() -> None:
 
 def test_given_options_reach_the_config() -> None:
     given = "--dtype float32 --device cpu --load-format dummy --max-model-len 128 --max-num-seqs 6 --block-size 8 "
-    given += "--num-blocks 50 --gpu-memory-utilization 0.5 --max-num-batched-tokens 77 --prefill-burst 2 --width 1 "
+    given += "--num-blocks 50 --gpu-memory-utilization 0.5 --max-num-batched-tokens 77 --prefill-burst 2 "
     given += "--chain-depth 0 --decode-buckets 1,3,6 --no-enable-prefix-caching --max-waiting 9 --horizon 4 --seed 11 "
     given += "--control-timeout-s 2.5"
     assert parsed(Command, [*NEEDED, *given.split()]).engine_config(1) == EngineConfig(
@@ -66,7 +66,6 @@ def test_given_options_reach_the_config() -> None:
         memory_fraction=0.5,
         max_prefill_tokens=77,
         prefill_burst=2,
-        width=1,
         chain_depth=0,
         decode_buckets=(1, 3, 6),
         prefix_caching=False,

@@ -59,6 +59,14 @@ class RoutingRecorder(ReferenceKernels):
         self.weights: list[Tensor] = []
         self.ids: list[Tensor] = []
 
+    def route_sigmoid(self, logits_TE: Tensor, bias_E: Tensor, routing: Any, *others: Any) -> tuple[Tensor, Tensor]:
+        local_E, real_T, *_ = others
+        all_E = torch.arange(len(local_E), dtype=torch.int32)
+        weights_TC, ids_TC = super().route_sigmoid(logits_TE, bias_E, routing, all_E, real_T)
+        self.weights.append(weights_TC)
+        self.ids.append(ids_TC)
+        return super().route_sigmoid(logits_TE, bias_E, routing, *others)
+
     def route_top_k(self, logits_TE: Tensor, choices: int, *others: Any) -> tuple[Tensor, Tensor]:
         renormalise, local_E, real_T, *_ = others
         all_E = torch.arange(len(local_E), dtype=torch.int32)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel.comm.collectives import SingleRank
@@ -39,6 +39,16 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 """Vocabularies are odd, heads and intermediate sizes are what a group of 4 can split, head_dims are no powers of 2."""
 COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+MAMBA = "linear_attention"
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 10,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 1e-9,  # transformers' prefill keeps time steps above it, its decode does not
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": (
         "Llama",
@@ -95,11 +105,69 @@ MODELS |= {
         {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 2}
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": DEFAULT},
     ),
+    "nemotronh-dense": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 71, "hidden_size": 28, "intermediate_size": 36, "num_key_value_heads": 1, "head_dim": 6}
+        | {"layers_block_type": [MAMBA, "mlp", "full_attention", MAMBA], "n_groups": 2, "tie_word_embeddings": False},
+    ),
+    "nemotronh-moe": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 53, "hidden_size": 20, "num_key_value_heads": 2, "head_dim": 10, "n_groups": 1}
+        | {"layers_block_type": [MAMBA, "moe", "full_attention", MAMBA, "moe"], "use_conv_bias": False}
+        | {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    ),
+    "nemotronh-fused": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 41, "hidden_size": 24, "num_key_value_heads": 4, "head_dim": 4, "n_groups": 4}
+        | {"layers_block_type": ["moe", MAMBA, "full_attention"], "n_routed_experts": 8, "num_experts_per_tok": 5}
+        | {"norm_topk_prob": False, "conv_kernel": 2},
+    ),
 }
+"""Gated delta nets: key heads that a group of 4 replicates, sizes that are no powers of 2, layers of both MLPs."""
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+}
+QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+MODELS |= {
+    "qwen3next": (
+        "Qwen3Next",
+        DELTA
+        | {"vocab_size": 59, "hidden_size": 24, "intermediate_size": 36, "num_key_value_heads": 2, "head_dim": 16}
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1], "rope_parameters": QUARTER}
+        | {"attention_bias": True},
+    ),
+    "qwen35-dense": (
+        "Qwen3_5",
+        DELTA
+        | {"vocab_size": 71, "hidden_size": 28, "intermediate_size": 20, "num_key_value_heads": 1, "head_dim": 8}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "tie_word_embeddings": True}
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+        | {"rope_parameters": QUARTER | {"mrope_section": [1, 0, 0], "mrope_interleaved": True}},
+    ),
+    "qwen35moe": (
+        "Qwen3_5Moe",
+        DELTA
+        | {"vocab_size": 67, "hidden_size": 20, "num_key_value_heads": 2, "head_dim": 24}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"shared_expert_intermediate_size": 12, "linear_num_key_heads": 1, "rope_parameters": QUARTER},
+    ),
+}
+TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe")  # the text part of a model for images, too
 # Their config.json is rewritten in the older style.
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")
-FUSED = ("qwen3moe-fused", "mixtral-fused")  # saved as transformers 5 holds experts, [E, ...]; the others one by one
+BESIDE_IMAGES = ("qwen35moe",)  # saved as the text part of a model that reads images, too, and predicts further tokens
+# Saved as transformers 5 holds experts, [E, ...], and names blocks; the others one by one.
+FUSED = ("qwen3moe-fused", "mixtral-fused", "nemotronh-fused")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +178,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     torch.set_num_threads(1)
     (folder / "prompts.json").write_text(json.dumps(_prompts()))
     models = {name: _save(folder / name, *spec) for name, spec in MODELS.items()}
+    for name in BESIDE_IMAGES:
+        _rewrite_as_text_part(folder / name)
     for name in AS_TRANSFORMERS_4:
         _rewrite_as_transformers_4(folder / name / "config.json")
     yield folder, models
@@ -128,13 +198,30 @@ def _prompts() -> list[list[int]]:
 
 def _save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(sum(folder.name.encode()))
-    config = getattr(transformers, f"{family}Config")(**(COMMON | settings))
+    given = COMMON | settings
+    if "layers_block_type" in given:
+        del given["num_hidden_layers"]
+    config = getattr(transformers, f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config")(**given)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    for name, parameter in model.named_parameters():  # norms and biases too: their initial 1 and 0 would hide errors
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    for name, tensor in model.state_dict().items():  # norms and biases too: their initial 1 and 0 would hide errors
+        std = 0.7 if "conv1d" in name else 0.2  # values near 0 would be normed, which shows the rounding of both sides
+        centred = hasattr(config, "linear_num_key_heads") and "linear_attn.norm" not in name
+        torch.nn.init.normal_(tensor, mean=float("norm" in name and not centred), std=std)
     size = "20KB" if folder.name in IN_SEVERAL_FILES else "1GB"
     model.save_pretrained(folder, max_shard_size=size, save_original_format=folder.name not in FUSED)
     return model
+
+
+def _rewrite_as_text_part(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (architecture,) = config.pop("architectures")
+    names = [architecture.replace("ForCausalLM", "ForConditionalGeneration")]
+    path.write_text(json.dumps({"architectures": names, "tie_word_embeddings": False, "text_config": config}))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.patch_embed.weight": torch.ones(2), "mtp.fc.weight": torch.ones(3)}
+    save_file(renamed | others, folder / "model.safetensors")
 
 
 def _rewrite_as_transformers_4(path: Path) -> None:
@@ -152,7 +239,11 @@ def _check_all(folder: Path, models: dict[str, Any], size: int, scenarios: Seque
     prompts = json.loads((folder / "prompts.json").read_text())
     for name, model in models.items():
         splits = sorted(folder.glob(f"{name}.*.{size}.safetensors"))
-        assert len(splits) == (3 if hasattr(model.config, "num_local_experts") else 1)
+        config = model.config  # that of Nemotron-H has experts whether blocks do or not
+        sparse = getattr(config, "num_experts", 0) or hasattr(config, "num_local_experts")
+        if "nemotron" in name:
+            sparse = "moe" in config.layer_types
+        assert len(splits) == (3 if sparse else 1)
         for split, scenario in product(splits, scenarios):
             results = load_file(split)
             assert len(results) == 2 * len(scenarios)

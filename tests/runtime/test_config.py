@@ -29,10 +29,28 @@ def test_given_values_are_kept_and_derived_ones_follow() -> None:
     assert dataclasses.replace(config, chain_depth=0).serial
 
 
-@pytest.mark.parametrize("width", [2, 256])
-def test_a_width_that_nothing_proposes_for_is_refused(width: int) -> None:
-    with pytest.raises(ConfigError, match=rf"width is {width}, but must be at most 1: type --width 1"):
-        EngineConfig(model="m", device="cpu", width=width)
+def test_a_row_gains_as_many_tokens_as_are_proposed_and_one_more() -> None:
+    assert EngineConfig(model="m", device="cpu").width == 1
+    config = EngineConfig(model="m", device="cpu", speculative_method="ngram", num_speculative_tokens=4)
+    assert config.width == config.step_limits(64, 2).width == 5
+    assert dataclasses.replace(config, chain_depth=0).speculation == config.speculation
+    assert dataclasses.replace(config, num_speculative_tokens=4).digest == config.digest
+    given = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert EngineConfig(model="m", device="cpu", speculative_config=given).speculation == config.speculation
+
+
+def test_speculation_that_cannot_be_is_refused_by_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"says num_speculative_tokens 4, but --num-speculative-tokens 3: leave one"):
+        EngineConfig(
+            model="m",
+            device="cpu",
+            speculative_config={"method": "ngram", "num_speculative_tokens": 4},
+            num_speculative_tokens=3,
+        )
+    with pytest.raises(ConfigError, match="data_parallel is 2, but speculative_config is"):
+        EngineConfig(model="m", device="cpu", data_parallel=2, speculative_method="ngram", num_speculative_tokens=4)
+    with pytest.raises(ConfigError, match="names no num_speculative_tokens"):
+        EngineConfig(model="m", device="cpu", speculative_method="ngram")
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 32, 100, 256, 1000])

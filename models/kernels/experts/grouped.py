@@ -1,7 +1,8 @@
 """The experts of a sparse layer as grouped GEMM in Triton: one product over each expert's list of tokens.
 
-Knows: the arithmetic of gate-up, SiLU-mul, down and weighted sum over a fixed grid. Does not know: routing and lists
-(route.py), which tiles are fast, for which lists streamed.py or grouped_tma.py is faster (tiles.py).
+Knows: the arithmetic of gate-up, SiLU-mul (or of up and relu2), down and weighted sum over a fixed grid. Does not
+know: routing and lists (route.py), which tiles are fast, for which lists streamed.py or grouped_tma.py is faster
+(tiles.py).
 Shape letters as in interface.py; a pair is t * C + c, one expert choice of one token.
 
 A list of pairs is cut into blocks of BLOCK_M. The grid has room for the most blocks that the shapes allow. A program
@@ -54,7 +55,7 @@ def block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.conste
 @triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
 def _grouped_kernel(
     in_ptr,  # [T, K] tokens, or [T * C, K] pairs
-    weight_ptr,  # [G, O or 2 * O, K]
+    weight_ptr,  # [G, O or 2 * O with GATED, K]
     scale_ptr,  # [T * C] float32, with SCALE
     order_ptr,
     counts_ptr,
@@ -66,15 +67,16 @@ def _grouped_kernel(
     CHOICES: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATE_UP
+    BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATED
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    GATE_UP: tl.constexpr,  # inputs are tokens, gate's rows come first, SiLU-mul; otherwise inputs are pairs
+    GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
+    GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
+    width: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     tiles = outputs // width
     if PDL:
         gdc_wait()
@@ -87,7 +89,7 @@ def _grouped_kernel(
         pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + within, mask=asked, other=0)
         rows = pairs // CHOICES if GATE_UP else pairs
         tile_rows = tl.arange(0, BLOCK_O)
-        if GATE_UP:  # tile rows 2j and 2j+1 are gate row j and up row j
+        if GATED:  # tile rows 2j and 2j+1 are gate row j and up row j
             weight_rows = expert.to(tl.int64) * 2 * outputs + tile * width + tile_rows // 2 + (tile_rows % 2) * outputs
         else:
             weight_rows = expert.to(tl.int64) * outputs + tile * width + tile_rows
@@ -100,9 +102,12 @@ def _grouped_kernel(
             x = tl.load(inputs + step * BLOCK_K, mask=asked[:, None], other=0.0)
             acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
         result = tl.trans(acc)
-        if GATE_UP:
+        if GATED:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
             result = gate * tl.sigmoid(gate) * up
+        elif GATE_UP:
+            result = tl.maximum(result, 0.0)
+            result = result * result
         else:
             result = result * tl.load(scale_ptr + pairs, mask=asked, other=0.0)[:, None]
         where = pairs.to(tl.int64)[:, None] * outputs + tile * width + tl.arange(0, width)[None, :]
@@ -159,7 +164,7 @@ def expert_mlp(
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
     mean = tokens * choices / all_experts  # average length of a list, over all ranks' experts
-    up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype)
+    up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype, gate_up_G2IN.shape[1])
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
@@ -219,6 +224,7 @@ def _grouped(
         STAGES=tiles.stages,
         GROUP=tiles.group,
         GATE_UP=scale is None,
+        GATED=weight_rows > out_PO.shape[1],
         PRECISION="ieee" if in_RK.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=tiles.warps,

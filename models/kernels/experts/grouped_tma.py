@@ -77,14 +77,15 @@ def _grouped_tma_kernel(
     K: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATE_UP
+    BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATED
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     GATE_UP: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
+    width: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     tiles = outputs // width
     inner: tl.constexpr = K // SPLIT
     ids = tl.arange(0, BLOCK_G)
@@ -104,16 +105,19 @@ def _grouped_tma_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_O), tl.float32)
         for step in range(inner // BLOCK_K):
             x = in_desc.load([row, k + step * BLOCK_K])
-            if GATE_UP:
+            if GATED:
                 w = weight_desc.load([2 * expert, col, k + step * BLOCK_K]).reshape(BLOCK_O, BLOCK_K)
             else:
                 w = weight_desc.load([expert * outputs + col, k + step * BLOCK_K])
             acc = tl.dot(x, tl.trans(w), acc)
         within = block * BLOCK_M + tl.arange(0, BLOCK_M)
         asked = within < count
-        if GATE_UP:
+        if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, width)), (0, 2, 1)))
             result, rows = gate * tl.sigmoid(gate) * up, (first + within).to(tl.int64)
+        elif GATE_UP:
+            acc = tl.maximum(acc, 0.0)
+            result, rows = acc * acc, (first + within).to(tl.int64)
         else:
             chosen = tl.load(order_ptr + expert.to(tl.int64) * capacity + within, mask=asked, other=0)
             result = acc * tl.load(scale_ptr + chosen, mask=asked, other=0.0)[:, None]
@@ -164,8 +168,12 @@ def expert_mlp(
     )
     lists = (order_GT, counts_G, choices, pdl)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    box = [2, tiles.gate_up.block_o // 2, tiles.gate_up.block_k]
-    gate_up = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
+    if gate_up_G2IN.shape[1] > inner:
+        box = [2, tiles.gate_up.block_o // 2, tiles.gate_up.block_k]
+        gate_up = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
+    else:
+        box = [tiles.gate_up.block_o, tiles.gate_up.block_k]
+        gate_up = TensorDescriptor(gate_up_G2IN, [experts * inner, hidden], [hidden, 1], box)
     _grouped(ordered_PN, gate_up, None, hidden_PI, *lists, tiles.gate_up, tiles.programs)
     del ordered_PN  # where down is not split, the terms reuse its memory, so that a step needs no more than grouped.py
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
@@ -189,7 +197,8 @@ def _grouped(
     split: int = 1,
 ) -> None:
     (experts, capacity), (pairs, inner), outputs = order_GT.shape, in_PK.shape, out.shape[-1]
-    weight_rows = outputs if scale is not None else 2 * outputs
+    gated = len(weight.shape) == 3
+    weight_rows = 2 * outputs if gated else outputs
     rows = TensorDescriptor(in_PK, list(in_PK.shape), [inner, 1], [tiles.block_m, tiles.block_k])
     programs = split * most_programs(capacity, choices, experts, weight_rows, tiles)
     _grouped_tma_kernel[(min(most, programs),)](
@@ -211,6 +220,7 @@ def _grouped(
         GROUP=tiles.group,
         SPLIT=split,
         GATE_UP=scale is None,
+        GATED=gated,
         PDL=pdl,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -31,6 +31,7 @@ def _streamed_gate_up_kernel(
     CHOICES: tl.constexpr,
     BLOCK_I: tl.constexpr,
     CHUNK: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     outs = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -41,16 +42,24 @@ def _streamed_gate_up_kernel(
     expert = tl.load(chosen_ptr + pair)
     if expert >= 0:
         cols = tl.arange(0, CHUNK)
-        gates = weight_ptr + (expert.to(tl.int64) * 2 * inner + outs)[:, None] * K + cols[None, :]
+        matrices: tl.constexpr = 2 if GATED else 1
+        ups = weight_ptr + (expert.to(tl.int64) * matrices * inner + outs)[:, None] * K + cols[None, :]
         x_row = x_ptr + (pair // CHOICES).to(tl.int64) * K + cols
         gate = tl.zeros((BLOCK_I, CHUNK), tl.float32)
         up = tl.zeros((BLOCK_I, CHUNK), tl.float32)
         for chunk in tl.static_range(K // CHUNK):
             x = tl.load(x_row + chunk * CHUNK).to(tl.float32)[None, :]
-            gate += x * tl.load(gates + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-            up += x * tl.load(gates + inner * K + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+            if GATED:
+                gate += x * tl.load(ups + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+                up += x * tl.load(ups + inner * K + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+            else:
+                up += x * tl.load(ups + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
         gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
-        result = gate_sum * tl.sigmoid(gate_sum) * up_sum
+        if GATED:
+            result = gate_sum * tl.sigmoid(gate_sum) * up_sum
+        else:
+            result = tl.maximum(up_sum, 0.0)
+            result = result * result
         tl.store(hidden_ptr + pair.to(tl.int64) * inner + outs, result.to(hidden_ptr.dtype.element_ty))
 
 
@@ -124,6 +133,7 @@ def expert_mlp(
         CHOICES=choices,
         BLOCK_I=block_i,
         CHUNK=min(largest_power(hidden), 1024),
+        GATED=gate_up_G2IN.shape[1] > inner,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -52,8 +52,12 @@ def without_lists(tokens: int, choices: int, experts: int) -> bool:
     return tokens <= _MOST_WITHOUT_LISTS and tokens * choices <= 1.25 * asked
 
 
-def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tiles, Tiles]:
+def default_tiles(
+    mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16, up_rows: int | None = None
+) -> tuple[Tiles, Tiles]:
     """Tiles of gate-up [G, 2 * inner, hidden] and down [G, hidden, inner] for lists of ``mean`` tokens on average.
+
+    ``up_rows``: rows of an expert's first matrix, ``inner`` where it has no gate.
 
     Up to 128 tokens nearly every list is one block, since each block of an expert reads its weights again. float32,
     without tensor cores, gets at most 64 rows: larger tiles fit neither registers nor shared memory.
@@ -62,7 +66,7 @@ def default_tiles(mean: float, hidden: int, inner: int, dtype: torch.dtype = tor
     gate_up, down = _BY_ROOM[room]
     if dtype == torch.float32:
         gate_up = down = Tiles(min(room, 64), 64, 32, 3, 4)
-    return _dividing(gate_up, 2 * inner, hidden), _dividing(down, hidden, inner)
+    return _dividing(gate_up, up_rows or 2 * inner, hidden), _dividing(down, hidden, inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +82,18 @@ class LongListTiles:
 
 
 def long_list_tiles(
-    mean: float, experts: int, hidden: int, inner: int, traits: DeviceTraits = H200
+    mean: float, experts: int, hidden: int, inner: int, traits: DeviceTraits = H200, up_rows: int | None = None
 ) -> LongListTiles | None:
     """Tiles for ``experts`` lists of ``mean`` tokens on average; None where lists are too short for them.
+
+    ``up_rows`` as in default_tiles.
 
     Each multiprocessor takes tiles of down in turn. With one to four turns, of which the last occupies only some, half
     tiles waste less of it, unless they are so short that writing and adding them costs more.
     """
     if room_for(mean) < max(_BY_ROOM):
         return None
-    gate_up, down = _dividing(_LONG, 2 * inner, hidden), _dividing(_LONG, hidden, inner)
+    gate_up, down = _dividing(_LONG, up_rows or 2 * inner, hidden), _dividing(_LONG, hidden, inner)
     turns = experts * (mean / down.block_m + 0.5) * (hidden // down.block_o) / traits.multiprocessors
     halves = inner >= _INNER_OF_HALVES and inner % (2 * down.block_k) == 0 and 1 < turns < 4
     return LongListTiles(gate_up, down, 2 if halves else 1, traits.multiprocessors)

@@ -61,6 +61,16 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(out_ptr + row * width + cols, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _relu2_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.maximum(tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32), 0.0)
+    tl.store(out_ptr + at, (x * x).to(out_ptr.dtype.element_ty), mask=at < size)
+
+
 def rms_norm(x_TN: Tensor, residual_TN: Tensor | None, weight_N: Tensor, eps: float, pdl: bool) -> Tensor:
     """rms_norm(x + residual) * weight, [T, N]; the sum, rounded to x's dtype, replaces ``residual_TN`` in place.
 
@@ -96,5 +106,17 @@ def silu_mul(gate_up_T2I: Tensor, pdl: bool) -> Tensor:
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(rows, triton.cdiv(width, block))](
         gate_up_T2I, out_TI, width, BLOCK=block, PDL=pdl, num_warps=max(1, block // 256), launch_pdl=pdl
+    )
+    return out_TI
+
+
+def relu2(x_TI: Tensor, pdl: bool) -> Tensor:
+    """max(x, 0)^2, [T, I]; x is contiguous."""
+    out_TI = torch.empty_like(x_TI)
+    if x_TI.numel() == 0:
+        return out_TI
+    block = 1024
+    _relu2_kernel[(triton.cdiv(x_TI.numel(), block),)](
+        x_TI, out_TI, x_TI.numel(), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out_TI

@@ -62,7 +62,8 @@ class CacheSizing:
     """The result, with every term of the sum. ``num_blocks`` excludes the trash block. Prints as a table.
 
     ``given`` says that --num-blocks decided and memory was only compared. ``tokens_needed``: what one request of the
-    longest length holds, (D + 1) * W tokens reserved ahead included.
+    longest length holds, (D + 1) * W tokens reserved ahead included. ``history_bytes``: of what is in use, the tokens
+    of all slots, where a proposer reads them.
     """
 
     memory: MemoryInfo
@@ -73,6 +74,7 @@ class CacheSizing:
     tokens_needed: int
     num_blocks: int
     given: bool
+    history_bytes: int = 0
 
     @property
     def budget(self) -> int:
@@ -99,6 +101,11 @@ class CacheSizing:
             f"  device memory                  {_size(self.memory.total)}",
             f"  x --memory-fraction {self.memory_fraction:<10.4g} {_size(share)}",
             f"  - in use now                   {_size(used)}  weights and whatever else is on the device",
+            *(
+                [f"    of which token histories     {_size(self.history_bytes)}  of all slots, for proposers"]
+                if self.history_bytes
+                else []
+            ),
             f"  - activations of one step      {_size(self.activation_peak)}  measured",
             *self.shape.state_lines(),
             f"  = left for KV                  {_size(self.budget)}",
@@ -122,6 +129,7 @@ def size_cache(
     reserve_tokens: int,
     memory_fraction: float = 0.9,
     num_blocks: int | None = None,
+    history_bytes: int = 0,
 ) -> CacheSizing:
     """How many blocks to allocate. ``reserve_tokens`` is (D + 1) * W; ``num_blocks`` overrides the sum.
 
@@ -130,7 +138,15 @@ def size_cache(
     """
     tokens_needed = max_model_len + reserve_tokens
     sizing = CacheSizing(
-        memory, memory_fraction, activation_peak, shape, max_model_len, tokens_needed, 0, num_blocks is not None
+        memory,
+        memory_fraction,
+        activation_peak,
+        shape,
+        max_model_len,
+        tokens_needed,
+        0,
+        num_blocks is not None,
+        history_bytes,
     )
     return _checked(sizing, _fitting(sizing) if num_blocks is None else num_blocks)
 

@@ -26,15 +26,30 @@ class Acceptance(NamedTuple):
     finish_B: Tensor
 
 
-def accept(draw: Draw, verdict: Verdict, proposals_BQ: Tensor, limit_B: Tensor | None = None) -> Acceptance:
+def accept(
+    draw: Draw,
+    verdict: Verdict,
+    proposals_BQ: Tensor,
+    limit_B: Tensor | None = None,
+    scripted_B: Tensor | None = None,
+) -> Acceptance:
     """From the draws and verdicts of B * W rows, row-major, and the Q = W - 1 proposals of each row (int64).
 
     A stop id, the last allowed length or an unusable row of logits cuts the rest. ``limit_B`` (integers): at most so
-    many tokens are kept; a row that is cut by it does not end.
+    many tokens are kept; a row that is cut by it does not end. ``scripted_B`` (integers, 0..Q): so many proposals are
+    gained in place of the draws, which then end a row by length only, and no more: not what the target would say.
     """
     rows, width = proposals_BQ.shape[0], proposals_BQ.shape[1] + 1
     tokens_BW, count_BW, finish_BW = (x.view(rows, width) for x in (draw.token_B, *verdict))
-    goes_on_BQ = (tokens_BW[:, :-1] == proposals_BQ) & (finish_BW[:, :-1] == int(FinishReason.NONE))
+    drawn_BQ = tokens_BW[:, :-1] == proposals_BQ
+    if scripted_B is not None:
+        drawn_BQ = torch.arange(width - 1, device=tokens_BW.device) < scripted_B[:, None]
+        kept_BQ = drawn_BQ & (finish_BW[:, :-1] != int(FinishReason.ERROR))
+        tokens_BW = torch.cat((torch.where(kept_BQ, proposals_BQ, tokens_BW[:, :-1]), tokens_BW[:, -1:]), 1)
+        stopped_BQ = kept_BQ & (finish_BW[:, :-1] == int(FinishReason.STOP))
+        finish_BQ = torch.where(stopped_BQ, int(FinishReason.NONE), finish_BW[:, :-1])
+        finish_BW = torch.cat((finish_BQ, finish_BW[:, -1:]), 1)
+    goes_on_BQ = drawn_BQ & (finish_BW[:, :-1] == int(FinishReason.NONE))
     reached_BW = torch.cat((torch.ones_like(finish_BW[:, :1]), goes_on_BQ.to(torch.int32).cumprod(1)), 1)
     if limit_B is not None:
         reached_BW = reached_BW * (torch.arange(width, device=tokens_BW.device) < limit_B[:, None])

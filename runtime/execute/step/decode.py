@@ -12,6 +12,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import KERNEL_VARIANTS, SamplingVariant
+from runtime.execute.step.proposer_feed import ProposerFeed
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_decode
 from runtime.execute.step.tail import Tail
@@ -24,6 +25,7 @@ class DecodeRole(RowRole):
     def __init__(self, parts: RoleParts, name: str = "decode") -> None:
         super().__init__(parts, name, width=1)
         self._tail = Tail(parts.model, parts.tables, parts.ring)
+        self._feed = ProposerFeed(parts)
 
     def compile_sampling(self) -> None:
         """Run every sampling kernel once in every form, so that no request waits for a compiler; nothing on a CPU."""
@@ -52,5 +54,7 @@ class DecodeRole(RowRole):
             state=StateRows(torch.where(rows.live_B, rows_B, PADDING_SLOT)) if parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
-        hidden_BN = parts.model.forward(inputs, parts.caches)
-        self._tail.finish(hidden_BN, rows_B, rows.columns, rows.sampling, variant)
+        hidden_BN = parts.model.forward(inputs, parts.caches, self._feed.tap)
+        draw, verdict = self._tail.finish(hidden_BN, rows_B, rows.columns, rows.sampling, variant)
+        if self._feed.on:
+            self._feed.show_rows(inputs, rows_B, hidden_BN, self._feed.features_TF, draw, verdict)

@@ -18,7 +18,8 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
-from runtime.execute.step.step_io import gather_packed, pieces_of
+from runtime.execute.step.proposer_feed import ProposerFeed
+from runtime.execute.step.step_io import gather_decode, gather_packed, pieces_of
 from runtime.execute.step.tail import Tail
 from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
@@ -32,6 +33,7 @@ class PrefillRole:
     def __init__(self, parts: RoleParts) -> None:
         self._parts = parts
         self._tail = Tail(parts.model, parts.tables, parts.ring)
+        self._feed = ProposerFeed(parts)
         self.graphs = PrefillGraphs(parts, self)
 
     def serves(self, plan: StepPlan) -> bool:
@@ -95,11 +97,11 @@ class PrefillRole:
         attention = lengths.attention(self._parts.tables.gather_blocks(chunks.slots_R))
         scored_2S = None if scores is None else chunks.scored_2S
         every_token, mixed = scored_2S is not None, lengths.first_token > 0
-        hidden = self.hidden(chunks, attention, exchange_rows, mixed=mixed, every_token=every_token)
+        hidden, features_RF = self.hidden(chunks, attention, exchange_rows, mixed=mixed, every_token=every_token)
         if scores is not None and scored_2S is not None:
             scores.fill(hidden, scored_2S, lambda h_RN: model.gather_logits(model.logits(h_RN)))
             hidden = hidden.index_select(0, chunks.logit_rows_R)
-        self.finish(hidden, chunks.emitting_R, variant)
+        self.finish(hidden, features_RF, chunks.emitting_R, variant)
 
     def hidden(
         self,
@@ -110,9 +112,11 @@ class PrefillRole:
         mixed: bool = False,
         every_token: bool = False,
         split_keys: bool = False,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """The part of the step that depends on no row's parameters: final hidden states of each row's last token
-        [R, N], or of every token [T, N].
+        [R, N], or of every token [T, N]; and what the proposer reads of layers, of each row's last token [R, F].
+
+        The proposer is shown all tokens here but those whose successors are still to be drawn.
 
         ``attention`` is of the chunks; its page table has at least R rows. ``mixed``: some rows may decode; which ones
         is read on the device. ``split_keys``: as in LaunchSpec; then only the page table of ``attention`` is read.
@@ -132,16 +136,47 @@ class PrefillRole:
             positions_T=packed.positions_T,
             kv_slots_T=packed.kv_slots_T,
             attention=MixedAttention(decode, of_chunks) if mixed or split_keys else of_chunks,
-            logit_rows_R=None if every_token else chunks.logit_rows_R,
+            logit_rows_R=None if every_token or self._feed.reads_hidden else chunks.logit_rows_R,
             state=chunks.state_rows(packed.ghosts_R) if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
-        return self._parts.model.forward(inputs, self._parts.caches)
+        feed = self._feed
+        hidden = self._parts.model.forward(inputs, self._parts.caches, feed.tap)
+        if not feed.on:
+            return hidden, None
+        feed.show_chunks(inputs, chunks, packed, hidden if feed.reads_hidden else None)
+        features_TF = feed.features_TF
+        features_RF = None if features_TF is None else features_TF.index_select(0, chunks.logit_rows_R)
+        if feed.reads_hidden and not every_token:
+            hidden = hidden.index_select(0, chunks.logit_rows_R)
+        return hidden, features_RF
 
-    def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None:
-        """The rest of it: a token for every row that is not the padding slot's."""
-        columns = self._parts.tables.gather(emitting_R)
-        self._tail.finish(hidden_RN, emitting_R, columns, columns.sampling(), variant)
+    def finish(
+        self, hidden_RN: Tensor, features_RF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant
+    ) -> None:
+        """The rest of it: a token for every row that is not the padding slot's, which the proposer is shown behind the
+        newest token that the row had."""
+        if not self._feed.on:
+            columns = self._parts.tables.gather(emitting_R)
+            self._tail.finish(hidden_RN, emitting_R, columns, columns.sampling(), variant)
+            return
+        size = self._parts.limits.block_size
+        rows = gather_decode(self._parts.tables, emitting_R, size)
+        draw, verdict = self._tail.finish(hidden_RN, emitting_R, rows.columns, rows.sampling, variant)
+        longest = rows.page_table_BP.shape[1] * size
+        inputs = StepInputs(
+            token_ids_T=rows.token_B,
+            positions_T=rows.position_B,
+            kv_slots_T=rows.kv_slots_B,
+            attention=DecodeAttention(rows.page_table_BP, rows.kv_lengths_B, 1, longest),
+            real_T=rows.live_B,
+        )
+        self._feed.show_rows(inputs, emitting_R, hidden_RN, features_RF, draw, verdict)
+
+    @property
+    def feature_size(self) -> int:
+        """F: how many numbers the proposer reads of a token's layers; 0 where it reads none."""
+        return 0 if self._feed.tap is None else len(self._feed.tap.layers) * self._parts.model.config.hidden_size
 
     @property
     def splits_keys(self) -> bool:

@@ -74,8 +74,12 @@ class PrefillWork(Protocol):
         *,
         mixed: bool,
         split_keys: bool = False,
-    ) -> Tensor: ...
-    def finish(self, hidden_RN: Tensor, emitting_R: Tensor, variant: SamplingVariant) -> None: ...
+    ) -> tuple[Tensor, Tensor | None]: ...
+    def finish(
+        self, hidden_RN: Tensor, features_RF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant
+    ) -> None: ...
+    @property
+    def feature_size(self) -> int: ...
     def attention_for_graphs(self, page_table_BP: Tensor, max_tokens: int) -> RepeatedPrefill | None: ...
 
 
@@ -136,7 +140,9 @@ class PrefillGraphs:
         self._graphs[bucket].replay()
 
     def _tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
-        self._work.finish(self._hidden_RN[: len(emitting_B)], emitting_B, variant)
+        rows = len(emitting_B)
+        features_RF = None if self._features_RF is None else self._features_RF[:rows]
+        self._work.finish(self._hidden_RN[:rows], features_RF, emitting_B, variant)
 
     def warm_up(self) -> None:
         """Capture every bucket, the largest first so that the shared memory pool is sized once, and replay that one.
@@ -182,6 +188,8 @@ class PrefillGraphs:
             return False  # one rank that pads and one that does not would exchange all-reduces of unlike sizes
         self._attention = attention
         self._hidden_RN = self._device.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
+        size = self._work.feature_size
+        self._features_RF = self._device.zeros(rows, size, dtype=self._model.dtype) if size else None
         return True
 
     def _capture(self, bucket: int, *, split_keys: bool = False) -> Graph:
@@ -196,8 +204,10 @@ class PrefillGraphs:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            hidden_RN = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
+            hidden_RN, features_RF = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
             self._hidden_RN[:rows].copy_(hidden_RN)
+            if self._features_RF is not None and features_RF is not None:
+                self._features_RF[:rows].copy_(features_RF)
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
             attention.plan(*lengths)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PIECE, DecodeAttention
+from runtime.execute.proposer import Proposed
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
@@ -223,6 +224,7 @@ class Window:
     int64: theirs, 0 where not live. live_BW bool: not of a ghost, of padding, or past ``max_length``. kv_slots_BW
     int64: where their KV goes; in the trash block for ghosts and padding. page_table_BP int32; kv_lengths_B int32, the
     window included. ``limit_B``: most tokens that a row may gain in this step; None where there is no limit but W.
+    ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide.
     """
 
     rows_B: Tensor
@@ -235,6 +237,7 @@ class Window:
     kv_slots_BW: Tensor
     live_BW: Tensor
     limit_B: Tensor | None = None
+    scripted_B: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -245,18 +248,17 @@ def gather_window(
     tables: SlotTables,
     rows_B: Tensor,
     columns: SlotColumns,
-    proposals_BQ: Tensor,
+    proposed: Proposed,
     block_size: int,
-    limit_B: Tensor | None = None,
 ) -> Window:
     """What a step of W = Q + 1 tokens a row needs of slots ``rows_B``; new tensors. ``columns``: ``tables.gather`` of
-    them. proposals_BQ int64, ids of the vocabulary: the tokens that may follow each row's last one.
+    them. ``proposed``: the Q tokens that may follow each row's last one.
 
     A row begins before its sequence's end and may reach past it. Tokens there draw nothing. Their KV goes into the
     row's own blocks nevertheless, for attention loads all that ``kv_lengths_B`` covers, and memory that nobody wrote
     may hold NaN.
     """
-    tokens_BW = torch.cat((columns.last_token[:, None], proposals_BQ), 1)
+    tokens_BW = torch.cat((columns.last_token[:, None], proposed.tokens_BQ), 1)
     offsets_W = torch.arange(tokens_BW.shape[1], device=rows_B.device)
     going_B, length_B = columns.finished == 0, columns.length.to(torch.int64)
     drawn_BW = length_B[:, None] + offsets_W  # the position that each token's draw is for
@@ -277,7 +279,8 @@ def gather_window(
         position_BW=torch.where(live_BW, drawn_BW - 1, 0),
         kv_slots_BW=torch.where(going_B[:, None], page_BW, 0) * block_size + kept_BW % block_size,
         live_BW=live_BW,
-        limit_B=limit_B,
+        limit_B=proposed.limit_B,
+        scripted_B=proposed.scripted_B,
     )
 
 

@@ -37,7 +37,7 @@ class Tail:
         columns: SlotColumns,
         sampling: SamplingInputs,
         variant: SamplingVariant,
-    ) -> None:
+    ) -> tuple[Draw, Verdict]:
         """Draw one token for every row, check for the end, write back by slot, report."""
         seen = self._tables.need_seen().select(rows_B) if variant.penalties else None
         edits = edits_of(self._tables.edits, rows_B) if variant.edits else None
@@ -47,6 +47,8 @@ class Tail:
         if variant.edits:
             remember_(self._tables.edits, rows_B, draw.token_B, verdict.count_B > 0)
         write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
+        self._tables.remember(rows_B, columns.length, draw.token_B[:, None], verdict.count_B)
+        return draw, verdict
 
     def finish_window(self, hidden_TN: Tensor, window: Window, variant: SamplingVariant) -> Acceptance:
         """Draw at every position of the window, keep what the proposals foresaw and one token more, write back, report.
@@ -59,7 +61,7 @@ class Tail:
             seen = seen_in_window(self._tables.need_seen().select(window.rows_B), window.tokens_BW[:, 1:])
         edits = edits_in_window(self._tables.edits, window.rows_B, window.tokens_BW[:, 1:]) if variant.edits else None
         draw, verdict, logprobs = self._draw(self._model.logits(hidden_TN), window.sampling, variant, seen, edits)
-        accepted = accept(draw, verdict, window.tokens_BW[:, 1:], window.limit_B)
+        accepted = accept(draw, verdict, window.tokens_BW[:, 1:], window.limit_B, window.scripted_B)
         for index in range(window.width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
             gained_B = accepted.count_B > index
             if variant.penalties:
@@ -67,6 +69,7 @@ class Tail:
             if variant.edits:
                 remember_(self._tables.edits, window.rows_B, accepted.tokens_BW[:, index], gained_B)
         write_back_window(self._tables, self._ring, window, accepted, logprobs)
+        self._tables.remember(window.rows_B, window.columns.length, accepted.tokens_BW, accepted.count_B)
         return accepted
 
     def rehearse(self, rows: int, variant: SamplingVariant) -> None:

@@ -66,7 +66,25 @@ def test_the_32b_shape_has_its_size() -> None:
 def test_every_shape_is_a_model_folder(folder: str) -> None:
     config = ModelConfig.from_folder(SHAPES / folder)
     assert config.max_length >= 4096
-    assert config.vocab_size == 151_936
+    assert config.vocab_size == (131_072 if "nemotron" in folder else 151_936)
+
+
+def test_the_hybrid_shape_has_its_size_and_reads_and_writes_its_state() -> None:
+    """31.6 B parameters, 3.2 B of them active behind the embedding; 46 MiB of recurrent state a sequence (float32)."""
+    folder = SHAPES / "nemotron-3-nano-30b-a3b"
+    shape, config = Shape.from_folder(folder), ModelConfig.from_folder(folder)
+    assert config.mamba is not None
+    assert shape.dense + shape.experts * shape.expert + 131_072 * 2688 == pytest.approx(31.6e9, rel=0.005)
+    assert shape.dense + 6 * shape.expert == pytest.approx(3.2e9, rel=0.02)
+    recurrent = 23 * 64 * 64 * 128 * 4
+    window = 23 * 4 * config.mamba.conv_channels * 2
+    assert recurrent == 46 << 20
+    assert shape.state_bytes == 2 * recurrent + window
+    floor = partial(decode_floor, shape, length=0.0, value_bytes=2, bytes_per_s=1e12, flop_per_s=1e30)
+    assert floor(batch=8, ranks=1).state_bytes == 8 * shape.state_bytes
+    assert floor(batch=8, ranks=2).state_bytes == 4 * shape.state_bytes
+    few, many = floor(batch=64, ranks=1), floor(batch=65, ranks=1)
+    assert many.seconds - few.seconds > shape.state_bytes / 1e12
 
 
 def test_a_byte_bound_step_and_a_compute_bound_one() -> None:

@@ -69,6 +69,21 @@ def test_a_grid_is_every_combination_the_last_variable_fastest() -> None:
     assert grid_of(content, "g").varied == ("tp", "batch", "depth")
 
 
+def test_speculation_and_none_are_values_of_a_variable() -> None:
+    grid = grid_of(
+        {
+            "options": {"model": "m"},
+            "grid": {"speculative-method": [None, "ngram"], "num-speculative-tokens": [None, 4]},
+            "link": [["speculative-method", "num-speculative-tokens"]],
+        },
+        "g",
+    )
+    assert [dict(point.settings) for point in grid.points] == [
+        {"model": "m"},
+        {"model": "m", "speculative-method": "ngram", "num-speculative-tokens": 4},
+    ]
+
+
 def test_linked_variables_are_read_side_by_side() -> None:
     content = {
         "options": {"model": "m"},

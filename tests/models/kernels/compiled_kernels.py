@@ -13,21 +13,27 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
+from models.config import ModelConfig
 from models.expert_load import start_counting
-from models.inputs import PrefillAttention, empty_kv_layer
+from models.inputs import PrefillAttention, StateRows, empty_kv_layer
 from models.kernels.attention import rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
 from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
+from models.kernels.interface import DeltaRule
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
+from models.kernels.matmul.norm import relu2
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.traits import H200
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
@@ -45,6 +51,7 @@ from tests.models.kernels.rank_without_gpu import (
     META,
     MOST_PREFILL,
     SAMPLING,
+    SHAPES,
     FirstRank,
     Rank,
     play_an_h200,
@@ -74,6 +81,8 @@ def dense(driver: CompilingDriver) -> None:
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
     same_bits(driver, "8b")
+    driver.where = "squared ReLU"
+    relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
 
@@ -120,6 +129,47 @@ def experts(driver: CompilingDriver) -> None:
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
             grouped_tma.expert_mlp(*given, tiles)
+    without_a_gate(driver)
+
+
+def without_a_gate(driver: CompilingDriver) -> None:
+    """The experts of Nemotron-3-Nano: the streamed path, short lists and long ones."""
+    experts = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").experts
+    assert experts is not None
+    hidden, inner, count, choices = 2688, experts.intermediate_size, experts.count, experts.per_token
+    up, down = (
+        torch.empty(count, *sizes, dtype=torch.bfloat16, device=META) for sizes in ((inner, hidden), (hidden, inner))
+    )
+    for rows in (1, 32, 8192):
+        driver.where = f"experts of Nemotron-3-Nano, {rows} rows"
+        x, weights = (
+            torch.empty(rows, hidden, dtype=torch.bfloat16, device=META),
+            torch.empty(rows, choices, device=META),
+        )
+        NvidiaKernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
+
+
+def mamba(driver: CompilingDriver) -> None:
+    """The launches of Nemotron-3-Nano's Mamba-2: decode of few rows and of many, a prefill; and in float32."""
+    shape = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").mamba
+    assert shape is not None
+    for dtype in (torch.bfloat16, torch.float32):
+        made = partial(torch.empty, dtype=dtype, device=META)
+        channels, heads, states = shape.conv_channels, shape.heads, shape.state_size
+        of_heads, inner, groups = torch.empty(heads, device=META), shape.inner, shape.groups
+        filters, bias = made(channels, shape.taps), made(channels)
+        weights = Mamba2Weights(
+            *(heads, shape.head_dim, groups, states, filters, bias, of_heads, of_heads, of_heads, made(inner), 1e-5),
+            norm_groups=groups,
+        )
+        window, state = made(9, shape.taps, channels), torch.empty(9, heads, shape.head_dim, states, device=META)
+        for rows in (1, 64) if dtype == torch.bfloat16 else (64,):
+            driver.where = f"Mamba-2 of {heads} heads, {dtype}, step of {rows}"
+            numbers = torch.empty(rows, dtype=torch.int64, device=META)
+            projected = made(rows, inner + channels + heads)
+            mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
+        driver.where = f"Mamba-2 of {heads} heads, {dtype}, scan"
+        mamba2_triton.scan(projected, made(rows, channels), weights, state, numbers, numbers, True)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -228,6 +278,40 @@ def more_same_bits(driver: CompilingDriver) -> None:
     same_bits(driver, "8b", dtype=torch.float32)
 
 
+def slot_state(driver: CompilingDriver) -> None:
+    """The kernels over slot state at the sizes of Qwen3-Next on one rank and on two: every launch of a prefill, of a
+    mixed step and of decode; and of small float32 heads.
+    """
+    driver.package = "models.kernels.recurrent."
+    kernels = NvidiaKernels(META)
+    for k_heads, v_heads, dim, dtype in (
+        (16, 32, 128, torch.bfloat16),
+        (8, 24, 128, torch.bfloat16),
+        (2, 4, 24, torch.float32),
+    ):
+        driver.where = f"{v_heads} heads of {dim}, {dtype}"
+        channels, values = (2 * k_heads + v_heads) * dim, v_heads * dim
+        numbers = [torch.empty(v_heads, device=META) for _ in range(2)]
+        rule = DeltaRule(k_heads, v_heads, dim, dim, *numbers, torch.empty(dim, device=META), 1e-6)
+        filters = torch.empty(channels, 4, dtype=dtype, device=META)
+        banks = (
+            torch.empty(9, 4, channels, dtype=dtype, device=META),
+            rule,
+            torch.empty(9, v_heads, dim, dim, device=META),
+        )
+        for tokens, rows in ((2048, 8), (32, 32), (8, 8)):
+            projected = torch.empty(tokens, channels + values + 2 * v_heads, dtype=dtype, device=META)
+            slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (rows, tokens))
+            ends = torch.empty(rows, dtype=torch.int64, device=META)
+            kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots, ends), positions)
+            if tokens == rows:
+                kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots), positions)
+        x = torch.empty(9, 2048, dtype=dtype, device=META)
+        kernels.sigmoid_mul(x, x)
+        kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))
+    mamba(driver)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "experts": experts,
@@ -238,6 +322,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "push": pushing,
     "all-reduce": all_reduces,
     "exchanges": exchanges,
+    "slot-state": slot_state,
     "table": shipped_table,
     "too-much": too_much,
 }

@@ -75,12 +75,19 @@ def check_lists(tokens: int, choices: int, experts: int) -> None:
 
 
 def check_mlp(
-    form: Callable[..., Tensor], tokens: int, choices: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype
+    form: Callable[..., Tensor],
+    tokens: int,
+    choices: int,
+    experts: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    matrices: int = 2,
 ) -> None:
+    """``matrices``: 1 without a gate."""
     hidden, inner = sizes
     x = torch.randn(tokens, hidden).to(dtype)
     x[-1] = math.nan  # goes nowhere, and nobody sees it
-    gate_up = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
+    gate_up = (torch.randn(experts, matrices * inner, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
     found = form(x, gate_up, down, weights, chosen, False)
@@ -109,6 +116,8 @@ def main() -> None:
             partial(grouped, tiles=(tiles, tiles)) for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
         )
         check_mlp(small, 40, 2, 3, (32, 16), dtype)
+        for without_gate in (streamed.expert_mlp, grouped):
+            check_mlp(without_gate, 3, 2, 3, (48, 32), dtype, 1)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
         for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
             tiles = Tiles(16, 16, 16, 2, 4, group)
@@ -118,6 +127,7 @@ def main() -> None:
         form = partial(grouped_tma.expert_mlp, tiles=LongListTiles(up, down, split))
         check_mlp(form, 60, 2, 3, (32, 48), torch.float16)
         check_mlp(form, 7, 3, 5, (48, 48), torch.float16)
+        check_mlp(form, 40, 2, 3, (32, 48), torch.float16, 1)
 
 
 if __name__ == "__main__":

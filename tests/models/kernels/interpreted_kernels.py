@@ -218,6 +218,24 @@ def attention(kernels: InterpretedKernels) -> None:
     kernels.check_counters()
 
 
+def blocks(kernels: InterpretedKernels) -> None:
+    """Blocks that see all of themselves, with and without a plan; and entries written without anybody's query."""
+    for heads, kv_heads, dim, page, block, dtype in (
+        (4, 2, 16, 16, 4, torch.float32),
+        (8, 2, 64, 16, 8, torch.float16),
+        (4, 1, 32, 8, 3, torch.float16),
+        (3, 3, 64, 64, 5, torch.float16),
+    ):
+        cache = Cache([block, 70, 33], kv_heads, dim, page, dtype)
+        q, inputs = randn(3 * block, heads, dim, dtype=dtype), cache.inputs(block)
+        for causal in (False, True):
+            expected = REFERENCE.block_attention(q, cache.kv, inputs, dim**-0.5, causal=causal)
+            for planned in (inputs, kernels.plan_block(inputs, heads, cache.kv)):
+                found = kernels.block_attention(q, cache.kv, planned, dim**-0.5, causal=causal)
+                check(found, expected, dtype, ("block", heads, dim, block, causal))
+    kernels.check_counters()
+
+
 def rotation(kernels: InterpretedKernels) -> None:
     """Alone and folded into attention: the same queries, keys, values and outputs, and nothing else written."""
     for heads, kv_heads, dim, rotary, norm, dtype in (
@@ -278,7 +296,15 @@ def engine(kernels: InterpretedKernels) -> None:
     kernels.check_counters()
 
 
-PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (rows, products, reading, attention, rotation, engine)
+PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
+    rows,
+    products,
+    reading,
+    attention,
+    blocks,
+    rotation,
+    engine,
+)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A serial engine in miniature: token lists in, greedy tokens and their logits out, over a paged KV cache.
 
-Knows: pages, chunks, shared prefixes and padding rows, enough to build every kind of StepInputs.
+Knows: pages, slots, chunks, shared prefixes and padding rows, enough to build every kind of StepInputs.
 Does not know: the runtime, which does the same with slots and schedules.
 """
 
@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StepInputs
+from models.cache_layout import PagedKV
+from models.inputs import DecodeAttention, PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
+
+MOST_ROWS = 16  # sequences at a time, of models that keep state in slots
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Row:
 
     tokens: list[int]
     pages: list[int]
+    slot: int = 0
     cached: int = 0
     forced: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -38,9 +42,21 @@ class PagedDriver:
         self.device = device
         self.page_size = page_size
         self.free = list(range(pages - 1, 0, -1))  # handed out in falling order: neighbours are not adjacent
-        self.kv_layers = [
-            torch.zeros(kv.shape(pages, page_size), dtype=kv.dtype, device=device) for kv in model.cache_layout.paged
-        ]
+        self.caches: list[Tensor | dict[str, Tensor] | None] = []
+        for layer in model.cache_layout.layers:
+            if isinstance(layer, PagedKV):
+                self.caches.append(torch.zeros(layer.shape(pages, page_size), dtype=layer.dtype, device=device))
+            elif layer is not None:
+                self.caches.append(
+                    {
+                        name: torch.zeros(1 + MOST_ROWS, *shape, dtype=dtype, device=device)
+                        for name, (shape, dtype) in layer.tensors.items()
+                    }
+                )
+            else:
+                self.caches.append(None)
+        self.kv_layers = [cache for cache in self.caches if isinstance(cache, Tensor)]
+        self._stateful = model.cache_layout.has_slot_state
 
     def generate(
         self,
@@ -53,14 +69,20 @@ class PagedDriver:
         """Greedy completions, or ``forced`` ones, so that inexact arithmetic can be followed along another's tokens.
 
         ``chunk`` bounds a prompt's tokens a step; ``share_prefixes`` computes the first prompt alone and lets the
-        others reuse its full pages as far as they begin the same. Pages return to the pool.
+        others reuse its full pages as far as they begin the same, where all that is kept of a prefix is in pages. Pages
+        and slots return to the pool.
         """
-        rows = [Row(list(prompt), self._pages_for(len(prompt) + new_tokens)) for prompt in prompts]
+        rows = [
+            Row(list(prompt), self._pages_for(len(prompt) + new_tokens), slot=1 + number)
+            for number, prompt in enumerate(prompts)
+        ]
+        self._reset_state()
         for row, completion in zip(rows, forced or (), strict=False):
             row.forced = list(completion)
         taken = [page for row in rows for page in row.pages]
         if share_prefixes:
             self._prefill(rows[:1], chunk)
+        if share_prefixes and not self._stateful:
             for row in rows[1:]:
                 self._share(rows[0], row)
         self._prefill(rows[1:] if share_prefixes else rows, chunk)
@@ -68,6 +90,14 @@ class PagedDriver:
             self._decode(rows)
         self.free.extend(taken)
         return rows
+
+    def _reset_state(self) -> None:
+        """Of all slots: zeros where a sequence is seated; of the null slot NaN, which nobody may see."""
+        for cache in self.caches:
+            if isinstance(cache, dict):
+                for bank in cache.values():
+                    bank.zero_()
+                    bank[0] = float("nan")
 
     def _pages_for(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // self.page_size))]
@@ -115,8 +145,15 @@ class PagedDriver:
                 positions.append(position)
                 kv_slots.append(row.pages[position // self.page_size] * self.page_size + position % self.page_size)
             row.cached += count
-        inputs = StepInputs(self._tensor(tokens), self._tensor(positions), self._tensor(kv_slots), attention)
-        return self.model.forward(inputs, self.kv_layers)
+        state = None
+        if self._stateful:
+            slots_B = self._tensor([row.slot for row in rows])
+            decodes = isinstance(attention, DecodeAttention)
+            state = StateRows(slots_B, None if decodes else self._tensor(counts).cumsum(0))
+        inputs = StepInputs(
+            self._tensor(tokens), self._tensor(positions), self._tensor(kv_slots), attention, state=state
+        )
+        return self.model.forward(inputs, self.caches)
 
     def _extend(self, rows: Sequence[Row], hidden_RN: Tensor) -> None:
         logits_RV = self.model.gather_logits(self.model.logits(hidden_RN))

@@ -24,10 +24,13 @@ from tests.torchrun import python
 ROOT = Path(__file__).parents[3]
 MOST_SHARED = 232448  # bytes: 227 KiB, what one program of an H200 may have
 
-# Arguments that the launch right before never wrote: weights, and what a step says about its rows.
+# Arguments that the launch right before never wrote: weights, what a step says about its rows, and what an earlier step
+# left.
 STEADY = {
     *("weight_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
     *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr", "units_ptr"),
+    *("ends_ptr", "decay_log_ptr", "decay_bias_ptr", "gate_ptr", "state_ptr"),
+    *("a_log_ptr", "window_ptr"),
 }
 
 
@@ -73,11 +76,14 @@ FOLDERS = ("models/kernels", "runtime/execute")
 FILES = [f for folder in FOLDERS for f in sorted((ROOT / folder).rglob("*.py")) if "@triton.jit" in f.read_text()]
 
 
-@pytest.mark.parametrize("part", ["dense", "experts"])
+PART_OF_FOLDER = {"experts": "experts", "recurrent": "slot-state"}  # of all others: dense
+
+
+@pytest.mark.parametrize("part", ["dense", "experts", "slot-state"])
 def test_every_kernel_compiles_for_hopper_and_fits(part: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--part", part)
     assert complaints(found) == []
-    wanted = kernels_of([file for file in FILES if (file.parent.name == "experts") == (part == "experts")])
+    wanted = kernels_of([file for file in FILES if PART_OF_FOLDER.get(file.parent.name, "dense") == part])
     assert wanted, "no kernel was found in the sources"
     assert wanted <= {one["kernel"] for one in found}
     assert {one["element"] for one in found} >= {"bf16"}

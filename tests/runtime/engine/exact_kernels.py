@@ -72,7 +72,9 @@ class ExactKernels(ReferenceKernels):
     ) -> Tensor:
         chosen_GTC = local_TC == torch.arange(len(down_GNI))[:, None, None]
         weight_GT1 = weights_TC.where(chosen_GTC, 0).sum(-1, keepdim=True)
-        term_GTN = self.silu_mul(x_TN @ gate_up_G2IN.mT) @ down_GNI.mT * weight_GT1
+        up_GTX = x_TN @ gate_up_G2IN.mT
+        inner_GTI = self.silu_mul(up_GTX) if up_GTX.shape[2] > down_GNI.shape[2] else self.relu2(up_GTX)
+        term_GTN = inner_GTI @ down_GNI.mT * weight_GT1
         return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
 
 

@@ -36,7 +36,8 @@ Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, t
 @dataclass
 class Life:
     """``plans``: step by step, None for a void one; ``specs``: how the others were launched. ``gained``: after each
-    turn, every request's landed tokens so far. ``asked``: how many likely tokens beside each of its own a request wants
+    turn, every request's landed tokens so far. ``rounds``: what each request gained in its windows, one after the
+    other. ``asked``: how many likely tokens beside each of its own a request wants
     to know.
     """
 
@@ -48,6 +49,7 @@ class Life:
     plans: list[StepPlan | None] = field(default_factory=list)
     specs: list[LaunchSpec] = field(default_factory=list)
     gained: list[dict[int, int]] = field(default_factory=list)
+    rounds: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def answers(self) -> dict[int, tuple[tuple[int, ...], FinishReason]]:
@@ -65,6 +67,8 @@ class Life:
             if request_id < 0 or not count:
                 continue
             sums[request_id] = sums.get(request_id, 0) + count
+            if output.width > 1:
+                self.rounds.setdefault(request_id, []).append(count)
             if request_id in self.asked:
                 assert isinstance(output.logprobs, StepLogprobs)
                 for column in range(count):

@@ -10,14 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.role import MakeRole, Role, RoleParts
 from runtime.execute.slot_state import SlotColumns
-from runtime.execute.step.window import Proposed, WindowRole
+from runtime.execute.step.window import WindowRole
 from runtime.schedule.request import Request
 
 
 class ReplayProposer:
     """``right`` of ten proposals are right; with ``limited``, a row may gain at most 0..W tokens, drawn every step."""
+
+    name = "replay"
+    layers = ()
+    reads_hidden = False
 
     def __init__(self, parts: RoleParts, script: Mapping[int, Sequence[int]], right: int, limited: bool) -> None:
         seeds, longest = max(script) + 1, max(map(len, script.values()))
@@ -30,7 +35,7 @@ class ReplayProposer:
         self._right = right
         self._limited = limited
 
-    def __call__(self, columns: SlotColumns, count: int) -> Proposed:
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         seeds, longest = self._script_SL.shape
         seed_B1 = columns.seed.clamp(0, seeds - 1)[:, None]
         position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count, device=columns.length.device)
@@ -41,6 +46,9 @@ class ReplayProposer:
             return Proposed(tokens_BQ)
         step_B = seed_B1[:, 0] + 977 * self._ring.appended_1  # another number each step, or a row could stay at 0
         return Proposed(tokens_BQ, _mixed(step_B) % (count + 2))
+
+    def observe(self, observed: Observed) -> None:
+        raise AssertionError("it reads nothing of the target")
 
 
 def _mixed(number: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.proposer import MakeProposer
 from runtime.execute.role import ExecutorConfig, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.gc_freeze import freeze_heap
@@ -39,6 +40,7 @@ from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, 
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.speculation import Speculation
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 VOCABULARY = 211
@@ -98,6 +100,9 @@ class RigLimits(TypedDict, total=False):
     further_roles: Sequence[MakeRole]
     max_sessions: int
     session_policy: SessionPolicy
+    proposer: MakeProposer | None
+    speculation: Speculation | None
+    folder: Path | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -143,12 +148,16 @@ def rig(
     further_roles: Sequence[MakeRole] = (),
     max_sessions: int = 0,
     session_policy: SessionPolicy = "evict",
+    proposer: MakeProposer | None = None,
+    speculation: Speculation | None = None,
+    folder: Path | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
-    decode steps, in turn; ``further_roles`` serve those that are not 1.
+    decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
+    has them, both or neither. ``folder``: a model with weights in place of the tiny one.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -165,20 +174,21 @@ def rig(
         prefix_caching=prefix_caching,
         prefill_burst=prefill_burst,
     )
-    model_config = ModelConfig.from_dict({**TINY, **(shape or {})})
+    model_config = ModelConfig.from_folder(folder) if folder else ModelConfig.from_dict({**TINY, **(shape or {})})
     device = device or TwinDevice()
     model = load_model(
         model_config,
-        None,
-        load_format="dummy",
+        folder,
+        load_format="safetensors" if folder else "dummy",
         dtype=dtype,
         device=device.torch_device,
         collectives=collectives or SingleRank(),
         experts=experts,
         kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
     )
+    widest = max(widths) if speculation is None else speculation.width
     slots = 2 * rows + max_sessions
-    limits = StepLimits(rows, slots, block_size, max_model_len, depth, max(widths), max_prefill_tokens)
+    limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens)
     executor = Executor(
         device,
         model,
@@ -196,6 +206,7 @@ def rig(
             mixed=mixed is not None,
         ),
         further_roles=further_roles,
+        proposer=proposer,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
         land_range=partial(around, ranges),
@@ -210,6 +221,7 @@ def rig(
             mixed=mixed,
             max_sessions=max_sessions,
             session_policy=session_policy,
+            speculation=speculation,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)

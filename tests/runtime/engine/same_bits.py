@@ -58,10 +58,11 @@ def questions(seed: int, count: int = 6, *, longest: int = 30) -> list[Request]:
 
 @dataclass
 class Answers:
-    """By request: ``tokens``, and of each token the ``bits`` of what was said about it (StepLogprobs)."""
+    """By request: ``tokens``, and of each the ``bits`` of what StepLogprobs said of it and of the best ``top``."""
 
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     bits: dict[int, list[bytes]] = field(default_factory=dict)
+    top: int = 3
 
     def watch(self, output: StepOutput) -> None:
         """Of a step: takes what it brought."""
@@ -69,14 +70,15 @@ class Answers:
             return
         for row, (request_id, count) in enumerate(zip(output.request_ids, output.counts, strict=True)):
             for place in range(count):
-                said = (values.chosen_BW, values.rank_BW, values.top_ids_BWN[:, :, :3], values.top_BWN[:, :, :3])
+                likeliest = values.top_ids_BWN[:, :, : self.top], values.top_BWN[:, :, : self.top]
+                said = (values.chosen_BW, values.rank_BW, *likeliest)
                 entry = b"".join(part[row, place].tobytes() for part in said)
                 self.bits.setdefault(request_id, []).append(entry)
 
 
-def answers(engine: Engine, requests: Iterable[Request], most_turns: int = 3000) -> Answers:
+def answers(engine: Engine, requests: Iterable[Request], most_turns: int = 3000, top: int = 3) -> Answers:
     """Of ``requests`` in one engine, all at once."""
-    found = Answers()
+    found = Answers(top=top)
     ended = run(engine, requests, watch=found.watch, most_turns=most_turns)
     found.tokens = {request_id: one.token_ids for request_id, one in ended.items()}
     for request_id, tokens in found.tokens.items():

@@ -15,6 +15,7 @@ from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
+from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.gc_freeze import freeze_heap
 from tests.runtime.engine.rig import request, run, tiny_folder
 
@@ -96,6 +97,27 @@ def test_closed_engines_leave_nothing_behind(tmp_path: Path) -> None:
         assert gc.get_freeze_count() == 0
         del engine
         assert gone(refs)
+
+
+def test_memory_is_free_before_the_next_engine_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any other collection: the last engine's weights would be sized around, or leave no room at all."""
+    folder = tiny_folder(tmp_path)
+    gc.disable()
+    try:
+        with engine_over(folder) as engine:
+            run(engine, [request(0, (3, 4, 5))])
+            refs = [weakref.ref(one) for one in (*engine.executor.pool.paged, *engine.executor._model.parameters())]
+        del engine
+        seen: list[bool] = []
+
+        def measured(*_: object) -> None:
+            seen.append(all(ref() is None for ref in refs))
+
+        monkeypatch.setattr(TwinDevice, "release_unused", measured)
+        with engine_over(folder):
+            assert seen[0]
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_ends_with_an_error_thaws(tmp_path: Path) -> None:

@@ -19,17 +19,22 @@ def start(world: int, folder: Path, output: Path, depth: int = 2, **options: obj
     return torchrun(world, "tests.runtime.engine.ranks", *words)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_number_of_ranks_draws_the_same_tokens(world: int, tmp_path: Path) -> None:
-    """Greedy, random, filtered and penalised rows, with an odd vocabulary and fewer key/value heads than ranks."""
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {}), (2, {"speculative_config": NGRAM})], ids=str)
+def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str, object], tmp_path: Path) -> None:
+    """Greedy, random, filtered and penalised rows, with an odd vocabulary and fewer key/value heads than ranks; one
+    token a row and step, or windows."""
     with rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
-    ran = start(world, tiny_folder(tmp_path / "model"), tmp_path / "found.json")
+    ran = start(world, tiny_folder(tmp_path / "model"), tmp_path / "found.json", **options)
     assert ran.returncode == 0, ran.said[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
     assert found["counters"]["chain_breaks{start}"] == 1
+    assert bool(found["counters"]["spec_num_drafts"]) == bool(options)
 
 
 @pytest.mark.multiprocess

@@ -1,0 +1,91 @@
+"""Draws the round of docs/speculation.md from the code that runs it: the calls of a window's step, in their order.
+
+    python -m docs.draw_speculation           rewrites it (make diagram)
+    python -m docs.draw_speculation --check   exit code 1 when it is not current
+
+Knows: which calls are stages, and what each is for. Does not know: what the text around the drawing says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.execute.step.tail import Tail
+from runtime.execute.step.window import WindowRole
+
+DOCUMENT = Path(__file__).with_name("speculation.md")
+STAGES = {  # by the call: the stage, and what it does
+    "propose": ("propose", "W - 1 guesses a row, from what the proposer keeps by slot"),
+    "gather_window": ("gather", "last token and guesses, positions, KV places, by slot"),
+    "forward": ("verify", "the target over all W tokens of every row"),
+    "_draw": ("draw", "the target's own token at every position"),
+    "accept": ("accept", "guesses that are what was drawn before them, and one token more"),
+    "write_back_window": ("commit", "last token, length, end by slot; the result ring"),
+    "remember": ("history", "the tokens gained, into the slot's history"),
+    "show_window": ("observe", "true hidden states of the tokens kept, to the proposer"),
+}
+
+
+def calls(function: Callable[..., Any]) -> list[str]:
+    """The names of everything that ``function`` calls, in the order of the text."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            found.append((node.lineno, node.col_offset, name))
+    return [name for _, _, name in sorted(found)]
+
+
+def stages() -> list[str]:
+    """Of one round. ValueError where the code has none of the calls that a stage stands for."""
+    names: list[str] = []
+    for name in calls(WindowRole.decode):
+        names += calls(Tail.finish_window) if name == "finish_window" else [name]
+    found = [name for name in names if name in STAGES]
+    if missing := STAGES.keys() - set(found):
+        raise ValueError(f"no window calls {', '.join(sorted(missing))}")
+    return found
+
+
+def diagram() -> str:
+    """The stages of a round as a Mermaid diagram."""
+    lines = ["```mermaid", "flowchart TB", '    slot[("by slot: last token, length, history, the proposer\'s state")]']
+    before = "slot"
+    for name in stages():
+        stage, what = STAGES[name]
+        lines.append(f'    {before} --> {stage}["{stage}: {what}"]')
+        before = stage
+    return "\n".join([*lines, f"    {before} -->|the next round, of any width| slot", "```"])
+
+
+def redrawn(text: str) -> str:
+    """``text`` with what stands between ``<!-- drawn: round -->`` and ``<!-- end -->`` drawn anew."""
+    found = list(re.finditer(r"(<!-- drawn: round -->\n).*?(<!-- end -->)", text, re.DOTALL))
+    if len(found) != 1:
+        raise ValueError("the document needs exactly one pair of <!-- drawn: round --> and <!-- end -->")
+    return f"{text[: found[0].end(1)]}{diagram()}\n{text[found[0].start(2) :]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 when the drawing is old")
+    options = parser.parse_args()
+    text = DOCUMENT.read_text()
+    current = redrawn(text)
+    if options.check:
+        return int(current != text)
+    DOCUMENT.write_text(current)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Attention of a drafter: entries for tokens whose keys come from the target's states, queries of what is guessed.
+
+Knows: that writing entries and asking are different passes over the same weights. Does not know: whose tokens those
+are, how attention is computed (models/kernels).
+Shape letters as in models/inputs.py; W tokens of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from models.drafters.draft_config import BlockView
+from models.inputs import DecodeAttention, StepInputs
+from models.kernels.interface import Rotation
+from models.layers.attention import Attention
+from parallel.comm.collectives import PendingAllReduce
+
+
+class DraftAttention(Attention):
+    """As a target's attention, over rows of DecodeAttention only. ``view``: what the rows of a block see."""
+
+    def __init__(self, *arguments: Any, view: BlockView | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.view = view or BlockView(causal=True)
+
+    def append(self, x_TN: Tensor, positions_T: Tensor, kv_slots_T: Tensor, kv_layer: Tensor) -> None:
+        """Writes keys and values of ``x`` (normed where the layer norms) at its positions; nothing attends.
+
+        The last few query heads are computed too, so that what is packed looks like a smaller layer's q, k and v.
+        """
+        first = (self.heads - self.kv_heads) * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
+        packed_TX = self.kernels.linear(x_TN, self.qkv.weight[first:], bias)
+        self.kernels.rope_and_cache(packed_TX, self.kv_heads, kv_layer, self._rotation(positions_T, kv_slots_T))
+
+    def forward(
+        self,
+        x_TN: Tensor | PendingAllReduce,
+        residual_TN: Tensor | None,
+        inputs: StepInputs,
+        kv_layer: Tensor,
+        wanted_R: Tensor | None = None,
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+        attention = inputs.attention
+        if not isinstance(attention, DecodeAttention) or wanted_R is not None:
+            raise TypeError("a drafter guesses for rows of DecodeAttention, for all of their tokens")
+        qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
+        rotation = self._rotation(inputs.positions_T, inputs.kv_slots_T)
+        if attention.query_len == 1 and self.view.window is None:
+            out_THD = self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale)
+        else:
+            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+            causal, window = self.view.causal, self.view.window
+            out_THD = self.kernels.block_attention(q_THD, kv_layer, attention, self.scale, causal=causal, window=window)
+        return self.output(out_THD.flatten(1)), residual_TN
+
+    def _rotation(self, positions_T: Tensor, kv_slots_T: Tensor) -> Rotation:
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        return Rotation(q_norm, k_norm, self.norm.eps, self.cos_sin_LR, positions_T, kv_slots_T)

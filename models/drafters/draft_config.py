@@ -1,0 +1,258 @@
+"""Configurations of drafters, read once from a drafter's config.json and checked against the target's.
+
+Knows: how DFlash and MTP checkpoints spell their facts, and which of their options are not implemented.
+Does not know: files of weights, how a drafter computes, who asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models.config import ModelConfig, ModelConfigError, read_json_object
+from models.config_reader import ConfigReader
+
+DFLASH, MTP = "DFlashDraftModel", "MTPDraftModel"
+# What ModelConfig does not read of a drafter, or would refuse in a target.
+_OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
+_LATER_FORMS = ("conv_", "selector_", "projector_")
+_DFLASH_KEYS = frozenset(
+    [
+        *("target_layer_ids", "mask_token_id", "mask_token", "block_size", "causal", "use_swa", "swa_window_size"),
+        *("attention_sink_bias", "attention_value_scale", "use_aux_hidden_state"),
+        *("output_multiplier", "final_logit_softcapping"),  # they do not change which token is the likeliest
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """What the rows of a block see in one layer: all context and the whole block; with ``causal`` no row of the block
+    behind their own; with ``window`` only tokens less than so many positions away."""
+
+    causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """A block drafter. ``model``: its layers' sizes. ``target_layer_ids``: layers of the target, from 0, whose output
+    it reads, in the order of its checkpoint. ``block_size``: most tokens of a block, the known first one included.
+    ``views``: one a layer. ``target_layers``: of the model that it was trained for; None where its config is silent.
+    """
+
+    model: ModelConfig
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    views: tuple[BlockView, ...]
+    target_layers: int | None = None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> DFlashConfig:
+        """Read ``folder``/config.json. Raises ModelConfigError naming file and key."""
+        path, config = _read(folder)
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ModelConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> DFlashConfig:
+        """From the parsed content of config.json. Raises ValueError."""
+        _require_architecture(config, DFLASH)
+        own = config.get("dflash_config") or {}
+        if not isinstance(own, dict):
+            raise ValueError(f"'dflash_config' must be an object, not {own!r}")
+        _refuse_unimplemented(config, own)
+        model = _model_config(config)
+        read, read_own = ConfigReader(config), ConfigReader(own)
+        target_layers = read.size("num_target_layers") if config.get("num_target_layers") is not None else None
+        given = own.get("target_layer_ids", config.get("target_layer_ids"))
+        ids = _layer_ids(given) if given is not None else default_layer_ids(target_layers, model.layers)
+        block = own.get("block_size", config.get("block_size"))
+        if block is None:
+            raise ValueError("the key 'block_size' is missing, at the top level and in 'dflash_config'")
+        block_size = ConfigReader({"block_size": block}).size("block_size", most=1024)
+        if block_size < 2:
+            raise ValueError(f"'block_size' is {block_size}, but a block has a known token and at least one to guess")
+        mask = own.get("mask_token_id", config.get("mask_token_id"))
+        if mask is None:
+            named = own.get("mask_token")
+            hint = f"; 'mask_token' {named!r} alone does not say it" if named is not None else ""
+            raise ValueError(f"the key 'mask_token_id' is missing in 'dflash_config'{hint}")
+        if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
+            raise ValueError(f"'mask_token_id' must be a token id, not {mask!r}")
+        read_own.flag("use_aux_hidden_state")
+        return cls(model, ids, mask, block_size, _views(config, own, model.layers), target_layers)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """ValueError, with both values, where it cannot draft for ``target``."""
+        _check_shared(self.model, target, "DFlash drafter")
+        if self.mask_token_id >= target.vocab_size:
+            raise ValueError(
+                f"the DFlash drafter's 'mask_token_id' is {self.mask_token_id}, but the target's vocabulary has "
+                f"{target.vocab_size} ids, of which it reads the embedding; use the drafter made for this target"
+            )
+        missing = [number for number in self.target_layer_ids if number >= target.layers]
+        if missing:
+            raise ValueError(
+                f"the DFlash drafter reads the target's layers {list(self.target_layer_ids)}, but the target has "
+                f"{target.layers} layers, 0 to {target.layers - 1}: there is no layer {missing[0]}; "
+                f"use the drafter made for this target"
+            )
+        if self.target_layers is not None and self.target_layers != target.layers:
+            raise ValueError(
+                f"the DFlash drafter was made for a target of {self.target_layers} layers ('num_target_layers'), but "
+                f"the target has {target.layers}; use the drafter made for this target"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MTPConfig:
+    """One multi-token-prediction layer. ``model``: its sizes. ``target_layers``: see DFlashConfig."""
+
+    model: ModelConfig
+    target_layers: int | None = None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> MTPConfig:
+        """Read ``folder``/config.json: of an MTP layer's own folder. Raises ModelConfigError naming file and key."""
+        path, config = _read(folder)
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ModelConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> MTPConfig:
+        """From the parsed content of config.json. Raises ValueError."""
+        _require_architecture(config, MTP)
+        read = ConfigReader(config)
+        if read.flag("norm_zero_centered"):
+            raise ValueError("'norm_zero_centered' is true, but MTP layers with zero-centred norms are not implemented")
+        if read.size("num_hidden_layers", 1) != 1:
+            raise ValueError(
+                f"'num_hidden_layers' is {config['num_hidden_layers']}, but only MTP of one layer is implemented"
+            )
+        target_layers = read.size("num_target_layers") if config.get("num_target_layers") is not None else None
+        return cls(_model_config({**config, "num_hidden_layers": 1}), target_layers)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """ValueError, with both values, where it cannot draft for ``target``."""
+        _check_shared(self.model, target, "MTP layer")
+        if self.target_layers is not None and self.target_layers != target.layers:
+            raise ValueError(
+                f"the MTP layer was made for a target of {self.target_layers} layers ('num_target_layers'), but the "
+                f"target has {target.layers}; use the MTP layer made for this target"
+            )
+
+
+Config = TypeVar("Config", DFlashConfig, MTPConfig)
+
+
+def default_layer_ids(target_layers: int | None, layers: int) -> tuple[int, ...]:
+    """The target's layers that a drafter of so many layers reads where its config names none. Raises ValueError.
+
+    The middle one for a single layer; else spread evenly from layer 1 to the third last.
+    """
+    if target_layers is None:
+        raise ValueError("neither 'target_layer_ids' nor 'num_target_layers' says which layers of the target it reads")
+    if layers == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
+
+
+def _read(folder: str | Path) -> tuple[Path, dict[str, Any]]:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelConfigError(
+            f"{folder} holds no config.json; name a drafter's folder in --speculative-config 'model'"
+        )
+    return path, read_json_object(path)
+
+
+def _require_architecture(config: Mapping[str, Any], wanted: str) -> None:
+    if config.get("architectures") != [wanted]:
+        raise ValueError(
+            f"'architectures' must be [{wanted!r}] for this kind of drafter, not {config.get('architectures')!r}"
+        )
+
+
+def _model_config(config: Mapping[str, Any]) -> ModelConfig:
+    if config.get("quantization_config"):
+        raise ValueError("quantized drafters ('quantization_config') are not supported; use the bfloat16 checkpoint")
+    return ModelConfig.from_dict({key: value for key, value in config.items() if key not in _OF_DRAFTERS})
+
+
+def _refuse_unimplemented(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for key, value in (*config.items(), *own.items()):
+        if key.startswith(_LATER_FORMS) and value:
+            raise ValueError(f"{key!r} is {value!r}: it belongs to a later form of DFlash that is not implemented")
+    unknown = sorted(own.keys() - _DFLASH_KEYS - {key for key in own if key.startswith(_LATER_FORMS)})
+    if unknown:
+        raise ValueError(f"'dflash_config' has keys that are not understood: {', '.join(unknown)}")
+    if own.get("attention_sink_bias"):
+        raise ValueError("'attention_sink_bias' is not implemented")
+    if ConfigReader(own).number("attention_value_scale", 1.0) != 1.0:
+        raise ValueError(f"'attention_value_scale' is {own['attention_value_scale']}, but only 1 is implemented")
+    if own.get("use_aux_hidden_state") is False:
+        raise ValueError("'use_aux_hidden_state' is false, but drafters without the target's features are unknown here")
+    if ConfigReader(own).number("output_multiplier", 1.0) <= 0:
+        raise ValueError(f"'output_multiplier' must be positive, not {own['output_multiplier']!r}")
+
+
+def _views(config: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tuple[BlockView, ...]:
+    """Of each layer. A sliding layer is causal unless the config says otherwise, one that sees everything is not."""
+    types = config.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if ConfigReader(own).flag("use_swa") else "full_attention"] * layers
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise ValueError(
+            f"'layer_types' must name one of {', '.join(known)} for each of {layers} layers, not {types!r}"
+        )
+    window = None
+    if "sliding_attention" in types:
+        given = {"sliding_window": own.get("swa_window_size") or config.get("sliding_window")}
+        window = ConfigReader(given).size("sliding_window")
+    said = config.get("is_causal", own.get("causal"))
+    if said is not None and not isinstance(said, bool):
+        raise ValueError(f"'is_causal' must be true or false, not {said!r}")
+    return tuple(
+        BlockView(
+            said if said is not None else kind == "sliding_attention", window if kind == "sliding_attention" else None
+        )
+        for kind in types
+    )
+
+
+def _layer_ids(given: Any) -> tuple[int, ...]:
+    if (
+        not isinstance(given, list)
+        or not given
+        or any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in given)
+    ):
+        raise ValueError(f"'target_layer_ids' must list layer numbers from 0, not {given!r}")
+    if sorted(set(given)) != given:
+        raise ValueError(f"'target_layer_ids' must ascend, which {given!r} does not")
+    return tuple(given)
+
+
+def _check_shared(drafter: ModelConfig, target: ModelConfig, what: str) -> None:
+    """Embedding and head are the target's, so their sizes must be the drafter's."""
+    for key in ("hidden_size", "vocab_size"):
+        own, its = getattr(drafter, key), getattr(target, key)
+        if own != its:
+            raise ValueError(
+                f"the {what} has {key!r} {own}, but the target has {its}, and the two share embedding and head; "
+                f"use the {what} made for this target"
+            )
+
+
+def for_lengths(config: Config, max_length: int) -> Config:
+    """The same drafter with positions for sequences of the target's length, where its own config has fewer."""
+    longest = max(config.model.max_length, max_length)
+    return replace(config, model=replace(config.model, max_length=longest))

@@ -1,0 +1,102 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer that guesses the next token.
+
+It reads a token and the target's final hidden state of the token before it.
+
+Knows: the layer, its checkpoint names, its two passes: entries of tokens whose successors are known, and one guess a
+row. Entry p is of the target's hidden state at position p and of the token at p + 1. Does not know: the target (its
+embedding and head are used by whoever asks), rounds, slots.
+Shape letters as in models/inputs.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from models.cache_layout import CacheLayout
+from models.drafters.dflash import LAYER_NAMES
+from models.drafters.draft_attention import DraftAttention
+from models.drafters.draft_config import MTPConfig
+from models.drafters.parts import Projection
+from models.inputs import DecodeAttention, StepInputs
+from models.layers.checkpoint_parts import CheckpointParts
+from models.layers.context import ModelContext
+from models.layers.decoder import DecoderLayer
+from models.layers.mlp import GatedMLP
+from models.layers.norm import RMSNorm
+from models.layers.rope import cos_sin_cache
+
+
+class MTPDraft(CheckpointParts):
+    """One layer of a dense target, split over ranks as its layers are; ``fc`` is whole on each."""
+
+    checkpoint_names: ClassVar = {
+        "fc": "mtp.fc",
+        "embedding_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "norm": "mtp.norm",
+        **{f"layers.{{}}.{part}": f"mtp.layers.{{}}.{name}" for part, name in LAYER_NAMES.items()},
+    }
+
+    def __init__(self, config: MTPConfig, context: ModelContext) -> None:
+        super().__init__()
+        sizes = config.model
+        hidden = sizes.hidden_size
+        norm = partial(RMSNorm, eps=sizes.rms_norm_eps, context=context)
+        self.config = config
+        self.dtype = context.dtype
+        self.kernels = context.kernels
+        self.cos_sin_LR = cos_sin_cache(sizes.rope, sizes.rotary_dim, sizes.max_length)
+        self.embedding_norm = norm(hidden)
+        self.hidden_norm = norm(hidden)
+        self.fc = Projection(2 * hidden, hidden, context)
+        attention = DraftAttention(
+            sizes,
+            context,
+            self.cos_sin_LR,
+            norm(hidden),
+            q_norm=norm(sizes.head_dim),
+            k_norm=norm(sizes.head_dim),
+            qkv_bias=sizes.attention_bias,
+            output_bias=sizes.attention_bias,
+        )
+        self.layers = nn.ModuleList([DecoderLayer(attention, GatedMLP(sizes, context, norm(hidden)))])
+        self.norm = norm(hidden)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """What this rank keeps of a sequence: an entry a token whose successor is known."""
+        return CacheLayout((self._attention.cache,))
+
+    def append(
+        self, embedded_TN: Tensor, hidden_TN: Tensor, positions_T: Tensor, kv_slots_T: Tensor, kv_layer: Tensor
+    ) -> None:
+        """Writes the entries of tokens with the target's hidden states ``hidden``, followed by tokens ``embedded``."""
+        attention = self._attention
+        x_TN = attention.norm.add(self._joined(embedded_TN, hidden_TN), None)[0]
+        attention.append(x_TN, positions_T, kv_slots_T, kv_layer)
+
+    def forward(self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
+        """Final-normed hidden states [T, N] of one token a row: for the target's head, and as the next guess's
+        ``hidden``. ``embedded``: of the newest token; ``hidden``: the target's of the token before it, or what this
+        method returned for it. ``inputs.positions_T`` and its lengths are those of the token before it.
+        """
+        attention = inputs.attention
+        assert isinstance(attention, DecodeAttention)
+        attention = self.kernels.plan_decode(attention, self._attention.heads, kv_layer)
+        step = StepInputs(inputs.token_ids_T, inputs.positions_T, inputs.kv_slots_T, attention)
+        x_TN, residual_TN = self.layers[0](self._joined(embedded_TN, hidden_TN), None, step, kv_layer)
+        return self.norm.add(x_TN, residual_TN)[0]
+
+    def _joined(self, embedded_TN: Tensor, hidden_TN: Tensor) -> Tensor:
+        """The embedding first, the hidden state second, as in every known checkpoint."""
+        both = (self.embedding_norm.add(embedded_TN, None)[0], self.hidden_norm.add(hidden_TN, None)[0])
+        joined_TN: Tensor = self.fc(torch.cat(both, 1))
+        return joined_TN
+
+    @property
+    def _attention(self) -> DraftAttention:
+        return cast(DraftAttention, cast(DecoderLayer, self.layers[0]).mixer)

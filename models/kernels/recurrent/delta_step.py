@@ -1,0 +1,311 @@
+"""The gated delta rule token by token in Triton: a program has a row and value head, or a slice of it, in registers.
+
+Knows: the recurrence, and for steps of one token a row the convolution in front of it and the gated norm behind it.
+Does not know: long rows, which chunks serve (delta_chunk.py), or projections.
+
+The state is read from the pool by slot and written back once, whatever the number of tokens, so a token's bits do not
+depend on how its prompt was cut. Rows of slot 0 are nobody's: what they write there nobody reads.
+``pdl``: see models/kernels/dependent_launch.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.inputs import StateRows
+from models.kernels.interface import DeltaRule
+from models.kernels.recurrent.conv import row_bounds, silu
+
+BATCH_INVARIANT = True  # a row by itself, token by token
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def log_decay(a_ptr, token, stride, decay_log, decay_bias):
+    """-exp(A_log) softplus(a + dt_bias) in float32."""
+    a = tl.load(a_ptr + token.to(tl.int64) * stride).to(tl.float32)
+    return -tl.exp(decay_log) * softplus(a + decay_bias)
+
+
+@triton.jit
+def _convolved(
+    x_ptr,
+    weight_ptr,
+    window_ptr,
+    slot,
+    position,
+    channel,
+    mask,
+    writes,
+    C,
+    TAPS: tl.constexpr,
+):
+    """silu of the convolution at ``position``, whose input is at ``x_ptr``; which is kept where ``writes``."""
+    newest = tl.load(x_ptr + channel, mask=mask, other=0.0)
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
+        if back == 0:
+            x = newest.to(tl.float32)
+        else:
+            held = (slot * TAPS + (position - back + TAPS) % TAPS) * C
+            x = tl.load(window_ptr + held + channel, mask=mask, other=0.0).to(tl.float32)
+        total += x * weight
+    tl.store(
+        window_ptr + (slot * TAPS + position % TAPS) * C + channel,
+        newest.to(window_ptr.dtype.element_ty),
+        mask=mask & writes,
+    )
+    return silu(total).to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _step_kernel(
+    qkv_ptr,
+    z_ptr,
+    b_ptr,
+    a_ptr,
+    weight_ptr,
+    window_ptr,
+    decay_log_ptr,
+    decay_bias_ptr,
+    norm_ptr,
+    state_ptr,
+    slots_ptr,
+    ends_ptr,
+    positions_ptr,
+    out_ptr,
+    qkv_stride,
+    gate_stride,
+    C,
+    scale,
+    eps,
+    most,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE: tl.constexpr,  # values of a head at once
+    PARTS: tl.constexpr,  # slices of a program, which has a whole head where CONV
+    TAPS: tl.constexpr,
+    EACH: tl.constexpr,
+    RAGGED: tl.constexpr,
+    CONV: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, head, slice_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    k_head = head // GROUP
+    k_heads: tl.constexpr = HV // GROUP
+    ks, inner = tl.arange(0, BLOCK_K), tl.arange(0, SLICE)
+    of_k = ks < K
+    start, end = row_bounds(ends_ptr, row, EACH, RAGGED)
+    mine = (end > start) & (end - start <= most)
+    slot = tl.load(slots_ptr + row)
+    decay_log = tl.load(decay_log_ptr + head).to(tl.float32)
+    decay_bias = tl.load(decay_bias_ptr + head).to(tl.float32)
+    vs = slice_v * SLICE + inner
+    held = state_ptr + (slot * HV + head) * (V * K) + ks[None, :]
+    # Of an earlier step, so written before the predecessor began.
+    state = tl.load(held + vs[:, None] * K, mask=(vs < V)[:, None] & of_k[None, :] & mine, other=0.0)
+    if CONV:
+        position = tl.load(positions_ptr + row).to(tl.int32)
+        parts = tl.arange(0, PARTS)
+        all_v = parts[:, None] * SLICE + inner[None, :]
+        norm = tl.load(norm_ptr + all_v, mask=all_v < V, other=0.0).to(tl.float32)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        qkv = qkv_ptr + start.to(tl.int64) * qkv_stride
+        first = head % GROUP == 0  # one of the heads that share q and k keeps them
+        q = _convolved(qkv, weight_ptr, window_ptr, slot, position, k_head * K + ks, of_k, first, C, TAPS)
+        k = _convolved(qkv, weight_ptr, window_ptr, slot, position, (k_heads + k_head) * K + ks, of_k, first, C, TAPS)
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+        beta = tl.sigmoid(tl.load(b_ptr + start.to(tl.int64) * gate_stride + head).to(tl.float32))
+        decay = tl.exp(log_decay(a_ptr + head, start, gate_stride, decay_log, decay_bias))
+        outs = tl.zeros((PARTS, SLICE), tl.float32)
+        for part in tl.static_range(PARTS):
+            here = part * SLICE + inner
+            if part + 1 < PARTS:
+                there = here + SLICE
+                following = tl.load(held + there[:, None] * K, mask=(there < V)[:, None] & of_k[None, :], other=0.0)
+            v_at = 2 * k_heads * K + head * V + here
+            v = _convolved(qkv, weight_ptr, window_ptr, slot, position, v_at, here < V, True, C, TAPS)
+            state = state * decay
+            missing = (v - tl.sum(state * k[None, :], 1)) * beta
+            state = state + missing[:, None] * k[None, :]
+            out = tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty).to(tl.float32)
+            outs = tl.where(parts[:, None] == part, out[None, :], outs)
+            tl.store(held + here[:, None] * K, state, mask=(here < V)[:, None] & of_k[None, :])
+            if part + 1 < PARTS:
+                state = following
+        z_at = z_ptr + start.to(tl.int64) * gate_stride + head * V + all_v
+        z = tl.load(z_at, mask=all_v < V, other=0.0).to(tl.float32)
+        squares = tl.sum(tl.sum(outs * outs, 1), 0)
+        normed = (outs * tl.rsqrt(squares / V + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
+        where = out_ptr + start.to(tl.int64) * (HV * V) + head * V + all_v
+        tl.store(where, (normed * norm * silu(z)).to(out_ptr.dtype.element_ty), mask=all_v < V)
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        if mine:
+            for step in range(end - start):
+                token = (start + step).to(tl.int64)
+                qkv = qkv_ptr + token * qkv_stride
+                q = tl.load(qkv + k_head * K + ks, mask=of_k, other=0.0).to(tl.float32)
+                k = tl.load(qkv + (k_heads + k_head) * K + ks, mask=of_k, other=0.0).to(tl.float32)
+                v = tl.load(qkv + 2 * k_heads * K + head * V + vs, mask=vs < V, other=0.0).to(tl.float32)
+                q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
+                k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+                beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
+                state = state * tl.exp(log_decay(a_ptr + head, token, gate_stride, decay_log, decay_bias))
+                missing = (v - tl.sum(state * k[None, :], 1)) * beta
+                state = state + missing[:, None] * k[None, :]
+                out = tl.sum(state * q[None, :], 1)
+                where = out_ptr + token * (HV * V) + head * V + vs
+                tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
+            tl.store(held + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :])
+
+
+def conv_delta_step(
+    projected_TX: Tensor,
+    weight_CJ: Tensor,
+    window_SJC: Tensor,
+    rule: DeltaRule,
+    state_SHVK: Tensor,
+    rows: StateRows,
+    positions_T: Tensor,
+    pdl: bool,
+) -> Tensor:
+    """Kernels.conv_gated_delta of a step of one token a row, in one launch."""
+    if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
+        raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row")
+    qkv_TC, z_TV, b_TH, a_TH = projected_TX.split(rule.widths, 1)
+    out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
+    slice_v, parts, warps = _slices(rule)
+    _step_kernel[(len(rows.slots_B), rule.v_heads, 1)](
+        qkv_TC,
+        z_TV,
+        b_TH,
+        a_TH,
+        weight_CJ,
+        window_SJC,
+        rule.decay_log_H,
+        rule.decay_bias_H,
+        rule.norm_V,
+        state_SHVK,
+        rows.slots_B,
+        rows.slots_B,
+        positions_T,
+        out_TV,
+        qkv_TC.stride(0),
+        z_TV.stride(0),
+        qkv_TC.shape[1],
+        rule.k_dim**-0.5,
+        rule.eps,
+        1,
+        HV=rule.v_heads,
+        GROUP=rule.v_heads // rule.k_heads,
+        K=rule.k_dim,
+        V=rule.v_dim,
+        BLOCK_K=triton.next_power_of_2(rule.k_dim),
+        SLICE=slice_v,
+        PARTS=parts,
+        TAPS=weight_CJ.shape[1],
+        EACH=1,
+        RAGGED=False,
+        CONV=True,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_TV
+
+
+def delta_steps(
+    qkv_TC: Tensor,
+    b_TH: Tensor,
+    a_TH: Tensor,
+    rule: DeltaRule,
+    state_SHVK: Tensor,
+    rows: StateRows,
+    out_TV: Tensor,
+    pdl: bool,
+    *,
+    most: int,
+) -> Tensor:
+    """S q of Kernels.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone."""
+    tokens, count = len(qkv_TC), len(rows.slots_B)
+    ragged = rows.ends_B is not None
+    slice_v, parts, warps = _slices(rule)
+    _step_kernel[(count, rule.v_heads, parts)](
+        qkv_TC,
+        qkv_TC,
+        b_TH,
+        a_TH,
+        qkv_TC,
+        qkv_TC,
+        rule.decay_log_H,
+        rule.decay_bias_H,
+        rule.norm_V,
+        state_SHVK,
+        rows.slots_B,
+        rows.ends_B if rows.ends_B is not None else rows.slots_B,
+        rows.slots_B,
+        out_TV,
+        qkv_TC.stride(0),
+        a_TH.stride(0),
+        qkv_TC.shape[1],
+        rule.k_dim**-0.5,
+        rule.eps,
+        most,
+        HV=rule.v_heads,
+        GROUP=rule.v_heads // rule.k_heads,
+        K=rule.k_dim,
+        V=rule.v_dim,
+        BLOCK_K=triton.next_power_of_2(rule.k_dim),
+        SLICE=slice_v,
+        PARTS=1,
+        TAPS=1,
+        EACH=1 if ragged else tokens // count,
+        RAGGED=ragged,
+        CONV=False,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_TV
+
+
+def _slices(rule: DeltaRule) -> tuple[int, int, int]:
+    """(values at once, slices of a head, warps): a slice is 16 KiB of state at most."""
+    block_k, block_v = triton.next_power_of_2(rule.k_dim), triton.next_power_of_2(rule.v_dim)
+    slice_v = max(1, min(block_v, 4096 // block_k))
+    return slice_v, block_v // slice_v, max(1, min(4, slice_v * block_k // 1024))
+
+
+def _same_stride(*parts: Tensor) -> bool:
+    return len({part.stride(0) for part in parts}) == 1
+
+
+def aligned_gates(z_TV: Tensor, b_TH: Tensor, a_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as columns of one tensor, as the projections make them; copied where they are not."""
+    if _same_stride(z_TV, b_TH, a_TH):
+        return z_TV, b_TH, a_TH
+    gates_TX = torch.cat((z_TV, b_TH, a_TH), 1)
+    z, b, a = gates_TX.split((z_TV.shape[1], b_TH.shape[1], a_TH.shape[1]), 1)
+    return z, b, a

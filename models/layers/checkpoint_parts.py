@@ -1,0 +1,56 @@
+"""CheckpointParts: a model that says which checkpoint tensors fill it, by a table of names beside it.
+
+Knows: how module paths become checkpoint names, and that checkpoints may spell them differently.
+Does not know: any model, files (models/weights.py), or shard arithmetic (parallel/layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from parallel.layers.shard import ScatteredShard, Shard, ShardedModule
+
+
+class CheckpointParts(nn.Module):
+    """``checkpoint_names``: module part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``),
+    ``{}`` standing for the numbers of layer and expert in both; several names where checkpoints differ.
+    """
+
+    dtype: torch.dtype  # of parameters and activations
+    checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
+
+    def checkpoint_shards(self, stored: Container[str] = ()) -> dict[str, Shard | ScatteredShard]:
+        """Checkpoint tensor name -> what this rank holds of it. Covers every parameter exactly once.
+
+        Where a module may be filled from differently named or cut tensors, those that are in ``stored`` are meant.
+        """
+        found: dict[str, Shard | ScatteredShard] = {}
+        for path, module in self.named_modules():
+            if isinstance(module, ShardedModule):
+                spelled = [names for form in module.forms() for names in self._spellings(path, form)]
+                found |= next((names for names in spelled if any(name in stored for name in names)), spelled[0])
+        return found
+
+    def checkpoint_copies(self) -> dict[str, Shard]:
+        """Checkpoint tensors that may be there but only repeat another one."""
+        return {}
+
+    def _spellings(
+        self, path: str, form: Mapping[str, Shard | ScatteredShard]
+    ) -> list[dict[str, Shard | ScatteredShard]]:
+        """Every way in which checkpoints name the parts of ``form``."""
+        names = {part: self._checkpoint_names(f"{path}.{part}") for part in form}
+        count = max(map(len, names.values()), default=1)
+        return [{names[part][n % len(names[part])]: shard for part, shard in form.items()} for n in range(count)]
+
+    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
+        """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,)."""
+        part, kind = path.rsplit(".", 1)
+        pieces = part.split(".")
+        numbers = [piece for piece in pieces if piece.isdigit()]
+        found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
+        return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))

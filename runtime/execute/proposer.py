@@ -1,0 +1,150 @@
+"""What a proposer is: who guesses the tokens of a window, and what it is shown of the tokens that were there.
+
+Knows: the interface between roles (runtime/execute/step) and proposers, and what a proposer is made from.
+Does not know: any particular proposer, when a step has a window (runtime/schedule), what becomes of a guess (sampling).
+
+One captured round of width W, for B rows:
+
+    propose   ``propose(rows, columns, W - 1)``     guesses, from what the proposer keeps by slot and in its own caches
+    verify    the target's forward pass over the last token and the guesses
+    accept    the target draws at every position; a row gains 1..W tokens (acceptance.py)
+    observe   ``observe(Observed)``                 the true hidden states of the tokens that count, whose successors
+                                                    are known now; the proposer brings its caches up to date
+
+Each token of a sequence is observed exactly once while it holds a slot, in order, as soon as its successor is known:
+the tokens of a prompt's chunk in the forward part of the step that computes it, the newest token of every row (of a
+prompt, of a decode step of width 1, of a window) behind the draw that gave its successor. So a round needs no draft
+stage for prompts, and steps of width 1 and W may alternate. Tokens that a prefix hit restored are not observed: what
+belongs to them lies in blocks of the proposer's own caches, which come back with the target's blocks. After an
+eviction all tokens are observed again.
+
+Everything is graph-safe: fixed shapes, no host value, no synchronisation, and no memory beyond what is allocated when
+the proposer is made. Every rank of a tensor-parallel group must propose the same tokens: they come from the same bits,
+or from an exchange (``model.collectives``), as draws do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from models.inputs import StepInputs
+from models.layers.decoder import Decoder
+from runtime.execute.cache.pool import CachePool
+from runtime.execute.device.protocol import Device
+from runtime.execute.slot_state import SlotColumns, SlotTables
+from runtime.schedule.config import StepLimits
+from runtime.schedule.plan import TRASH_BLOCK
+
+
+class Proposed(NamedTuple):
+    """What may follow each row's last token. tokens_BQ int64, ids of the vocabulary (any id where there is no guess).
+
+    ``limit_B`` (integers) or None: most tokens that each row may gain, guesses or not. ``scripted_B`` (integers, 0..Q)
+    or None: so many guesses are kept whatever the target draws. That changes the text, so only benchmarks ask for it.
+    """
+
+    tokens_BQ: Tensor
+    limit_B: Tensor | None = None
+    scripted_B: Tensor | None = None
+
+
+class Advanced(NamedTuple):
+    """Rows whose newest tokens are among those observed. rows_B int64: their slots (slot 0: padding). ``last_B`` int64:
+    where in T each row's newest observed token is; the token after it is the slot's last token now. gained_B bool: the
+    row gained a token; of others nothing may be kept. ``width``: T = B * width, row-major.
+    """
+
+    rows_B: Tensor
+    last_B: Tensor
+    gained_B: Tensor
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """T tokens of a step as the target saw them. Only those with ``kept_T`` count.
+
+    inputs: of the target's forward pass: token_ids_T, positions_T, kv_slots_T (int64) and the page tables and lengths
+    of its attention, which are right for caches that the proposer took from the same pool. A layer of the proposer may
+    be run over them as they are: what it writes for tokens that do not count is written again when they do.
+    slots_T int64: whose they are; 0 for padding. next_ids_T int64: the tokens that follow, at positions_T + 1.
+    kept_T bool: part of the sequence for good, with a known successor, and observed for the first time. False for
+    guesses that were not kept, ghosts and padding, and where the successor comes with a later call.
+    hidden_TN: the target's final-normed hidden states, where the proposer ``reads_hidden``. features_TF: the residual
+    streams behind ``layers``, side by side, where it names any.
+    ``advanced``: the rows that gained their newest tokens in this call; None for the tokens within a prompt's chunk.
+    """
+
+    inputs: StepInputs
+    slots_T: Tensor
+    next_ids_T: Tensor
+    kept_T: Tensor
+    hidden_TN: Tensor | None
+    features_TF: Tensor | None
+    advanced: Advanced | None = None
+
+    @property
+    def kept_kv_slots_T(self) -> Tensor:
+        """Where the tokens' entries go in paged caches; those that do not count write into the trash block."""
+        return torch.where(self.kept_T, self.inputs.kv_slots_T, TRASH_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerParts:
+    """What a proposer is made from, on every rank. ``model``: the target. ``limits.width``: W.
+
+    It takes its caches from ``pool`` when it is made: ``pool.allocate(CacheLayout(...))``, one view a declared layer.
+    ``PagedKV`` has the target's blocks by the target's page tables, so prefix hits, forks and evictions hold for it;
+    ``SlotState`` is zeroed when a request gets a slot, and copied where an answer forks. ``tables.history``: the tokens
+    of every slot (slot_state.py). A proposer is made twice: first over a pool without blocks, whose layout tells what
+    blocks and slots will cost; weights are loaded before that, by whoever gives the MakeProposer.
+    """
+
+    device: Device
+    model: Decoder
+    pool: CachePool
+    tables: SlotTables
+    limits: StepLimits
+
+
+class Proposer(Protocol):
+    """Guesses by slot. One an engine and pool; roles of all widths show it what they computed."""
+
+    @property
+    def name(self) -> str:
+        """As ``method`` of --speculative-config says it; in names of roles, logs and errors."""
+        ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the target whose residual streams it reads, numbers from 0, ascending; () for none."""
+        ...
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads final hidden states. With neither these nor ``layers`` it is never shown anything."""
+        ...
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        """``count`` guesses for every row. rows_B int64 [B]: their slots, padding slot 0 included; ``columns``: their
+        records. Ghosts and padding get any ids of the vocabulary. What it writes into paged caches for guesses must lie
+        at positions length - 1 to length - 2 + W, whose blocks the row holds (ghosts and padding: the trash block).
+        """
+        ...
+
+    def observe(self, observed: Observed) -> None:
+        """See above: bring caches and slot state up to date."""
+        ...
+
+
+MakeProposer = Callable[[ProposerParts], Proposer]
+
+
+def observes(proposer: Proposer | None) -> bool:
+    """Whether roles must show it what they compute."""
+    return proposer is not None and (proposer.reads_hidden or bool(proposer.layers))

@@ -1,0 +1,70 @@
+"""The DFlash proposer: a small decoder guesses a whole block at once, from the target's features of all tokens before.
+
+Knows: what it keeps in pages. Does not know: the decoder's mathematics (models/drafters/dflash.py), rounds, acceptance.
+
+    kept in pages    entry p of every layer, of the target's features at position p, for p up to length - 2
+    a block          the last token and W - 1 mask tokens, at positions length - 1 to length - 2 + W; its own entries
+                     lie where the context's will be written when the target has verified it
+
+An entry depends on the tokens up to its own only, so what a prefix hit restores is what would have been computed.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from models.drafters.dflash import DFlashDraft
+from models.drafters.draft_config import DFlashConfig
+from models.inputs import StepInputs
+from runtime.execute.proposer import Observed, Proposed, ProposerParts
+from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.draft_rows import DraftRows
+from runtime.speculate.likeliest import likeliest
+
+
+class DFlashProposer:
+    """``draft``: this rank's share, for the parts' model. ValueError for windows wider than its blocks."""
+
+    name = "dflash"
+    reads_hidden = False
+
+    def __init__(self, parts: ProposerParts, draft: DFlashDraft) -> None:
+        require_blocks(draft.config, parts.limits.width)
+        self.layers: tuple[int, ...] = draft.config.target_layer_ids
+        self._model, self._tables, self._draft = parts.model, parts.tables, draft
+        self._block_size = parts.limits.block_size
+        self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
+        width = count + 1
+        offsets_W = torch.arange(width, device=rows_B.device)
+        masks_BQ = torch.full((len(rows_B), count), self._draft.config.mask_token_id, device=rows_B.device)
+        tokens_T = torch.cat((columns.last_token[:, None], masks_BQ), 1).reshape(-1)
+        inputs = StepInputs(
+            tokens_T,
+            rows.position(offsets_W).reshape(-1),
+            rows.kv_slots(offsets_W).reshape(-1),
+            rows.attention(rows.length_B - 1 + width, width),
+        )
+        hidden_TN = self._draft(self._model.embedding(tokens_T), inputs, self._caches)
+        guessing_RN = hidden_TN.view(len(rows_B), width, -1)[:, 1:].reshape(len(rows_B) * count, -1)
+        return Proposed(likeliest(self._model, guessing_RN).view(len(rows_B), count))
+
+    def observe(self, observed: Observed) -> None:
+        assert observed.features_TF is not None
+        positions_T = observed.inputs.positions_T
+        self._draft.append_context(observed.features_TF, positions_T, observed.kept_kv_slots_T, self._caches)
+
+
+def require_blocks(config: DFlashConfig, width: int) -> None:
+    """ValueError, saying what to type, where the drafter's blocks have fewer than ``width`` tokens."""
+    block = config.block_size
+    if width > block:
+        raise ValueError(
+            f"num_speculative_tokens is {width - 1}, but the DFlash drafter's blocks have {block} tokens, one known: "
+            f'type "num_speculative_tokens": {block - 1} or less'
+        )

@@ -1,0 +1,70 @@
+"""The MTP proposer: a layer beside the target guesses one token after the other, each from its guess before.
+
+Knows: what it keeps by slot and in pages. Does not know: the layer's mathematics (models/drafters/mtp.py), rounds,
+acceptance.
+
+    kept by slot     the target's final hidden state at position length - 2
+    kept in pages    entry p, of the hidden state at p and of the token at p + 1, for p up to length - 2
+
+    guess 1 asks at position length - 2 with that hidden state and the last token: its entry is there already
+    guess j asks at position length - 3 + j with the layer's own state and guess j - 1, and writes an entry, which the
+            next observation writes again from true states or leaves behind the sequence's end
+
+An entry depends on the token behind its own. So the last entry of a block that two sequences share is of the one that
+computed it, whatever follows in the other: that changes which tokens are guessed there, never which are kept.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from models.cache_layout import CacheLayout, SlotState, StateBanks
+from models.drafters.mtp import MTPDraft
+from models.inputs import StepInputs
+from runtime.execute.proposer import Observed, Proposed, ProposerParts
+from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.draft_rows import DraftRows
+from runtime.speculate.likeliest import likeliest
+
+
+class MTPProposer:
+    """``draft``: this rank's share of the layer, for the parts' model."""
+
+    name = "mtp"
+    layers: tuple[int, ...] = ()
+    reads_hidden = True
+
+    def __init__(self, parts: ProposerParts, draft: MTPDraft) -> None:
+        self._model, self._tables, self._draft = parts.model, parts.tables, draft
+        self._block_size = parts.limits.block_size
+        state = SlotState({"hidden": ((parts.model.config.hidden_size,), parts.model.dtype)})
+        kv_layer, banks = parts.pool.allocate(draft.cache_layout + CacheLayout((state,)))
+        self._kv_layer = cast(Tensor, kv_layer)
+        self._hidden_SN = cast(StateBanks, banks)["hidden"]
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
+        hidden_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
+        guesses = []
+        for number in range(count):
+            kv_slots_B = rows.kv_slots(number - 1) if number else rows.trash_slots()
+            attention = rows.attention(rows.length_B - 1 + number, 1)
+            inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention)
+            hidden_BN = self._draft(self._model.embedding(token_B), hidden_BN, inputs, self._kv_layer)
+            token_B = likeliest(self._model, hidden_BN)
+            guesses.append(token_B)
+        return Proposed(torch.stack(guesses, 1))
+
+    def observe(self, observed: Observed) -> None:
+        hidden_TN = observed.hidden_TN
+        assert hidden_TN is not None
+        followed_TN = self._model.embedding(observed.next_ids_T)
+        positions_T, kv_slots_T = observed.inputs.positions_T, observed.kept_kv_slots_T
+        self._draft.append(followed_TN, hidden_TN, positions_T, kv_slots_T, self._kv_layer)
+        if (advanced := observed.advanced) is not None:
+            old_BN = self._hidden_SN.index_select(0, advanced.rows_B)
+            new_BN = hidden_TN.index_select(0, advanced.last_B)
+            self._hidden_SN.index_copy_(0, advanced.rows_B, torch.where(advanced.gained_B[:, None], new_BN, old_BN))

@@ -1,0 +1,66 @@
+"""Acceptance by a script, for measurements: what a round costs and gains when so many proposals are kept.
+
+Knows: how a round's number of kept proposals follows from rates, and tokens that cost nothing to propose. Does not
+know: where rates come from (runtime/speculative_config.py), who may ask for this: only benchmarks, for texts of such an
+engine mean nothing.
+
+A round's number is a function of (seed, position) of its row, as draws are: the same at any depth, on any rank, and
+whatever else runs. Request seeds differ, so rows keep different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.execute.proposer import MakeProposer, Observed, Proposed, Proposer, ProposerParts
+from runtime.execute.sampling.counter_rng import Purpose, uniform_draws
+from runtime.execute.slot_state import SlotColumns
+
+_STRIDE = 7919  # a prime: proposals of neighbouring positions are other tokens
+
+
+class AnyTokens:
+    """Proposes tokens by their positions, at no cost. Without weights or caches."""
+
+    name = "synthetic"
+    layers: tuple[int, ...] = ()
+    reads_hidden = False
+
+    def __init__(self, parts: ProposerParts) -> None:
+        self._vocab_size = parts.model.config.vocab_size
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count, device=rows_B.device)
+        return Proposed((columns.last_token[:, None] + position_BQ * _STRIDE) % self._vocab_size)
+
+    def observe(self, observed: Observed) -> None:
+        """It reads nothing."""
+
+
+class ScriptedAcceptance:
+    """``proposer`` at work, but what is kept of its proposals is decided by ``rates``: in a share ``rates[i]`` of all
+    rounds the first i + 1 of them, whatever the target draws."""
+
+    def __init__(self, parts: ProposerParts, proposer: Proposer, rates: Sequence[float]) -> None:
+        self._proposer = proposer
+        self.name = proposer.name if proposer.name == "synthetic" else f"{proposer.name} (synthetic)"
+        self.layers = proposer.layers
+        self.reads_hidden = proposer.reads_hidden
+        self._rates_Q = torch.tensor(list(rates), dtype=torch.float32, device=parts.device.torch_device)
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        proposed = self._proposer.propose(rows_B, columns, count)
+        coin_B1 = uniform_draws(columns.seed, columns.length, Purpose.ACCEPT)[:, None]
+        kept_B = (coin_B1 < self._rates_Q[:count]).sum(1, dtype=torch.int32)  # rates do not ascend
+        return proposed._replace(scripted_B=kept_B)
+
+    def observe(self, observed: Observed) -> None:
+        self._proposer.observe(observed)
+
+
+def scripted(make: MakeProposer, rates: Sequence[float]) -> MakeProposer:
+    """What ``make`` makes, with acceptance by ``rates``."""
+    return lambda parts: ScriptedAcceptance(parts, make(parts), rates)

@@ -1,0 +1,269 @@
+"""SpeculativeConfig: what --speculative-config says, under vLLM's names, checked before anything is loaded.
+
+Knows: the keys there are, which belong to which method, legal values, and what to type instead of an illegal one.
+Does not know: models (runtime/build.py compares a drafter with its target), how a method works (runtime/speculate).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Final
+
+FLAG: Final = "--speculative-config"
+MOST_SPECULATIVE_TOKENS: Final = 255  # a step has 256 tokens a row at most (LIMIT_RANGES in schedule/config.py)
+
+METHODS: Final = ("ngram", "mtp", "dflash", "synthetic")
+"""Those that this build has. What others there are in vLLM, and are refused by name:"""
+MISSING_METHODS: Final = (
+    "eagle",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "draft_model",
+    "suffix",
+    "ngram_gpu",
+    "dspark",
+)
+WITH_WEIGHTS: Final = ("mtp", "dflash")  # methods that read a folder of weights: ``model``
+DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
+ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
+
+
+class SpeculativeConfigError(ValueError):
+    """A key or value that cannot work. The text names it, the value and what to type instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """The keys of --speculative-config. After construction none is left open that the method needs.
+
+    method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beside the
+    model that guesses one token after the other, ``dflash`` a small model that guesses a block at once; ``synthetic``
+    proposes any tokens, of which a scripted number is kept: for measurements only.
+    model: folder of the drafter's weights, for methods that have some.
+    num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
+    prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
+    stands for both; without either both are 5.
+    rejection_sample_method: ``standard`` keeps what the target draws itself; ``synthetic`` keeps as many proposals as
+    the rates say, whatever the target draws: the text means nothing, so only benchmarks take it.
+    synthetic_acceptance_rates: of synthetic acceptance: the share of rounds in which the first, the first two, ... of
+    the k proposals are kept; in [0, 1], not ascending. synthetic_acceptance_length: instead: the mean number of tokens
+    a round, 1 to k + 1, from which rates are made with the least spread.
+    disable_by_batch_size: the most rows that decode together for a step to be a window; 0 never makes one. None:
+    windows are made where landed rounds say that they pay (schedule/speculation.py).
+
+    Raises SpeculativeConfigError at construction.
+    """
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int = None  # type: ignore[assignment]  # required; its absence is explained below
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_method()
+        k = self.num_speculative_tokens
+        if k is None:
+            raise SpeculativeConfigError(
+                f'{FLAG} names no num_speculative_tokens: type {{"method": "{self.method}", '
+                '"num_speculative_tokens": 4}'
+            )
+        self._check_model()
+        _check_whole("num_speculative_tokens", k, 1, MOST_SPECULATIVE_TOKENS)
+        if self.disable_by_batch_size is not None:
+            _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
+        self._settle_lookup()
+        self._settle_acceptance()
+
+    def _check_method(self) -> None:
+        if self.method in MISSING_METHODS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: method {self.method!r} is not built in: there are {', '.join(METHODS)}"
+            )
+        if self.method not in METHODS:
+            raise SpeculativeConfigError(f"{FLAG}: method is {self.method!r}, but must be one of {', '.join(METHODS)}")
+        if self.model is not None and self.method not in WITH_WEIGHTS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: model is {self.model!r}, but method {self.method!r} has no weights: leave model out"
+            )
+
+    def _check_model(self) -> None:
+        if self.method in WITH_WEIGHTS and self.model is None:
+            raise SpeculativeConfigError(
+                f"{FLAG}: method {self.method!r} reads weights, but names no folder of them: type "
+                f'"model": "models/demo/{self.method}" for the demo model, or the folder of your drafter'
+            )
+
+    def _settle_lookup(self) -> None:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if self.method != "ngram":
+            for name in ("prompt_lookup_min", "prompt_lookup_max"):
+                if getattr(self, name) is not None:
+                    raise SpeculativeConfigError(
+                        f"{FLAG}: {name} is {getattr(self, name)!r}, but method {self.method!r} looks nothing up: "
+                        f'leave it out, or type "method": "ngram"'
+                    )
+            return
+        for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+            if value is not None:
+                _check_whole(name, value, 1, 32)
+        high = high or low or DEFAULT_LOOKUP
+        low = low or high
+        if low > high:
+            raise SpeculativeConfigError(
+                f'{FLAG}: prompt_lookup_min is {low}, but prompt_lookup_max is {high}: type "prompt_lookup_max": {low}'
+            )
+        object.__setattr__(self, "prompt_lookup_min", low)
+        object.__setattr__(self, "prompt_lookup_max", high)
+
+    def _settle_acceptance(self) -> None:
+        if self.rejection_sample_method not in ACCEPTANCE_METHODS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: rejection_sample_method is {self.rejection_sample_method!r}, but must be one of "
+                f"{', '.join(ACCEPTANCE_METHODS)}"
+            )
+        if self.method == "synthetic":
+            object.__setattr__(self, "rejection_sample_method", "synthetic")
+        rates, length, k = (
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+            self.num_speculative_tokens,
+        )
+        if not self.synthetic:
+            for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
+                if getattr(self, name) is not None:
+                    raise SpeculativeConfigError(
+                        f"{FLAG}: {name} is given, but proposals are kept where the target draws them: leave it out, "
+                        'or type "rejection_sample_method": "synthetic" for a benchmark'
+                    )
+            return
+        if (rates is None) == (length is None):
+            both = "both are" if rates is not None else "neither is"
+            raise SpeculativeConfigError(
+                f"{FLAG}: synthetic acceptance needs one of synthetic_acceptance_rates and "
+                f'synthetic_acceptance_length, and {both} given: type "synthetic_acceptance_length": {1 + k / 2:g}'
+            )
+        if length is not None:
+            if not _is_number(length) or not 1 <= length <= k + 1:
+                raise SpeculativeConfigError(
+                    f"{FLAG}: synthetic_acceptance_length is {length!r}, but num_speculative_tokens is {k}: type a "
+                    f"number from 1 to {k + 1}"
+                )
+            rates = rates_of_length(length, k)
+        assert rates is not None
+        if not isinstance(rates, list | tuple) or len(rates) != k:
+            raise SpeculativeConfigError(
+                f"{FLAG}: synthetic_acceptance_rates is {rates!r}, but num_speculative_tokens is {k}: type a list "
+                f"of {k}"
+            )
+        if not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
+            raise SpeculativeConfigError(
+                f"{FLAG}: synthetic_acceptance_rates is {list(rates)}, but a rate is a number from 0 to 1, none larger "
+                "than the one before it"
+            )
+        object.__setattr__(self, "synthetic_acceptance_rates", tuple(float(rate) for rate in rates))
+        object.__setattr__(self, "synthetic_acceptance_length", None)
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether a script says how many proposals are kept, so that texts mean nothing."""
+        return self.rejection_sample_method == "synthetic"
+
+    @property
+    def width(self) -> int:
+        """W, tokens that a row may gain in a round."""
+        return self.num_speculative_tokens + 1
+
+    @property
+    def label(self) -> str:
+        """For results and titles: the method, with ``synthetic`` where that is what was accepted."""
+        return self.method if not self.synthetic or self.method == "synthetic" else f"{self.method} (synthetic)"
+
+    def __str__(self) -> str:
+        """As one could type it."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps({name: value for name, value in given.items() if value is not None})
+
+
+def speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
+    """From the JSON text of a command line, or a mapping of the same keys. Raises SpeculativeConfigError."""
+    if isinstance(given, SpeculativeConfig):
+        return given
+    given = _mapping(given)
+    known = [f.name for f in fields(SpeculativeConfig)]
+    if unknown := sorted(str(key) for key in given if key not in known):
+        raise SpeculativeConfigError(f"{FLAG} has {unknown[0]!r}, which is not known: there are {', '.join(known)}")
+    if not isinstance(given.get("method"), str):
+        raise SpeculativeConfigError(f'{FLAG} names no method: type "method": "{METHODS[0]}"')
+    return SpeculativeConfig(**given)
+
+
+def _mapping(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise SpeculativeConfigError(
+                f"{FLAG} is {given!r}, which is not JSON ({error}): type "
+                '\'{"method": "ngram", "num_speculative_tokens": 4}\''
+            ) from None
+    if not isinstance(given, Mapping):
+        raise SpeculativeConfigError(f"{FLAG} is {given!r}, but must be a JSON object of keys and values")
+    return given
+
+
+def merged_speculation(
+    given: str | Mapping[str, Any] | SpeculativeConfig | None, plain: Mapping[str, Any]
+) -> SpeculativeConfig | None:
+    """``given`` and the keys that stand alone (``plain``, None where one does not); None where there is neither.
+
+    Raises SpeculativeConfigError, also for a key that both say differently.
+    """
+    plain = {key: value for key, value in plain.items() if value is not None}
+    if given is None:
+        return speculative_config(plain) if plain else None
+    if not plain:
+        return speculative_config(given)
+    mapping = given if isinstance(given, SpeculativeConfig) else _mapping(given)
+    for key, value in plain.items():
+        there = getattr(mapping, key) if isinstance(mapping, SpeculativeConfig) else mapping.get(key, value)
+        if there != value:
+            flag = "--num-speculative-tokens" if key == "num_speculative_tokens" else f"--speculative-{key}"
+            raise SpeculativeConfigError(f"{FLAG} says {key} {there!r}, but {flag} {value!r}: leave one of them out")
+    return mapping if isinstance(mapping, SpeculativeConfig) else speculative_config({**mapping, **plain})
+
+
+def refuse_synthetic(config: SpeculativeConfig | None, who: str) -> None:
+    """Raises SpeculativeConfigError where ``who`` would hand out texts of an engine whose acceptance is scripted."""
+    if config is not None and config.synthetic:
+        raise SpeculativeConfigError(
+            f"{FLAG} is {config}: with synthetic acceptance texts mean nothing, so {who} refuses it: type "
+            '"method": "ngram", or measure with bench'
+        )
+
+
+def rates_of_length(length: float, k: int) -> tuple[float, ...]:
+    """Rates of k proposals whose rounds gain ``length`` tokens on average (1 to k + 1), spread as little as can be:
+    every round keeps the whole part of what is wanted, or one more."""
+    return tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(k))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_whole(name: str, value: object, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpeculativeConfigError(f'{FLAG}: {name} is {value!r}, but must be a whole number: type "{name}": {low}')
+    if value < low:
+        raise SpeculativeConfigError(f'{FLAG}: {name} is {value}, but must be at least {low}: type "{name}": {low}')
+    if high is not None and value > high:
+        raise SpeculativeConfigError(f'{FLAG}: {name} is {value}, but must be at most {high}: type "{name}": {high}')

@@ -1,0 +1,259 @@
+"""Both drafters, over a paged cache, against the serial oracle; and what their configurations refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.checkpoint import WeightsError
+from models.config import ModelConfig, ModelConfigError
+from models.drafters.draft_config import BlockView, DFlashConfig, MTPConfig, default_layer_ids
+from models.drafters.load import load_dflash, load_mtp
+from models.inputs import DecodeAttention, StepInputs
+from models.kernels.reference import ReferenceKernels
+from models.layers.decoder import Decoder
+from models.weights import load_model
+from parallel.comm.collectives import SingleRank
+from tests.models.drafters import serial_oracle
+from tests.models.drafters.tiny_drafters import (
+    SIZES,
+    dflash_config,
+    dflash_tensors,
+    mtp_config,
+    mtp_tensors,
+    write,
+)
+
+PAGE = 4
+TARGET = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": False}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def target() -> Decoder:
+    config = ModelConfig.from_dict(TARGET)
+    return load_model(config, None, load_format="dummy", collectives=SingleRank(), kernels=ReferenceKernels(), seed=3)
+
+
+def paged(layout: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+    """A cache in which everything nobody wrote is NaN, and a page table in which no two rows share a page."""
+    pages = 16
+    caches = [torch.full(kv.shape(1 + rows * pages, PAGE), float("nan")) for kv in layout.paged]
+    order = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(1)) + 1
+    return caches, order.view(rows, pages).to(torch.int32)
+
+
+def kv_slots(table_BP: Tensor, row: int, positions: Tensor) -> Tensor:
+    return table_BP[row].long()[positions // PAGE] * PAGE + positions % PAGE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layer_types": [SLIDING, FULL], "sliding_window": 5},
+        {"layer_types": [SLIDING, SLIDING], "sliding_window": 7, "is_causal": False},
+        {"layer_types": [FULL, SLIDING], "sliding_window": 30, "is_causal": True},
+    ],
+    ids=["full", "sliding", "sliding both ways", "causal"],
+)
+def test_a_block_is_what_the_oracle_computes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Three rows with contexts of different lengths, appended in pieces, some of which are written twice."""
+    config = dflash_config(**changes)
+    tensors = dflash_tensors(config)
+    draft = load_dflash(target(), DFlashConfig.from_dict(config), write(tmp_path, config, tensors))
+    contexts, width = [3, 21, 12], 6
+    caches, table_BP = paged(draft.cache_layout, len(contexts))
+    generator = torch.Generator().manual_seed(2)
+    features = [torch.randn(n, 2 * SIZES["hidden_size"], generator=generator) for n in contexts]
+    embedded = torch.randn(len(contexts), width, SIZES["hidden_size"], generator=generator)
+    for row, context in enumerate(features):
+        for first in range(0, len(context), 5):
+            here = torch.arange(first, min(first + 7, len(context)))
+            draft.append_context(context[here], here, kv_slots(table_BP, row, here), caches)
+    begins = torch.tensor(contexts)
+    positions = (begins[:, None] + torch.arange(width)).view(-1)
+    slots = torch.cat([kv_slots(table_BP, row, n + torch.arange(width)) for row, n in enumerate(contexts)])
+    attention = DecodeAttention(table_BP, (begins + width).to(torch.int32), width, 16 * PAGE)
+    inputs = StepInputs(positions, positions, slots, attention)
+    found = draft(embedded.flatten(0, 1).clone(), inputs, caches).view(len(contexts), width, -1)
+    for row, context in enumerate(features):
+        expected = serial_oracle.dflash_block(tensors, config, context, embedded[row])
+        torch.testing.assert_close(found[row], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_guesses_of_an_mtp_layer_are_the_oracles(tmp_path: Path) -> None:
+    """The layer's own hidden state takes the place of the target's from the second guess on."""
+    model, config = target(), mtp_config()
+    tensors = mtp_tensors(config)
+    draft = load_mtp(model, MTPConfig.from_dict(config), write(tmp_path, config, tensors))
+    lengths, count = [2, 19, 8], 5
+    caches, table_BP = paged(draft.cache_layout, len(lengths))
+    generator = torch.Generator().manual_seed(5)
+    tokens = [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator) for n in lengths]
+    hidden = [torch.randn(n - 1, SIZES["hidden_size"], generator=generator) for n in lengths]
+    for row, n in enumerate(lengths):
+        here = torch.arange(n - 1)
+        draft.append(model.embedding(tokens[row][1:]), hidden[row], here, kv_slots(table_BP, row, here), caches[0])
+    states, newest = torch.stack([h[-1] for h in hidden]), torch.stack([t[-1] for t in tokens])
+    guesses = []
+    for number in range(count):
+        positions = torch.tensor(lengths) - 2 + number
+        slots = torch.cat([kv_slots(table_BP, row, p[None]) for row, p in enumerate(positions)])
+        attention = DecodeAttention(table_BP, (positions + 1).to(torch.int32), 1, 16 * PAGE)
+        states = draft(model.embedding(newest), states, StepInputs(newest, positions, slots, attention), caches[0])
+        newest = model.logits(states).argmax(-1)
+        guesses.append(newest)
+    embedding, head = model.embedding.weight, model.lm_head.weight
+    for row in range(len(lengths)):
+        of_row = tokens[row].tolist()
+        expected = serial_oracle.mtp_guesses(tensors, config, embedding, head, of_row, hidden[row], count)
+        assert torch.stack(guesses)[:, row].tolist() == expected
+
+
+@pytest.mark.parametrize("rename", ["model.", "encoder"])
+def test_other_spellings_of_a_checkpoint_fill_the_same_drafter(tmp_path: Path, rename: str) -> None:
+    config = dflash_config(num_hidden_layers=1, layer_types=[FULL])
+    tensors = dflash_tensors(config)
+    if rename == "model.":
+        renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    else:
+        renamed = {
+            name.replace("layers.0.", "midlayer.")
+            .replace("fc.", "encoder.fc.")
+            .replace("hidden_norm.", "encoder.output_norm_enc."): tensor
+            for name, tensor in tensors.items()
+        }
+    drafts = [
+        load_dflash(target(), DFlashConfig.from_dict(config), write(tmp_path / name, config, some))
+        for name, some in (("a", tensors), ("b", renamed))
+    ]
+    first, second = (dict(draft.named_parameters()) for draft in drafts)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_of_other_sizes_is_refused_by_name(tmp_path: Path) -> None:
+    config = dflash_config()
+    tensors = dflash_tensors(config)
+    tensors["fc.weight"] = tensors["fc.weight"][:, :24]
+    with pytest.raises(WeightsError, match=r"fc\.weight.*\[24, 24\].*\[24, 48\]"):
+        load_dflash(target(), DFlashConfig.from_dict(config), write(tmp_path, config, tensors))
+    del tensors["fc.weight"]
+    with pytest.raises(WeightsError, match=r"fc\.weight"):
+        load_dflash(target(), DFlashConfig.from_dict(config), write(tmp_path, config, tensors))
+
+
+def own(**keys: Any) -> dict[str, Any]:
+    return {"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 36} | keys}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "DFlashDraftModel"),
+        (own(conv_kernel_size=2), "conv_kernel_size.*not implemented"),
+        (own(selector_rank=256), "selector_rank.*not implemented"),
+        (own(projector_type="mlp"), "projector_type.*not implemented"),
+        ({"projector_type": "mlp"}, "projector_type.*not implemented"),
+        (own(wings=2), "not understood: wings"),
+        (own(attention_sink_bias=True), "attention_sink_bias"),
+        (own(attention_value_scale=2.0), "attention_value_scale"),
+        (own(mask_token_id=None), "mask_token_id.*missing"),
+        (own(mask_token_id=None, mask_token="<m>"), "mask_token_id.*missing.*<m>"),
+        (own(mask_token_id=-1), "must be a token id, not -1"),
+        (own(target_layer_ids=[1, 0]), "must ascend"),
+        (own(target_layer_ids=[]), "must list layer numbers"),
+        ({"block_size": None}, "block_size.*missing"),
+        ({"block_size": 1}, "block_size.*is 1"),
+        ({"layer_types": [FULL]}, "layer_types"),
+        ({"layer_types": [SLIDING, FULL]}, "sliding_window"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+    ],
+    ids=str,
+)
+def test_configurations_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DFlashConfig.from_dict(dflash_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_target", "values"),
+    [
+        ({}, {"vocab_size": 40}, ["vocab_size", "37", "40"]),
+        ({}, {"hidden_size": 32}, ["hidden_size", "24", "32"]),
+        ({}, {"layers": 3}, ["num_target_layers", "2", "3"]),
+        (own(target_layer_ids=[0, 2]) | {"num_target_layers": None}, {}, ["layer 2", "0 to 1"]),
+        (own(mask_token_id=37), {}, ["mask_token_id", "37", "vocabulary has 37"]),
+    ],
+    ids=str,
+)
+def test_drafters_of_other_targets_are_refused_with_both_values(
+    changes: dict[str, Any], of_target: dict[str, Any], values: list[str]
+) -> None:
+    config = DFlashConfig.from_dict(dflash_config(**changes))
+    with pytest.raises(ValueError, match="made for") as error:
+        config.check_target(replace(ModelConfig.from_dict(TARGET), **of_target))
+    assert all(value in str(error.value) for value in values), str(error.value)
+    assert "use the" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("of_target", "values"),
+    [
+        ({"vocab_size": 40}, ["vocab_size", "37", "40"]),
+        ({"hidden_size": 32}, ["hidden_size", "24", "32"]),
+        ({"layers": 3}, ["num_target_layers", "2", "3"]),
+    ],
+    ids=str,
+)
+def test_mtp_layers_of_other_targets_are_refused_with_both_values(of_target: dict[str, Any], values: list[str]) -> None:
+    config = MTPConfig.from_dict(mtp_config())
+    with pytest.raises(ValueError, match="made for") as error:
+        config.check_target(replace(ModelConfig.from_dict(TARGET), **of_target))
+    assert all(value in str(error.value) for value in values), str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{"norm_zero_centered": True}, {"num_hidden_layers": 2}], ids=str)
+def test_mtp_layers_that_are_not_implemented(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        MTPConfig.from_dict(mtp_config(**changes))
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    write(tmp_path, dflash_config(block_size=1), {})
+    with pytest.raises(ModelConfigError, match=r"config\.json: 'block_size' is 1"):
+        DFlashConfig.from_folder(tmp_path)
+    with pytest.raises(ModelConfigError, match=r"holds no config\.json"):
+        MTPConfig.from_folder(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("layers", "drafts", "ids"),
+    [
+        (64, 5, (1, 16, 31, 46, 61)),
+        (36, 5, (1, 9, 17, 25, 33)),
+        (32, 5, (1, 8, 15, 22, 29)),
+        (40, 5, (1, 10, 19, 28, 37)),
+        (36, 1, (18,)),
+    ],
+)
+def test_layers_that_are_read_where_the_config_names_none(layers: int, drafts: int, ids: tuple[int, ...]) -> None:
+    assert default_layer_ids(layers, drafts) == ids
+
+
+def test_views_follow_the_published_precedence() -> None:
+    def views(**changes: Any) -> tuple[BlockView, ...]:
+        return DFlashConfig.from_dict(dflash_config(**changes)).views
+
+    mixed = {"layer_types": [SLIDING, FULL], "sliding_window": 2048}
+    assert views() == (BlockView(), BlockView())
+    assert views(**mixed) == (BlockView(True, 2048), BlockView())
+    assert views(**mixed, is_causal=False) == (BlockView(False, 2048), BlockView())
+    assert views(**mixed, **own(causal=False)) == (BlockView(False, 2048), BlockView())
+    assert views(**mixed, **own(causal=False), is_causal=True) == (BlockView(True, 2048), BlockView(True))
+    assert views(layer_types=None, **own(use_swa=True, swa_window_size=64)) == (BlockView(True, 64),) * 2

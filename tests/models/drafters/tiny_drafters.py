@@ -1,0 +1,99 @@
+"""Small drafters with random weights, as folders, beside a small target.
+
+Knows: the tensors of both kinds under their checkpoint names. Does not know: the loader.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "dtype": "float32",
+}
+
+
+def dflash_config(**changes: Any) -> dict[str, Any]:
+    """Two layers that read layers 0 and 1 of a target of two."""
+    config = {
+        **SIZES,
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "num_target_layers": 2,
+        "block_size": 8,
+        "layer_types": ["full_attention", "full_attention"],
+        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 36},
+    }
+    return config | changes
+
+
+def mtp_config(**changes: Any) -> dict[str, Any]:
+    return {**SIZES, "architectures": ["MTPDraftModel"], "num_hidden_layers": 1, "num_target_layers": 2} | changes
+
+
+def layer_shapes(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, pairs = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    return {
+        f"{layer}input_layernorm": (hidden,),
+        f"{layer}post_attention_layernorm": (hidden,),
+        f"{layer}self_attn.q_proj": (queries, hidden),
+        f"{layer}self_attn.k_proj": (pairs, hidden),
+        f"{layer}self_attn.v_proj": (pairs, hidden),
+        f"{layer}self_attn.o_proj": (hidden, queries),
+        f"{layer}self_attn.q_norm": (dim,),
+        f"{layer}self_attn.k_norm": (dim,),
+        f"{layer}mlp.gate_proj": (inner, hidden),
+        f"{layer}mlp.up_proj": (inner, hidden),
+        f"{layer}mlp.down_proj": (hidden, inner),
+    }
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Norms near 1, matrices that keep the size of what they multiply."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"{name}.weight": (
+            1 + 0.3 * torch.randn(shape, generator=generator)
+            if len(shape) == 1
+            else torch.randn(shape, generator=generator) * 1.5 * shape[1] ** -0.5
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def dflash_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    hidden = config["hidden_size"]
+    reads = len(config["dflash_config"].get("target_layer_ids", [0] * config["num_hidden_layers"]))
+    shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, reads * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
+    for number in range(config["num_hidden_layers"]):
+        shapes |= layer_shapes(f"layers.{number}.", config)
+    return random_tensors(shapes, seed)
+
+
+def mtp_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    hidden = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"mtp.fc": (hidden, 2 * hidden)}
+    shapes |= {f"mtp.{name}": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    return random_tensors(shapes | layer_shapes("mtp.layers.0.", config), seed)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,108 @@
+"""The Mamba-2 kernels through Triton's interpreter, against the recurrence: ``TRITON_INTERPRET=1 python -m ...``.
+
+Exits with an error where one differs, or where NaN of nobody's reaches somebody. Knows: shapes that reach every branch.
+Does not know: GPUs (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from models.inputs import StateRows
+from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
+from models.kernels.recurrent.ragged import token_rows
+from models.kernels.reference import ReferenceKernels
+from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
+from tests.models.kernels.recurrent.mamba_cases import SLOTS, banks, check, random_weights, width
+from tests.models.kernels.recurrent.ragged_sequences import steps
+
+REFERENCE = ReferenceKernels()
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
+
+
+def check_step(weights: Mamba2Weights, dtype: torch.dtype, block_p: int | None) -> None:
+    """Rows of several slots, ghosts among them, over a few steps."""
+    slots = torch.tensor([3, 0, 7, 1, 0])
+    live = slots != 0
+    window, state = banks(weights, dtype)
+    mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
+    for at in range(5):
+        projected = torch.randn(len(slots), width(weights)).to(dtype)
+        projected[~live] = math.nan
+        positions = torch.tensor([at, 0, 17 + at, 5 + at, 0])
+        rows = StateRows(slots)
+        found = mamba2_triton.step(projected, weights, *mine, rows, positions, False, block_p)
+        expected = REFERENCE.mamba2(projected, weights, *theirs, rows, positions)
+        what = (weights.heads, weights.head_dim, weights.groups, weights.state_size, dtype, block_p, at)
+        check(found[live], expected[live], TOLERANCE[dtype], ("step", *what))
+        check(mine[1][1:-1], theirs[1][1:-1], TOLERANCE[dtype], ("state", *what))
+        assert torch.equal(mine[0][1:-1], theirs[0][1:-1]), ("window", *what)
+    for bank, before in zip(mine, (window, state), strict=True):
+        untouched = [slot for slot in range(SLOTS - 1) if slot not in slots.tolist()]
+        assert torch.equal(bank[untouched], before[untouched])
+        assert bank[[0, -1]].isnan().all()
+
+
+def check_scan(
+    weights: Mamba2Weights, dtype: torch.dtype, most: int, chunk: int, block_p: int, one_by_one: int = 3
+) -> None:
+    """Sequences cut anywhere, rows without tokens and of nobody, padding."""
+    lengths = [5, 1, 2 * chunk + 3, 3, chunk, 9]
+    sequences = [torch.randn(length, width(weights)).to(dtype) for length in lengths]
+    window, state = banks(weights, dtype, slots=len(lengths) + 2)
+    window[1:-1], state[1:-1] = 0, 0
+    mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
+    what = (weights.heads, weights.head_dim, weights.groups, weights.state_size, dtype, most, chunk, block_p)
+    for step in steps(lengths, seed=most, most=most):
+        projected, rows = step.tokens(sequences), step.rows
+        assert rows.ends_B is not None
+        _, xbc, _ = weights.split(projected)
+        xbc = REFERENCE.causal_conv(xbc, weights.conv_CJ, weights.conv_bias_C, mine[0], rows, step.positions_T)
+        given = (projected, xbc, weights, mine[1], rows.slots_B, rows.ends_B, False)
+        found = mamba2_triton.scan(*given, block_p=block_p, chunk=chunk, one_by_one=one_by_one)
+        expected = REFERENCE.mamba2(projected, weights, *theirs, rows, step.positions_T)
+        real = ~token_rows(rows, len(projected)).padding_T
+        check(found[real], expected[real], TOLERANCE[dtype], ("scan", *what))
+        check(mine[1][1:-1], theirs[1][1:-1], TOLERANCE[dtype], ("state", *what))
+        assert mine[1][[0, -1]].isnan().all()
+
+
+def check_ghosts() -> None:
+    """A row of the null slot with tokens, as a request has that ended while its step was in flight."""
+    weights = random_weights(2, 16, 1, 16, 4, torch.float32)
+    _, state = banks(weights, torch.float32)
+    projected, before = torch.randn(7, width(weights)), state.clone()
+    projected[1:5] = math.nan
+    slots, ends = torch.tensor([2, 0, 4]), torch.tensor([1, 5, 7])
+    xbc = weights.split(projected)[1].contiguous()
+    mamba2_triton.scan(projected, xbc, weights, state, slots, ends, False)
+    assert state[[2, 4]].isfinite().all()
+    assert not torch.equal(state[2], before[2])
+    others = [1, 3, 5, 6, 7]
+    assert torch.equal(state[others], before[others])
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in TOLERANCE:
+        made = partial(random_weights, dtype=dtype)
+        for block_p in (8, None):
+            check_step(made(4, 12, 2, 10, 4), dtype, block_p)
+        check_step(made(2, 16, 1, 16, 2, bias=False), dtype, None)
+        check_scan(made(4, 12, 2, 10, 4), dtype, 9, 16, 16)
+        check_scan(made(2, 40, 2, 24, 3, bias=False), dtype, 60, 16, 32)
+        check_scan(made(2, 16, 1, 16, 4), dtype, 1, 16, 16)
+        check_scan(made(2, 16, 1, 16, 4), dtype, 5, 16, 16, one_by_one=0)
+    alone = replace(random_weights(4, 12, 1, 10, 4, torch.float32), norm_groups=0)
+    check_step(alone, torch.float32, None)
+    check_scan(alone, torch.float32, 30, 16, 16)
+    check_ghosts()
+
+
+if __name__ == "__main__":
+    main()

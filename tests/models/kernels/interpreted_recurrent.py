@@ -1,0 +1,129 @@
+"""The kernels over slot state through Triton's interpreter, on a CPU: ``TRITON_INTERPRET=1 python -m ...``.
+
+Each against the torch reference: sequences cut into pieces of any length, rows without tokens, padding, and slots of
+nobody full of NaN. Exits with an error where one differs.
+
+Knows: shapes that reach every branch of the kernels. Does not know: GPUs (tests/gpu/test_gdn_gpu.py), where the same
+kernels run compiled, in bfloat16 and with programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from models.inputs import StateRows
+from models.kernels.nvidia import NvidiaKernels
+from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
+from models.kernels.reference import ReferenceKernels
+from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
+from tests.models.kernels.recurrent.delta_cases import DeltaCase, run_pieces
+from tests.models.kernels.recurrent.ragged_sequences import steps
+
+REFERENCE = ReferenceKernels()
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2}
+
+
+class InterpretedRecurrent(NvidiaKernels):
+    """The part of NvidiaKernels that keeps slot state, without a GPU."""
+
+    def __init__(self) -> None:
+        self.device, self.pdl = torch.device("cpu"), False
+        self.traits = cast(Any, SimpleNamespace())
+
+
+def close(found: Tensor, expected: Tensor, what: str) -> None:
+    bound = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=bound, rtol=bound, msg=lambda m: f"{what}: {m}")
+
+
+def convolutions() -> None:
+    kernels = InterpretedRecurrent()
+    for taps, channels, bias in ((4, 130, False), (3, 7, True)):
+        torch.manual_seed(taps)
+        lengths = [40, 1, 5, 17]
+        sequences = [torch.randn(length, channels) for length in lengths]
+        weight_CJ, bias_C = torch.randn(channels, taps), torch.randn(channels) if bias else None
+        windows = [torch.zeros(7, taps, channels) for _ in range(2)]
+        for window in windows:
+            window[[0, 6]] = float("nan")
+        for step in steps(lengths, seed=taps, most=19):
+            x_TX = torch.cat((step.tokens(sequences), torch.zeros(len(step.positions_T), 3)), 1)
+            outs = [
+                k.causal_conv(x_TX[:, :channels], weight_CJ, bias_C, window, step.rows, step.positions_T)
+                for k, window in zip((REFERENCE, kernels), windows, strict=True)
+            ]
+            real = len(step.positions_T) - step.padding
+            close(outs[1][:real], outs[0][:real], "convolution")
+        assert torch.equal(windows[0][1:6], windows[1][1:6])
+        even = StateRows(torch.tensor([2, 5]))  # three tokens a row
+        x_TC, positions_T = torch.randn(6, channels), torch.tensor([30, 31, 32, 4, 5, 6])
+        a, b = (
+            k.causal_conv(x_TC, weight_CJ, bias_C, window, even, positions_T)
+            for k, window in zip((REFERENCE, kernels), windows, strict=True)
+        )
+        close(b, a, "convolution of equal rows")
+        assert torch.equal(windows[0][1:6], windows[1][1:6])
+
+
+def recurrences() -> None:
+    for case, most in (
+        (DeltaCase(k_heads=2, v_heads=4, k_dim=16, v_dim=32, lengths=(90, 3, 70, 16, 17)), 100),
+        (DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(40, 139, 1)), 30),
+        (DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=40, lengths=(17, 9, 1)), 4),
+        (DeltaCase(k_heads=1, v_heads=1, k_dim=16, v_dim=16, lengths=(100, 40), repeats=True), 140),
+    ):
+        expected, states = run_pieces(REFERENCE, case, most=most)
+        found, found_states = run_pieces(InterpretedRecurrent(), case, most=most)
+        for a, b in zip(expected, found, strict=True):
+            close(b, a, f"{case}, pieces of up to {most}")
+        close(found_states, states, "states")
+    half = DeltaCase(k_heads=1, v_heads=1, k_dim=16, v_dim=16, lengths=(90, 5), dtype=torch.float16)
+    for a, b in zip(run_pieces(REFERENCE, half, 80)[0], run_pieces(InterpretedRecurrent(), half, 80)[0], strict=True):
+        close(b, a, "float16")
+
+
+def decode_steps() -> None:
+    """One token a row, the convolution in the same launch, beside rows of nobody."""
+    case = DeltaCase(k_heads=2, v_heads=4, k_dim=12, v_dim=16, lengths=(9, 9, 9))
+    outs, states = [], []
+    for kernels in (REFERENCE, InterpretedRecurrent()):
+        made = case.made()
+        for position in range(9):
+            slots_B = torch.tensor([3, 0, 1, 0, 2])
+            x, nobody_X = made.projected, torch.full_like(made.projected[0][0], float("nan"))
+            projected_TX = torch.stack([x[2][position], nobody_X, x[0][position], nobody_X, x[1][position]])
+            positions_T = torch.tensor([position, 0, position, 0, position])
+            banks = made.window_SJC, made.rule, made.state_SHVK
+            out = kernels.conv_gated_delta(projected_TX, made.weight_CJ, *banks, StateRows(slots_B), positions_T)
+            outs.append(out[[0, 2, 4]])
+        states.append((made.window_SJC[1:4], made.state_SHVK[1:4]))
+        assert bool(made.state_SHVK[4:].isnan().all())
+    for a, b in zip(outs[:9], outs[9:], strict=True):
+        close(b, a, "decode")
+    assert torch.equal(states[0][0], states[1][0])
+    close(states[1][1], states[0][1], "decode states")
+
+
+def ends() -> None:
+    kernels = InterpretedRecurrent()
+    x, y, hidden, gate = torch.randn(5, 70), torch.randn(5, 70), torch.randn(5, 70), torch.randn(70)
+    close(kernels.sigmoid_mul(x, y), REFERENCE.sigmoid_mul(x, y), "sigmoid_mul")
+    close(kernels.gated_add(x, y, hidden, gate), REFERENCE.gated_add(x, y, hidden, gate), "gated_add")
+
+
+def main() -> None:
+    assert all(module.BATCH_INVARIANT for module in (conv, delta_step, gates))
+    assert not hasattr(delta_chunk, "BATCH_INVARIANT")
+    began = time.perf_counter()
+    for part in (convolutions, recurrences, decode_steps, ends):
+        part()
+        print(f"{part.__name__}: {time.perf_counter() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Engines with a proposer of the product: answers are those without, and every round gains what it should.
+
+Everything is computed exactly (lives.py), so answers are compared bit for bit with the serial engine, one token a step.
+Windows of every outcome, by a proposer that knows the answers, are test_windows.py's; here are the proposers
+themselves, what they are shown, and the policy that turns them on and off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.execute.proposer import MakeProposer, Observed, Proposed, Proposer, ProposerParts
+from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.plan import StepKind
+from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculate.ngram import NgramProposer
+from runtime.speculative_config import speculative_config
+from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
+from tests.runtime.engine.random_lives import random_life
+from tests.runtime.engine.rig import VOCABULARY, request
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_lifecycle import ending
+
+ROOM: dict[str, Any] = {"blocks": 400}
+WIDTHS = [2, 3, 4, 5, 6, 7, 8, 16, 32]
+
+
+def ngram(width: int, *, high: int = 2) -> MakeProposer:
+    keys: dict[str, Any] = {"num_speculative_tokens": width - 1, "prompt_lookup_min": 1, "prompt_lookup_max": high}
+    return proposer_for(speculative_config({"method": "ngram", **keys}))
+
+
+def speculating(
+    requests: list[Request],
+    width: int,
+    *,
+    proposer: MakeProposer | None = None,
+    policy: dict[str, Any] | None = None,
+    every: list[Request] | None = None,
+    but: set[int] | None = None,
+    serial: dict[str, Any] | None = None,
+    **limits: Any,
+) -> Life:
+    """A life with an n-gram proposer, or another, whose answers are those of the serial one without."""
+    alone = oracle(every or requests, **(serial or {}))
+    how: dict[str, Any] = {"proposer": proposer or ngram(width), "speculation": Speculation(width, **(policy or {}))}
+    life = live(requests, **(ROOM | how | limits))
+    same(life, alone, but=but or ())
+    return life
+
+
+def repeating(count: int, **sampling: Any) -> list[Request]:
+    """Requests whose answers repeat themselves now and then, because few tokens are allowed."""
+    few = tuple(range(5, 9))
+    fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0.6, "allowed_token_ids": few, **sampling}
+    return [
+        request(i, [20 + i, *(few[j % 4] for j in range(i, i + 8))], **{"stops": (), **fields}) for i in range(count)
+    ]
+
+
+# ---- the same answers ----
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_answers_are_those_without(width: int, temperature: float) -> None:
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=9 + 7 * r.request_id)) for r in repeating(5)]
+    requests = [replace(r, sampling=replace(r.sampling, temperature=temperature, logprobs=2)) for r in requests]
+    life = speculating(requests, width, depth=(width + 2) % 5)
+    counters = life.counters
+    assert counters["spec_num_accepted_tokens"] > 20, "proposals are kept"
+    assert counters["spec_num_draft_tokens"] == (width - 1) * counters["spec_num_drafts"]
+    finished = life.finished.values()
+    assert sum(one.rounds for one in finished) == counters["spec_num_drafts"]
+    assert sum(one.accepted for one in finished) == counters["spec_num_accepted_tokens"]
+    assert all(len(one.token_ids) == 1 + one.rounds + one.accepted for one in finished if one.rounds), "none was mixed"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])
+def test_random_lives(depth: int, seed: int) -> None:
+    """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps or
+    not."""
+    life = random_life(5000 + seed)
+    width = WIDTHS[(seed + depth) % len(WIDTHS)]
+    later: dict[int, list[Request]] = {}
+    for turn, arriving in life.later.items():
+        later.setdefault(1 + turn // 2, []).extend(arriving)
+    limits = life.limits | {"blocks": 2 * life.limits["blocks"] + 60 // life.limits["block_size"]}
+    if seed % 2:
+        limits["mixed"] = None
+    ran = speculating(
+        life.first, width, depth=depth, but=life.cut, every=life.requests, later=later, act=life.act, **limits
+    )
+    assert ran.counters["spec_num_drafts"] > 0
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_an_eviction_brings_the_history_back(width: int) -> None:
+    """What was generated before it is a prompt afterwards, in the slot's history as well."""
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=60, logprobs=1)) for r in repeating(6)]
+    life = speculating(requests, width, depth=2, blocks=24, rows=6)
+    assert life.counters["evictions"] > 0
+
+
+@pytest.mark.parametrize("at", [0, 3, 9])
+def test_a_stop_id_within_a_block_cuts_the_rest(at: int) -> None:
+    requests = ending(at, people(6))
+    life = speculating(requests, 8, depth=2)
+    for one in requests:
+        assert (len(life.answers[one.request_id][0]), life.answers[one.request_id][1]) == (at + 1, FinishReason.STOP)
+
+
+def test_penalties_and_min_tokens_and_a_window_past_the_context() -> None:
+    requests = repeating(4, repetition_penalty=1.2, frequency_penalty=0.3, min_tokens=9, max_tokens=100)
+    life = speculating(requests, 16, depth=2, serial={"max_model_len": 64}, max_model_len=64)
+    assert {len(tokens) for tokens, _ in life.answers.values()} == {64 - 9}
+
+
+def test_prefix_hits_and_chunked_prompts_are_in_the_history() -> None:
+    """The tokens that a hit restores are never computed, yet the lookup finds what follows them."""
+    shared = prompt(40)
+    later = {9: [request(10 + i, (*shared, 3 + i), max_tokens=20, stops=()) for i in range(3)]}
+    requests = [request(1, shared, max_tokens=60, stops=()), request(2, prompt(90, 7), max_tokens=30, stops=())]
+    every = [*requests, *later[9]]
+    life = speculating(requests, 5, depth=2, every=every, later=later, max_prefill_tokens=32)
+    assert life.counters["prefix_hit_tokens"] > 0
+    assert life.counters["mixed_steps"] > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_answers_of_several_ranks_are_those_of_one(ranks: int) -> None:
+    shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64}
+    requests = repeating(4)
+
+    def over(**limits: Any) -> Any:
+        return tensor_rig(ranks, **limits)
+
+    how: dict[str, Any] = {"proposer": ngram(5), "speculation": Speculation(5), "shape": shape}
+    alone = live(requests, depth=0, shape=shape, **ROOM)
+    one = live(requests, depth=2, **ROOM, **how)
+    several = live(requests, depth=2, over=over, **ROOM, **how)
+    same(one, alone)
+    same(several, alone)
+    assert several.rounds == one.rounds
+
+
+# ---- what a round gains ----
+
+
+class StaleToken(NgramProposer):
+    """A mutant: the latest token is missing from what it looks for."""
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        older = SlotColumns(columns.records.clone(), columns.stop_ids_NK.shape[1])
+        older.length.sub_(1).clamp_(min=1)
+        return super().propose(rows_B, older, count)
+
+
+class StaleProposals(NgramProposer):
+    """A mutant: every round gets the proposals of the one before it."""
+
+    def __init__(self, parts: ProposerParts) -> None:
+        super().__init__(parts, 1, 2)
+        self._before_SQ = parts.device.zeros(parts.tables.slots, parts.limits.width - 1, dtype=torch.int64)
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        stale_BQ = self._before_SQ[rows_B]
+        self._before_SQ.index_copy_(0, rows_B, super().propose(rows_B, columns, count).tokens_BQ)
+        return Proposed(stale_BQ)
+
+
+class LateLanding(NgramProposer):
+    """A mutant: what a round gained is entered into the history a round late."""
+
+    def __init__(self, parts: ProposerParts) -> None:
+        super().__init__(parts, 1, 2)
+        self._live_SL = self._history_SL
+        self._history_SL = self._live_SL.clone()
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        proposed = super().propose(rows_B, columns, count)
+        self._history_SL.copy_(self._live_SL)
+        return proposed
+
+
+def whole_lives(make: MakeProposer, depth: int, **limits: Any) -> Life:
+    """Everybody is admitted in the first step, so that no round of anybody depends on when a step landed."""
+    few = tuple(range(5, 13))
+    never_twice = tuple((token, token) for token in few)
+    requests = repeating(6, temperature=0.2, allowed_token_ids=few, bad_words_token_ids=never_twice)
+    return speculating(requests, 6, proposer=make, depth=depth, **limits)
+
+
+def test_every_round_gains_the_same_at_any_depth_and_on_any_ranks() -> None:
+    serial = whole_lives(ngram(6), 0)
+    assert max(map(max, serial.rounds.values())) == 6
+    assert min(map(min, serial.rounds.values())) == 1
+    for depth in (1, 2, 4):
+        assert whole_lives(ngram(6), depth).rounds == serial.rounds
+    for ranks in (1, 2):
+        over = lambda **limits: tensor_rig(ranks, **limits)  # noqa: B023, E731
+        assert whole_lives(ngram(6), 2, over=over).rounds == serial.rounds
+
+
+@pytest.mark.parametrize("mutant", [lambda parts: StaleToken(parts, 1, 2), StaleProposals, LateLanding])
+def test_what_is_proposed_too_late_shows_in_the_rounds_alone(mutant: MakeProposer) -> None:
+    """The text stays right, which ``speculating`` compares; only what rounds gain tells."""
+    right = whole_lives(ngram(6), 2)
+    wrong = whole_lives(mutant, 2)
+    assert wrong.rounds != right.rounds
+    assert wrong.counters["spec_num_accepted_tokens"] < 0.9 * right.counters["spec_num_accepted_tokens"]
+
+
+# ---- what a proposer is shown ----
+
+
+class Witness:
+    """Proposes nothing of worth, and writes down what it is shown: by slot, which token follows which at a position."""
+
+    name = "witness"
+    reads_hidden = True
+
+    def __init__(self, parts: ProposerParts) -> None:
+        self.layers = (0, len(parts.model.layers) - 1)
+        self._tables = parts.tables
+        self._norm = parts.model.final_norm
+        self.seen: list[tuple[Tensor, ...]] = []
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return Proposed(columns.last_token[:, None].expand(-1, count) * 3 % VOCABULARY)
+
+    def observe(self, observed: Observed) -> None:
+        inputs = observed.inputs
+        assert observed.hidden_TN is not None
+        assert observed.features_TF is not None
+        last_TN = observed.features_TF[:, observed.hidden_TN.shape[1] :]
+        normed_TN = self._norm.add(last_TN.clone(), None)[0]
+        epochs_T = self._tables.columns.epoch[observed.slots_T]
+        about = torch.stack(
+            [observed.slots_T, epochs_T, inputs.positions_T, inputs.token_ids_T, observed.next_ids_T], 1
+        )
+        kept = observed.kept_T
+        same_hidden = (normed_TN[kept] - observed.hidden_TN[kept]).abs().max() if kept.any() else torch.zeros(())
+        self.seen.append((about[kept].clone(), same_hidden))
+
+
+@pytest.mark.parametrize(("depth", "limits"), [(0, {}), (2, {"max_prefill_tokens": 16}), (3, {"mixed": None})])
+def test_every_token_is_shown_once_with_the_token_that_follows_it(depth: int, limits: dict[str, Any]) -> None:
+    made: list[Witness] = []
+
+    def make(parts: ProposerParts) -> Proposer:
+        made.append(Witness(parts))
+        return made[-1]
+
+    requests = [request(i, prompt(11 + 9 * i, i), max_tokens=12, stops=()) for i in range(4)]
+    later = {3: [request(9, prompt(30, 9), max_tokens=9, stops=())]}
+    every = [*requests, *later[3]]
+    life = speculating(
+        requests, 4, proposer=make, depth=depth, every=every, later=later, prefix_caching=False, rows=4, **limits
+    )
+    shown = torch.cat([about for about, _ in made[-1].seen])
+    assert all(float(apart) < 1e-4 for _, apart in made[-1].seen), "the last stream, normed, is hidden"
+    pairs = {}
+    for slot, epoch, position, token, follows in shown.tolist():
+        assert (slot, epoch, position) not in pairs, "once"
+        pairs[slot, epoch, position] = token, follows
+    stays = {(slot, epoch) for slot, epoch, _ in pairs}
+    found = set()
+    for stay in stays:
+        chain = [pairs[(*stay, position)] for position in range(sum(key[:2] == stay for key in pairs))]
+        assert all(a[1] == b[0] for a, b in pairwise(chain))
+        found.add((*(token for token, _ in chain), chain[-1][1]))
+    assert found == {(*one.prompt_token_ids, *life.answers[one.request_id][0]) for one in every}
+
+
+# ---- when a step is a window ----
+
+
+def test_a_batch_that_is_too_large_decodes_token_by_token_and_the_chain_goes_on() -> None:
+    """Rows leave one after the other; both kinds of steps are in flight together when the last but three goes."""
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=8 + 6 * r.request_id)) for r in repeating(6)]
+    life = speculating(requests, 4, depth=3, policy={"most_rows": 3})
+    assert {plan.width for plan in life.real_plans if plan.kind is StepKind.DECODE and len(plan.slots) > 3} == {1}
+    assert {plan.width for plan in life.real_plans if plan.kind is StepKind.DECODE and len(plan.slots) <= 3} == {4}
+    unbroken(life)
+    assert life.counters["graph_captures_after_warmup"] <= 4
+
+
+def test_nothing_is_proposed_where_no_batch_is_small_enough() -> None:
+    life = speculating(repeating(2), 4, depth=2, policy={"most_rows": 0})
+    assert life.counters["spec_num_drafts"] == 0
+    assert life.counters["speculation_off{batch}"] == life.counters["decode_steps"]
+
+
+def test_windows_that_do_not_pay_stop_and_are_tried_again() -> None:
+    hopeless = people(2, max_tokens=100, temperature=1.0, length=9, logprobs=None)
+    life = speculating(hopeless, 4, depth=2, policy={"costs": ((8, 2000),)})
+    assert life.counters["speculation_off{gain}"] > 60
+    assert 2 <= life.counters["spec_num_drafts"] < 30

@@ -1,0 +1,110 @@
+"""When a decode step is a window: the borders of every threshold, and what a scheduler with the policy plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
+from runtime.schedule.request import FinishReason, Request, SamplingParams
+from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.speculation import PROBE_EVERY, REMEMBERED_ROUNDS, UNIT, Speculation, SpeculationPolicy
+from tests.runtime.schedule.configs import config_with
+from tests.runtime.schedule.driver import prompt_of
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 8])
+def test_the_border_is_the_last_batch_that_speculates(most: int) -> None:
+    policy = SpeculationPolicy(Speculation(4, most_rows=most))
+    assert [policy.width(rows) for rows in range(1, 10)] == [4 if rows <= most else 1 for rows in range(1, 10)]
+    assert policy.off == {"batch": 9 - most}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"width": 1}, "width is 1"),
+        ({"width": 4, "most_rows": -1}, "most_rows is -1"),
+        ({"width": 4, "costs": ((0, 1000),)}, "rows ascend from 1 on"),
+        ({"width": 4, "costs": ((2, 1000), (2, 1100))}, "rows ascend"),
+        ({"width": 4, "costs": ((2, -1),)}, "no cost is below 0"),
+    ],
+)
+def test_values_that_cannot_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Speculation(**given)
+
+
+def test_costs_are_those_of_the_first_entry_that_covers_the_rows() -> None:
+    config = Speculation(4, costs=((1, 1100), (4, 1500), (8, 3000)))
+    assert [config.cost(rows) for rows in (1, 2, 4, 5, 8, 9)] == [1100, 1500, 1500, 3000, 3000, 3000]
+    assert Speculation(4).cost(3) == 0
+    assert config.numbers == (4, -1, 3, 1, 1100, 4, 1500, 8, 3000)
+    assert Speculation(4, most_rows=0).numbers == (4, 0, 0)
+
+
+@pytest.mark.parametrize(("gained", "pays"), [(9, False), (10, False), (11, True)])
+def test_a_window_pays_where_it_gains_more_than_its_time(gained: int, pays: bool) -> None:
+    """Ten rounds at the cost of one plain step each: eleven tokens are worth it, ten are not."""
+    policy = SpeculationPolicy(Speculation(4, costs=((8, UNIT),)))
+    assert policy.width(3) == 4, "before anything landed, it is hoped so"
+    policy.landed(10, gained)
+    assert policy.width(3) == (4 if pays else 1)
+
+
+def test_it_is_tried_again_and_what_was_gained_long_ago_is_forgotten() -> None:
+    policy = SpeculationPolicy(Speculation(4, costs=((8, 2 * UNIT),)))
+    policy.landed(1, 1)
+    widths = [policy.width(2) for _ in range(2 * (PROBE_EVERY + 1))]
+    assert widths == 2 * [*[1] * PROBE_EVERY, 4]
+    assert policy.off == {"gain": 2 * PROBE_EVERY}
+    policy.landed(REMEMBERED_ROUNDS, REMEMBERED_ROUNDS)  # nothing was kept, again and again
+    rounds = 0
+    while policy.width(2) == 1:
+        policy.landed(8, 32)
+        rounds += 8
+    assert rounds <= REMEMBERED_ROUNDS, "a text that repeats itself is believed sooner than it has gone on for"
+
+
+def plans_of(policy: Speculation, requests: int, steps: int) -> tuple[Scheduler, list[StepPlan]]:
+    """Every row gains one token a step; a chunk's last row its first."""
+    config = config_with(depth=2, widths=(policy.width,), mixed=MixedSteps(), max_prefill_tokens=8)
+    scheduler = Scheduler(replace(config, speculation=policy))
+    found: list[StepPlan] = []
+    flying: list[StepPlan | None] = []
+    for step in range(steps):
+        if step < requests:
+            scheduler.submit(Admit(Request(step, prompt_of(6, step), SamplingParams(max_tokens=30))))
+        flying.append(scheduler.plan())
+        found += [plan for plan in flying[-1:] if plan is not None]
+        if len(flying) > 2:
+            plan = flying.pop(0)
+            number = scheduler.step - len(flying) - 1
+            if plan is None:
+                scheduler.land(number, None)
+                continue
+            rows = len(plan.slots)
+            tokens = [7] * (rows * plan.width)
+            counts = [int(plan.draws(row)) for row in range(rows)]
+            scheduler.land(number, StepResult(number, tokens, counts, [FinishReason.NONE] * rows))
+    return scheduler, found
+
+
+def test_steps_with_chunks_have_one_token_a_row() -> None:
+    scheduler, plans = plans_of(Speculation(4), requests=5, steps=20)
+    mixed = [plan for plan in plans if plan.kind is StepKind.MIXED]
+    assert mixed
+    assert {plan.width for plan in mixed} == {1}
+    assert {plan.width for plan in plans if plan.kind is StepKind.DECODE} == {4}
+    assert scheduler.planner.speculation is not None
+    assert scheduler.planner.speculation.off == {"mixed": len(mixed)}
+    drafts = scheduler.counters.spec_num_drafts
+    assert 0 < drafts <= sum(len(plan.slots) for plan in plans if plan.kind is StepKind.DECODE)
+
+
+def test_ranks_with_other_policies_are_found_out() -> None:
+    values = {plans_of(policy, 1, 1)[0].digest.value for policy in (Speculation(4), Speculation(4, 3), Speculation(3))}
+    assert len(values) == 3

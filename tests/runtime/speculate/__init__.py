@@ -1,0 +1,1 @@
+"""Proposers: each by itself, and in engines whose answers must not change."""

@@ -1,0 +1,73 @@
+"""How many guesses of the demo model's drafters its greedy answers keep: the record in models/demo/acceptance.json.
+
+    python -m tests.runtime.speculate.demo_acceptance    # writes it anew, after a change of drafters, model or prompts
+
+Knows: the prompts of golden.json, and the engine as build.py makes it, in float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.comm.collectives import SingleRank
+from parallel.control.interface import SingleRankControl
+from runtime.build import build_engine
+from runtime.config import EngineConfig
+from runtime.schedule.plan import Finished
+from runtime.schedule.request import Request, SamplingParams
+from tests.runtime.engine.rig import run
+
+DEMO = Path("models/demo")
+RECORD = DEMO / "acceptance.json"
+WIDEST = {"mtp": 3, "dflash": 7}  # num_speculative_tokens
+
+
+def golden_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((DEMO / "golden.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def serve(method: str | None, depth: int = 2) -> tuple[dict[int, Finished], dict[str, int | float]]:
+    """The golden prompts' answers, and the engine's counters; without speculation where ``method`` is None."""
+    torch.set_num_threads(1)
+    config = EngineConfig(model=str(DEMO), device="cpu", max_num_seqs=16, max_model_len=640, chain_depth=depth)
+    if method is not None:
+        keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
+        config = replace(config, speculative_config={**keys, "disable_by_batch_size": 16})
+    requests = []
+    for i, row in enumerate(golden_rows()):
+        sampling = SamplingParams(max_tokens=len(row["token_ids"]), temperature=0.0, seed=i)
+        requests.append(Request(i, tuple(row["prompt_token_ids"]), sampling, (0, 3)))
+    with build_engine(
+        config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu"
+    ) as engine:
+        finished = run(engine, requests)
+        engine.stop()
+        return finished, dict(engine.counters)
+
+
+def acceptance(method: str, counters: dict[str, int | float]) -> dict[str, Any]:
+    """Of all rounds: the share that kept the first, the first two, ... guesses, and tokens a round."""
+    rounds = counters["spec_num_drafts"]
+    kept = [counters[f"spec_accepted_per_position{{{place}}}"] for place in range(WIDEST[method])]
+    return {
+        "num_speculative_tokens": WIDEST[method],
+        "rounds": rounds,
+        "accepted_by_position": [round(count / rounds, 4) for count in kept],
+        "accepted_length": round(1 + sum(kept) / rounds, 4),
+    }
+
+
+def main() -> None:
+    record = {method: acceptance(method, serve(method)[1]) for method in WIDEST}
+    RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A proposer's guesses, written down as rounds ask for them, and what a serial oracle would have guessed there.
+
+Knows: drafters of random weights for the rig's engines, over a vocabulary so small that some guesses are right.
+Does not know: how a proposer keeps what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.drafters.draft_config import DFlashConfig, MTPConfig
+from models.drafters.load import load_dflash, load_mtp
+from models.inputs import PrefillAttention, StepInputs
+from models.layers.decoder import Decoder
+from models.layers.layer_tap import LayerTap
+from runtime.execute.proposer import Observed, Proposed, Proposer, ProposerParts
+from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.dflash import DFlashProposer
+from runtime.speculate.mtp import MTPProposer
+from tests.models.drafters import serial_oracle
+from tests.models.drafters.tiny_drafters import dflash_config, dflash_tensors, mtp_config, mtp_tensors, write
+from tests.runtime.engine.rig import TINY
+
+VOCABULARY = 9  # one random guess of nine is right
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {key: {**TINY, **SHAPE}[key] for key in (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings",
+)}  # fmt: skip
+DFLASH = dflash_config(
+    **SIZES,
+    layer_types=["sliding_attention", "full_attention"],
+    sliding_window=9,
+    block_size=8,
+    dflash_config={"target_layer_ids": [0, 1], "mask_token_id": VOCABULARY - 1},
+)
+MTP = mtp_config(**SIZES)
+
+Rounds = dict[tuple[int, int], tuple[int, ...]]  # (request, tokens known) -> guesses
+
+
+class Recorder:
+    """Another proposer, with its guesses in ``rounds``; a request is known by its seed. ``model``: the target."""
+
+    def __init__(self, inner: Proposer, model: Decoder) -> None:
+        self.inner, self.model = inner, model
+        self.rounds: Rounds = {}
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.inner.layers
+
+    @property
+    def reads_hidden(self) -> bool:
+        return self.inner.reads_hidden
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        proposed = self.inner.propose(rows_B, columns, count)
+        for row, live in enumerate((columns.finished == 0).tolist()):
+            if live:
+                key = int(columns.seed[row]), int(columns.length[row])
+                self.rounds[key] = tuple(proposed.tokens_BQ[row].tolist())
+        return proposed
+
+    def observe(self, observed: Observed) -> None:
+        self.inner.observe(observed)
+
+
+class Drafter:
+    """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank."""
+
+    def __init__(self, kind: str, folder: Path, proposer: Callable[..., Proposer] | None = None) -> None:
+        self.kind, self.folder = kind, folder
+        self.config = MTP if kind == "mtp" else DFLASH
+        self.tensors = mtp_tensors(MTP) if kind == "mtp" else dflash_tensors(DFLASH)
+        write(folder, self.config, self.tensors)
+        self._class = proposer or (MTPProposer if kind == "mtp" else DFlashProposer)
+        self.recorder: Recorder | None = None
+
+    def __call__(self, parts: ProposerParts) -> Recorder:
+        """As MakeProposer."""
+        model: Any
+        if self.kind == "mtp":
+            model = load_mtp(parts.model, MTPConfig.from_folder(self.folder), self.folder)
+        else:
+            model = load_dflash(parts.model, DFlashConfig.from_folder(self.folder), self.folder)
+        recorder = Recorder(self._class(parts, model), parts.model)
+        if parts.model.collectives.rank == 0:
+            self.recorder = recorder
+        return recorder
+
+    @property
+    def rounds(self) -> Rounds:
+        assert self.recorder is not None
+        return self.recorder.rounds
+
+    def expected(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+        """What the serial oracle guesses behind ``tokens``."""
+        assert self.recorder is not None
+        target = self.recorder.model
+        weights = {name: tensor.to(target.dtype) for name, tensor in self.tensors.items()}
+        embedding, head = target.embedding.weight, target.lm_head.weight
+        hidden_LN, features_LF = target_states(target, tokens[:-1])
+        if self.kind == "mtp":
+            found = serial_oracle.mtp_guesses(weights, self.config, embedding, head, tokens, hidden_LN, count)
+            return tuple(found)
+        mask = self.config["dflash_config"]["mask_token_id"]
+        embedded_WN = embedding[torch.tensor([tokens[-1], *[mask] * count])]
+        out_WN = serial_oracle.dflash_block(weights, self.config, features_LF, embedded_WN)
+        return tuple((out_WN[1:] @ head.T).argmax(-1).tolist())
+
+
+def target_states(target: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(final-normed hidden states, features) of all tokens, computed at once over a cache of their own."""
+    length = len(tokens)
+    caches = [torch.zeros(kv.shape(2, length), dtype=kv.dtype) for kv in target.cache_layout.paged]
+    place = torch.arange(length)
+    attention = PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,))
+    tap = LayerTap((0, 1))
+    hidden = target.forward(StepInputs(torch.tensor(tokens), place, length + place, attention), caches, tap)
+    return hidden, tap.features_TF
+
+
+def check_rounds(drafter: Drafter, sequences: Mapping[int, Sequence[int]], every: int = 1) -> int:
+    """Every ``every``-th recorded round guessed what the oracle does; returns how many were looked at."""
+    chosen = sorted(drafter.rounds)[::every]
+    for request, known in chosen:
+        guesses = drafter.rounds[request, known]
+        assert guesses == drafter.expected(sequences[request][:known], len(guesses)), (
+            f"request {request}, {known} tokens known"
+        )
+    return len(chosen)

@@ -1,0 +1,238 @@
+"""Proposers with weights, in engines on the twin: the tokens of W = 1, and every round's guesses those of the oracle.
+
+Equal tokens alone would say nothing: a proposer that reads a stale state guesses worse, and the text stays right. So
+the guesses of each round are compared with those of a serial oracle, which has neither pages nor slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.execute.proposer import Observed, Proposed
+from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.request import Request
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.dflash import DFlashProposer
+from runtime.speculate.mtp import MTPProposer
+from tests.runtime.engine.lives import Life, live, same
+from tests.runtime.engine.rig import request
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, check_rounds
+
+KINDS = ("mtp", "dflash")
+ROOM: dict[str, Any] = {"shape": SHAPE, "blocks": 400}
+
+
+def prompt(length: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(VOCABULARY, (length,), generator=generator).tolist())
+
+
+def people(count: int, lengths: tuple[int, ...] = (5, 17, 1, 30), **sampling: Any) -> list[Request]:
+    """Half of them draw at random."""
+    params: dict[str, Any] = {"max_tokens": 24, "stops": ()} | sampling
+    return [
+        request(i, prompt(lengths[i % len(lengths)], i), **({"temperature": 1.0 * (i % 2)} | params))
+        for i in range(count)
+    ]
+
+
+@cache
+def serial(requests: tuple[Request, ...]) -> Life:
+    return live(list(requests), depth=0, shape=SHAPE)
+
+
+def drafted(drafter: Drafter, requests: list[Request], width: int, *, depth: int, **limits: Any) -> Life:
+    """A life with windows, whose answers are those of the serial engine without."""
+    how: dict[str, Any] = {"widths": (width,), "proposer": drafter} | ROOM | limits
+    life = live(requests, depth=depth, **how)
+    same(life, serial(tuple(requests)))
+    return life
+
+
+def sequences(requests: list[Request], life: Life) -> dict[int, tuple[int, ...]]:
+    return {one.request_id: (*one.prompt_token_ids, *life.answers[one.request_id][0]) for one in requests}
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("kind", "width"), [("mtp", 2), ("mtp", 5), ("dflash", 3), ("dflash", 8)])
+def test_rounds_guess_what_the_oracle_does(kind: str, width: int, depth: int, tmp_path: Path) -> None:
+    """Prompts in chunks of 8 tokens, rows that come and go, blocks of 4 tokens."""
+    drafter, requests = Drafter(kind, tmp_path), people(6)
+    life = drafted(drafter, requests, width, depth=depth, rows=4, max_prefill_tokens=8, block_size=4)
+    looked_at = check_rounds(drafter, sequences(requests, life))
+    assert looked_at >= 6 * 23 / width
+    assert life.counters["spec_num_accepted_tokens"] > 5, "windows of which more than a token was kept"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_are_the_same_at_every_depth(kind: str, depth: int, tmp_path: Path) -> None:
+    """Round by round, not on average: the same guesses behind the same tokens, and none more or less."""
+    drafter, requests = Drafter(kind, tmp_path), people(5)
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 8, "prefix_caching": False}
+    drafted(drafter, requests, 5, depth=0, **limits)
+    serial_rounds = drafter.rounds
+    life = drafted(drafter, requests, 5, depth=depth, **limits)
+    assert drafter.rounds == serial_rounds
+    assert life.counters["chained_steps"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_and_single_tokens_in_turn(kind: str, tmp_path: Path) -> None:
+    """Steps of width 1 show their tokens, too."""
+    drafter, requests = Drafter(kind, tmp_path), people(4)
+    life = drafted(drafter, requests, 4, depth=2, widths=(4, 1, 1))
+    assert check_rounds(drafter, sequences(requests, life)) > 10
+
+
+@pytest.mark.parametrize("buckets", [(), (8, 16, 19)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_decode_beside_chunks(kind: str, depth: int, buckets: tuple[int, ...], tmp_path: Path) -> None:
+    """They gain a token in such steps, and are shown it as others are; windows come between."""
+    drafter, requests = Drafter(kind, tmp_path), people(8, (5, 40, 17, 33))
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "prefill_buckets": buckets}
+    life = drafted(drafter, requests, 1, depth=depth, speculation=Speculation(5), **limits)
+    assert life.counters["mixed_steps"] > 0
+    assert check_rounds(drafter, sequences(requests, life)) > 20
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int, tmp_path: Path) -> None:
+    drafter, requests = Drafter(kind, tmp_path), people(6, (20,), max_tokens=40)
+    limits: dict[str, Any] = {"blocks": 24, "rows": 6, "prefix_caching": False}
+    life = drafted(drafter, requests, 6, depth=depth, **limits)
+    assert life.counters["evictions"] > 0
+    check_rounds(drafter, sequences(requests, life), every=3)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_prefix_hit_restores_the_drafters_entries(depth: int, tmp_path: Path) -> None:
+    """Nobody shows the proposer the tokens of the prefix again, and it guesses as if it had seen them."""
+    drafter, shared = Drafter("dflash", tmp_path), prompt(40, 99)
+    requests = [request(i, (*shared, *prompt(5, i)), max_tokens=16, stops=()) for i in range(4)]
+    life = drafted(drafter, requests, 6, depth=depth, rows=2, block_size=4)
+    assert life.counters["prefix_hit_tokens"] >= 2 * 40
+    check_rounds(drafter, sequences(requests, life), every=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_hit_leaves_the_tokens_right(kind: str, tmp_path: Path) -> None:
+    """An MTP layer's entry depends on the next token: behind a block's end another sequence's may stand."""
+    drafter, shared = Drafter(kind, tmp_path), prompt(32, 7)
+    requests = [request(i, (*shared, *prompt(3, i)), max_tokens=16, stops=()) for i in range(4)]
+    assert drafted(drafter, requests, 3, depth=2, rows=2).counters["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_that_reach_past_the_context(kind: str, tmp_path: Path) -> None:
+    requests = people(3, (20,), max_tokens=100, temperature=0.0)
+    life = live(requests, depth=2, widths=(8,), proposer=Drafter(kind, tmp_path), max_model_len=64, **ROOM)
+    same(life, live(requests, depth=0, shape=SHAPE, max_model_len=64))
+    assert {len(tokens) for tokens, _ in life.answers.values()} == {44}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_ids_penalties_and_forks(kind: str, tmp_path: Path) -> None:
+    requests = people(4, stops=(3,), temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, max_tokens=30)
+    requests.append(request(9, prompt(9, 9), n=3, temperature=1.0, max_tokens=12, stops=()))
+    life = live(requests, depth=2, widths=(5,), proposer=Drafter(kind, tmp_path), **ROOM)
+    same(life, live([answer for one in requests for answer in one.answers()], depth=0, shape=SHAPE))
+    assert life.counters["forks"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
+    """Shares of the vocabulary, split heads: the same guesses in every round, on every rank."""
+    drafter, requests = Drafter(kind, tmp_path), people(3)
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16}
+    drafted(drafter, requests, 4, depth=0, **limits)
+    of_one_rank = drafter.rounds
+    drafted(drafter, requests, 4, depth=2, over=partial(tensor_rig, 2), **limits)
+    assert drafter.rounds == of_one_rank
+
+
+# ---- mutants: each leaves the text right, and guesses something else ----
+
+
+class StaleHidden(MTPProposer):
+    """The hidden state of one observation before."""
+
+    def observe(self, observed: Observed) -> None:
+        before = self._hidden_SN.clone()
+        super().observe(observed)
+        if observed.advanced is not None:
+            self._hidden_SN, self._later = before, self._hidden_SN
+
+
+class WrongRow(MTPProposer):
+    """The hidden state of a window's last token, kept or not."""
+
+    def observe(self, observed: Observed) -> None:
+        if (advanced := observed.advanced) is not None:
+            ends = torch.arange(1, len(advanced.rows_B) + 1) * advanced.width - 1
+            observed = replace(observed, advanced=advanced._replace(last_B=ends))
+        super().observe(observed)
+
+
+class OwnToken(MTPProposer):
+    """An entry of a token itself in place of its successor."""
+
+    def observe(self, observed: Observed) -> None:
+        super().observe(replace(observed, next_ids_T=observed.inputs.token_ids_T))
+
+
+class StaleGuesses(DFlashProposer):
+    """The guesses of the round before."""
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        found = super().propose(rows_B, columns, count)
+        late, self._late = getattr(self, "_late", found), found
+        return late
+
+
+class ShiftedFeatures(DFlashProposer):
+    """A neighbour's features."""
+
+    def observe(self, observed: Observed) -> None:
+        assert observed.features_TF is not None
+        super().observe(replace(observed, features_TF=observed.features_TF.roll(1, 0)))
+
+
+class OwnNoise(DFlashProposer):
+    """A block's own entries stay, but for its first token's."""
+
+    def observe(self, observed: Observed) -> None:
+        if (advanced := observed.advanced) is not None:
+            first_T = torch.arange(len(observed.kept_T)) % advanced.width == 0
+            observed = replace(observed, kept_T=observed.kept_T & first_T)
+        super().observe(observed)
+
+
+class SwappedLayers(DFlashProposer):
+    """The right features in the wrong order."""
+
+    def observe(self, observed: Observed) -> None:
+        assert observed.features_TF is not None
+        first, second = observed.features_TF.chunk(2, 1)
+        super().observe(replace(observed, features_TF=torch.cat((second, first), 1)))
+
+
+@pytest.mark.parametrize(
+    "mutant", [StaleHidden, WrongRow, OwnToken, StaleGuesses, ShiftedFeatures, OwnNoise, SwappedLayers]
+)
+def test_mutants_are_seen_in_the_guesses_only(mutant: Any, tmp_path: Path) -> None:
+    drafter = Drafter("mtp" if issubclass(mutant, MTPProposer) else "dflash", tmp_path, mutant)
+    requests = people(4)
+    life = drafted(drafter, requests, 5, depth=2)  # the text is right
+    with pytest.raises(AssertionError, match="tokens known"):
+        check_rounds(drafter, sequences(requests, life))
