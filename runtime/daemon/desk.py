@@ -189,7 +189,7 @@ class Desk:
 
     def _extend(self, connection: Connection, command: Command) -> dict[str, Any]:
         session = self._named(connection, command)
-        if session.phase is Phase.RUNNING:
+        if session.phase is Phase.RUNNING or session.drained:
             raise BadLine("it is running: only a session whose quantum is over can be extended")
         token_ids = self._token_ids(command.prompt)
         room = self._model.max_model_len - session.length - len(token_ids)
@@ -208,7 +208,7 @@ class Desk:
 
     def _fork(self, connection: Connection, command: Command) -> dict[str, Any]:
         parent = self._session(connection, command.other)
-        if parent.phase is Phase.RUNNING:
+        if parent.phase is Phase.RUNNING or parent.drained:
             raise BadLine("the parent is running: only a session whose quantum is over can be forked")
         request = self._new_id(connection, command.request)
         place = self._new_place(command.place)
@@ -244,7 +244,7 @@ class Desk:
         if command.request is None or command.request == parent.request:
             raise BadLine("REQ names the session that is to know what the other one knows: REQ id RESTORE parent")
         old = connection.sessions.get(command.request)
-        if parent.phase is Phase.RUNNING:
+        if parent.phase is Phase.RUNNING or parent.drained:
             raise BadLine("the parent is running: only a session whose quantum is over can be forked")
         if old is not None:
             self._close(old, "restored from another session")
