@@ -66,7 +66,13 @@ def run(command: DaemonCommand, environ: Mapping[str, str], open_engine: OpenEng
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
             limits = min(1 << 18, options.unread_bytes), options.unread_bytes
             server = SlotServer(engine, tokenizer, defaults, listener=listener, only=only, unread_bytes=limits)
-            engine.tell_verdict(lambda why: server.end(f"the engine failed: {why}"))
+
+            def verdict(why: str) -> None:
+                server.end(f"the engine failed: {why}")
+                if path is not None:
+                    path.unlink(missing_ok=True)  # this process is about to leave without more ado
+
+            engine.tell_verdict(verdict)
             with Interrupts() as interrupts:
 
                 def tend() -> None:

@@ -127,8 +127,8 @@ class Protocol(RuleBasedStateMachine):
     @rule(request=IDS, said=TOKENS, total=SMALL, quantum=SMALL)
     def extend(self, request: int, said: list[int], total: int, quantum: int) -> None:
         session = self.sessions.get(request)
-        right = session is not None and session.phase != "running"
-        right = right and len(session.known) + len(session.shown) + len(said) < LONGEST
+        room = 0 if session is None else LONGEST - len(session.known) - len(session.shown)
+        right = session is not None and session.phase != "running" and len(said) < room
         self.say(f"REQ {request} EXTEND {said} {total} {quantum}", right=right)
         if session is not None and right:
             session.spoken_to(said, total, quantum, self.epoch_of(request))
