@@ -126,6 +126,8 @@ def build_engine(
             seed=config.seed,
             progress=progress,
         )
+        if model.cache_layout.has_slot_state:
+            limits = config.with_few_slots(limits)
         if config.deterministic:
             _require_invariance(model)
         if config.speculation is not None:
@@ -300,4 +302,6 @@ def _schedule(
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,
         mixed=mixed,
+        max_sessions=config.max_sessions,
+        session_policy=config.session_policy,
     )
