@@ -206,7 +206,7 @@ def _scan_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if some:
-        start, end = row_bounds(ends_ptr, row, EACH, RAGGED)
+        start, end = row_bounds(ends_ptr, ends_ptr, row, EACH, RAGGED, False)
         i, ks = tl.arange(0, C), tl.arange(0, BLOCK_K)
         vs = slice_v * BLOCK_V + tl.arange(0, BLOCK_V)
         of_k, of_v = ks < K, vs < V
