@@ -28,6 +28,7 @@ from parallel.control.interface import ControlPlane
 from runtime.chain_depth import DEEPEST, settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
+from runtime.execute.cache.pool import give_back
 from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
@@ -165,10 +166,24 @@ def build_engine(
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-    at_end = load_report(config, model, split)
+    at_end = _at_end(load_report(config, model, split), executor, model)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+
+
+def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:
+    """What is done when the device is at rest. A closed engine that a program still refers to holds no memory: another
+    engine may want it.
+    """
+
+    def end() -> None:
+        if report is not None:
+            report()
+        executor.pool.release()
+        give_back(model.parameters())
+
+    return end
 
 
 def _require_invariance(model: Decoder) -> None:
@@ -232,7 +247,10 @@ def _executor_config(
         exchanges=()
         if exchange is None
         else exchange_ladder(
-            config.decode_buckets, limits.max_prefill_tokens, limits.rows if _mixes(config, limits) else 0
+            config.decode_buckets,
+            limits.max_prefill_tokens,
+            limits.rows if _mixes(config, limits) else 0,
+            limits.width,
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
@@ -248,7 +266,10 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Captured on GPUs; a CPU would compute the padding and gain nothing."""
+    """Captured on GPUs; a CPU would compute the padding and gain nothing. Where groups exchange as many rows as such a
+    step is padded to, none of them can launch a window beside it: then steps with chunks are not captured."""
+    if config.data_parallel > 1 and config.speculation is not None:
+        return ()
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 

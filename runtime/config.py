@@ -13,7 +13,13 @@ from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
 from runtime.schedule.config import LIMIT_RANGES, SessionPolicy, StepLimits
-from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError, merged_speculation, refuse_synthetic
+from runtime.speculative_config import (
+    WITH_WEIGHTS,
+    SpeculativeConfig,
+    SpeculativeConfigError,
+    merged_speculation,
+    refuse_synthetic,
+)
 
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -205,10 +211,11 @@ class EngineConfig:
         except SpeculativeConfigError as error:
             raise ConfigError(str(error)) from None
         object.__setattr__(self, "speculative_config", settled)
-        if settled is not None and self.data_parallel > 1:
+        if settled is not None and self.data_parallel > 1 and settled.method in WITH_WEIGHTS:
             raise ConfigError(
-                f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: groups do not agree on "
-                "widths of steps: leave out --data-parallel-size or --speculative-config"
+                f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: a drafter's own "
+                "exchanges between groups are not agreed on: leave out --data-parallel-size, or type "
+                '"method": "ngram"'
             )
 
     @property

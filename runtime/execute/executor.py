@@ -102,6 +102,7 @@ class Executor:
         self._warm_up(roles[:-2])
         self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
+        self._windows = {role.width: role for role in roles if isinstance(role, WindowRole)}
         ladders = Ladders(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
         )
@@ -230,13 +231,16 @@ class Executor:
         For start-up, before the first step, when all rows are padding: attention reads next to nothing. With several
         ranks all of them must call it.
         """
-        windows = next((role for role in self._roles.values() if isinstance(role, WindowRole)), None)
+        windows = self._windows.get(self._config.limits.width)
         if windows is None:
             return {}
         variant = self._config.warm_variants[0] if self._config.warm_variants else GREEDY
         found = {}
         for bucket in self._config.decode_buckets:
-            graphs = [role.graphs.get(bucket, variant) for role in (windows, self.decode)]
+            graphs = [
+                role.graphs.get(bucket, variant, bucket * role.width if self._config.exchanges else 0)
+                for role in (windows, self.decode)
+            ]
             times = [min(self._milliseconds_of(graph.replay) for _ in range(_COST_RUNS + 1)) for graph in graphs]
             for _ in range(len(graphs) * (_COST_RUNS + 1)):
                 self.device.compute.submit(self._ring.undo)
@@ -269,6 +273,8 @@ class Executor:
         compute = self.device.compute
         if spec.shared_bucket:  # a capture rehearses the step, and its exchanges need all groups, prefilling ones too
             self.decode.graphs.get(spec.shared_bucket, spec.variant, spec.exchange_rows)
+            if spec.shared_width > 1:
+                self._windows[spec.shared_width].graphs.get(spec.shared_bucket, spec.variant, spec.exchange_rows)
         ticket = self.results.reserve(spec)
         with self._stage_range:
             staged = self.staging.stage(spec)

@@ -27,13 +27,15 @@ EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: th
 class LaunchNeeds:
     """What one group's plan needs of a step. Groups that share experts launch the maximum of every field.
 
-    ``decode_bucket``: rows of the decode graph, 0 where the group has no step of decode rows alone.
+    ``decode_bucket``: rows of the decode graph, 0 where the group has no step of decode rows alone; ``width``: tokens a
+    row of it (W), 1 elsewhere.
     ``prefill_tokens``: of a step with chunks, those of its decode rows included; 0 where it has no chunks.
     """
 
     decode_bucket: int = 0
     prefill_tokens: int = 0
     variant: SamplingVariant = GREEDY
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,11 @@ class LaunchSpec:
     ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
     padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0 where such a step is
     launched kernel by kernel, and for decode. ``split_keys``: the captured step whose chunks are few, short and behind
-    long prefixes, so that their keys are split between programs. ``exchange_rows``: rows that every data-parallel
-    group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the decode graph
-    that any group replays in this step; 0 where there is one group, and where none replays any.
+    long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token each, that every
+    data-parallel group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the
+    decode graph that any group replays in this step; 0 where there is one group, and where none replays any.
+    ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
+    as often, and as many rows.
 
     Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
     group that only decodes, or has no work, as a mixed step without a chunk.
@@ -59,6 +63,7 @@ class LaunchSpec:
     exchange_rows: int = 0
     shared_bucket: int = 0
     split_keys: bool = False
+    shared_width: int = 1
 
     @property
     def step(self) -> int:
@@ -125,7 +130,8 @@ class LaunchResolver:
             return LaunchNeeds()
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
-            return LaunchNeeds(decode_bucket=_rung(self._ladders.decode, len(plan.slots)), variant=variant)
+            bucket = _rung(self._ladders.decode, len(plan.slots))
+            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=plan.width)
         return LaunchNeeds(prefill_tokens=_tokens(plan), variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
@@ -152,15 +158,18 @@ class LaunchResolver:
         if agreed is not None:
             # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
             # none, so no exchange is narrower than that.
-            shared_bucket = exchange_rows = agreed.decode_bucket or ladders.decode[0]
+            shared_bucket = agreed.decode_bucket or ladders.decode[0]
+            exchange_rows = shared_bucket * agreed.width
             if agreed.prefill_tokens:
-                exchange_rows = _rung(ladders.exchange, max(agreed.prefill_tokens, shared_bucket))
+                exchange_rows = _rung(ladders.exchange, max(agreed.prefill_tokens, exchange_rows))
         if plan.kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
-            return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket)
+            width = needs.width if agreed is not None else 1
+            return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width)
         tokens, rows = _tokens(plan), len(plan.slots)
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
-            return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket)
+            width = needs.width if agreed is not None else 1
+            return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width)
         padded = _rung(ladders.prefill, tokens)
         split = padded in ladders.split and worth_splitting(plan)
         return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
@@ -202,10 +211,12 @@ def worth_splitting(plan: StepPlan) -> bool:
     return pieces <= MOST_PIECES and any(chunk.start >= LONG_PREFIX for chunk in plan.chunks)
 
 
-def exchange_ladder(buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0) -> tuple[int, ...]:
+def exchange_ladder(
+    buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0, width: int = 1
+) -> tuple[int, ...]:
     """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``mixed_rows`` that decode beside
-    its chunks included."""
-    most = max(max_prefill_tokens + mixed_rows, buckets[-1])
+    its chunks included, and windows of ``width`` tokens a row in another group."""
+    most = max(max_prefill_tokens + mixed_rows, buckets[-1] * width)
     return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
 
 

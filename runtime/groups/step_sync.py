@@ -42,18 +42,19 @@ class DpStepSync:
 
         Groups without work launch it, too: their part of the exchanges is awaited.
         """
-        numbers: tuple[int, ...] = (needs.decode_bucket, needs.prefill_tokens, *map(int, astuple(needs.variant)))
+        variant_numbers = map(int, astuple(needs.variant))
+        numbers: tuple[int, ...] = (needs.decode_bucket, needs.prefill_tokens, *variant_numbers, needs.width)
         ours = len(numbers)
         if self._load_balancer is not None:
             numbers += self._load_balancer.proposal
         agreed = self._agreement.agree_max(step, numbers)
         if self._load_balancer is not None:
             self._load_balancer.agreed(agreed[ours:])
-        decode_bucket, prefill_tokens, *variant = agreed[:ours]
+        decode_bucket, prefill_tokens, *variant, width = agreed[:ours]
         if not decode_bucket and not prefill_tokens:
             return None
         self.idle_steps += not (needs.decode_bucket or needs.prefill_tokens)
-        return LaunchNeeds(decode_bucket, prefill_tokens, _variant_of(variant))
+        return LaunchNeeds(decode_bucket, prefill_tokens, _variant_of(variant), width)
 
 
 def _variant_of(numbers: Sequence[int]) -> SamplingVariant:

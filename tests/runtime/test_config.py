@@ -47,8 +47,6 @@ def test_speculation_that_cannot_be_is_refused_by_the_config() -> None:
             speculative_config={"method": "ngram", "num_speculative_tokens": 4},
             num_speculative_tokens=3,
         )
-    with pytest.raises(ConfigError, match="data_parallel is 2, but speculative_config is"):
-        EngineConfig(model="m", device="cpu", data_parallel=2, speculative_method="ngram", num_speculative_tokens=4)
     with pytest.raises(ConfigError, match="names no num_speculative_tokens"):
         EngineConfig(model="m", device="cpu", speculative_method="ngram")
 

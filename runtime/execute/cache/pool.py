@@ -10,7 +10,7 @@ a slot (runtime/schedule), how many fit (sizing.py), or what a layer does with i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from torch import Tensor
 from models.cache_layout import CacheLayout, CacheView, PagedKV, SlotState
 from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.device.protocol import Device
+
+
+def give_back(tensors: Iterable[Tensor]) -> None:
+    """Free the memory of ``tensors``, although somebody may still hold them. Nothing reads them from now on."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
 
 
 class CachePool:
@@ -61,6 +69,10 @@ class CachePool:
         }
         self.banks += banks.values()
         return banks
+
+    def release(self) -> None:
+        """Give all memory back, when the last step has ended."""
+        give_back((*self.paged, *self.banks))
 
     def reset(self, slots_N: Tensor) -> None:
         """Zero the state of slots ``slots_N`` (int64), in which sequences are seated anew; graph-safe.

@@ -68,15 +68,19 @@ class RowGraphs:
         self._warm = False
         self.late: dict[str, int] = {}  # captures after warm-up, by sampling variant
 
-    def warm_up(self, variants: tuple[SamplingVariant, ...], exchanges: tuple[int, ...] = ()) -> None:
+    def warm_up(
+        self, variants: tuple[SamplingVariant, ...], exchanges: tuple[int, ...] = (), width: int = 1, widest: int = 1
+    ) -> None:
         """Capture every bucket of ``variants``, the largest first so that the shared memory pool is sized once.
 
         With ``exchanges``, the rows of steps in which another group prefills, each bucket once for each of them too.
+        ``width``: tokens a row of this role; ``widest``: of the role that another group may run beside it.
         One log line says how many there are, how long they took and what memory they share.
         """
         began = time.perf_counter()
         for bucket in sorted(self._row_maps, reverse=True):
-            wider = {bucket, *(rows for rows in exchanges if rows > bucket)} if exchanges else {0}
+            own = {bucket * width, bucket * widest}
+            wider = {*own, *(rows for rows in exchanges if rows > bucket * width)} if exchanges else {0}
             for exchange_rows in sorted(wider, reverse=True):
                 for variant in variants:
                     self.get(bucket, variant, exchange_rows)

@@ -63,7 +63,7 @@ class RowRole(ABC):
     def warm_up(self) -> None:
         config = self._parts.config
         exchanges = config.exchanges if self.widens else (0,)  # none that is wider than a bucket
-        self.graphs.warm_up(config.warm_variants, exchanges)
+        self.graphs.warm_up(config.warm_variants, exchanges, self.width, self._parts.limits.width)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -56,7 +56,7 @@ class WindowRole(RowRole):
             kv_slots_T=window.kv_slots_BW.reshape(-1),
             attention=attention,
             real_T=window.live_BW.reshape(-1),
-            exchange_rows=exchange_rows * self.width or None,
+            exchange_rows=exchange_rows or None,
         )
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
         accepted = self._tail.finish_window(hidden_TN, window, variant)

@@ -201,7 +201,7 @@ def rig(
             warm_variants=variants,
             exchanges=()
             if groups is None
-            else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows),
+            else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
         ),

@@ -99,6 +99,14 @@ def test_closed_engines_leave_nothing_behind(tmp_path: Path) -> None:
         assert gone(refs)
 
 
+def test_a_closed_engine_that_somebody_holds_has_no_memory(tmp_path: Path) -> None:
+    with engine_over(tiny_folder(tmp_path)) as engine:
+        run(engine, [request(0, (3, 4, 5))])
+        held = [*engine.executor.pool.paged, *engine.executor._model.parameters()]
+        assert min(tensor.untyped_storage().nbytes() for tensor in held) > 0
+    assert max(tensor.untyped_storage().nbytes() for tensor in held) == 0
+
+
 def test_memory_is_free_before_the_next_engine_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any other collection: the last engine's weights would be sized around, or leave no room at all."""
     folder = tiny_folder(tmp_path)

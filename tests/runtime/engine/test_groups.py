@@ -21,6 +21,9 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.step_sync import DpStepSync
 from runtime.schedule.plan import Chunk, Finished, Scored, StepKind, StepPlan
 from runtime.schedule.request import Request
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
@@ -125,6 +128,25 @@ def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: R
         assert captured[0] == captured[1]
 
 
+def test_one_group_verifies_while_another_decodes_prefills_or_idles() -> None:
+    """Windows only with at most two rows: so widths differ between groups, and change while others prefill."""
+    few: dict[str, Any] = {"temperature": 0.5, "allowed_token_ids": (5, 6, 7), "max_tokens": 30}
+    first = [request(i, (30 + i, 5, 6, 7, 5, 6, 7, 5), stops=(), **few) for i in range(2)]
+    many = [request(10 + i, range(2 + i, 40 + i), max_tokens=12 + 6 * i, stops=()) for i in range(4)]
+    late = mixture(35, count=3)
+    late = [replace(one, request_id=50 + i) for i, one in enumerate(late)]
+    keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    proposer = proposer_for(speculative_config(keys))
+    arrivals = [{0: first, 40: late}, {3: many}]
+    for depth in (0, 2):
+        lives = Lives(arrivals, depth=depth, proposer=proposer, speculation=Speculation(4, most_rows=2))
+        assert outcome(lives.finished) == alone([*first, *many, *late])
+        assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
+        assert all(counters["spec_num_drafts"] > 0 for counters in lives.counters)
+        assert lives.counters[1]["speculation_off{batch}"] > 0
+        assert all(idle > 0 for idle in lives.idle_steps)
+
+
 def test_a_group_that_never_has_a_request_takes_part_in_everything(chunks: RigLimits) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=6, stops=()) for i in range(3)]
     lives = Lives([{0: requests}, {}], **within(chunks, depth=2))
@@ -174,7 +196,7 @@ class Others:
         return tuple(map(max, zip(numbers, *self.others, strict=True)))
 
 
-IDLE = (0,) * 10
+IDLE = (0,) * 11
 
 
 def joined(
@@ -213,7 +235,7 @@ def test_nobody_launches_where_nobody_has_work() -> None:
 
 
 def test_every_group_replays_the_widest_bucket_and_variant() -> None:
-    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1)
+    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1, 1)
     spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
     assert spec is not None
     assert (spec.bucket, spec.plan.slots, spec.exchange_rows) == (4, (1, 2), 4)
@@ -222,6 +244,17 @@ def test_every_group_replays_the_widest_bucket_and_variant() -> None:
     assert idle is not None
     assert (idle.plan.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
     assert idle.exchange_rows == 4
+
+
+def test_a_window_in_one_group_widens_every_exchange() -> None:
+    """Four rows of three tokens there, two rows of one here, which a graph of the same rows and exchanges serves."""
+    spec = joined(decode(2), (4, *IDLE[1:-1], 3))
+    assert spec is not None
+    assert (spec.bucket, spec.width, spec.exchange_rows) == (4, 1, 12)
+    assert (spec.shared_bucket, spec.shared_width) == (4, 3)
+    beside_a_prefill = joined(decode(2), (4, 5, *IDLE[2:-1], 3))
+    assert beside_a_prefill is not None
+    assert beside_a_prefill.exchange_rows == 16
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 4), (4, 4), (5, 16), (17, 64), (64, 64)])

@@ -17,10 +17,12 @@ from runtime.engine import Engine
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import Evicted, Notice, Parked, Refused, StepOutput
 from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.speculation import Speculation
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, oracle, prompt
 from tests.runtime.engine.rig import VOCABULARY, request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_speculation import ngram
 
 DEPTHS = (0, 1, 2, 4)
 MOST_TURNS = 2000
@@ -129,6 +131,8 @@ def _answer(engine: Engine, talk: Talk, notice: Parked) -> None:
     id_ = notice.request_id
     assert notice.tokens == len(talk.current)
     if notice.reason is FinishReason.NONE:
+        asked = talk.quantum * (1 + talk.early * (talk.epoch == 1))
+        assert len(talk.current) >= asked
         assert len(talk.current) % talk.quantum == 0
         engine.proceed(id_, talk.epoch, talk.quantum)
         return
@@ -186,6 +190,28 @@ def test_with_little_memory_parked_sessions_are_computed_again(depth: int, prefi
     life = converse(them, depth=depth, rows=2, blocks=14, max_model_len=96, think=5, prefix_caching=prefix_caching)
     same_as_requests(them, life)
     assert life.counters["session_evictions"] > 0
+
+
+@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("width", [2, 6])
+def test_windows_end_where_quanta_end(depth: int, width: int) -> None:
+    """A quantum's end is the device's to keep, however many tokens a step could gain. Few tokens are allowed, so that
+    answers repeat themselves and proposals are kept."""
+    few = tuple(range(5, 9))
+    fields: dict[str, Any] = {"temperature": 0.6, "allowed_token_ids": few, "logprobs": 1, "stops": ()}
+    them = [
+        Talk(
+            request(i, [20 + i, *(few[j % 4] for j in range(i, i + 8))], max_tokens=30, **fields),
+            [((few[0], few[1]), 20), (few, 9)],
+            quantum=2 + 3 * i,
+            early=i,
+        )
+        for i in range(3)
+    ]
+    speculating: dict[str, Any] = {"proposer": ngram(width), "speculation": Speculation(width), "blocks": 400}
+    life = converse(them, depth=depth, rows=2, **speculating)
+    same_as_requests(them, life)
+    assert life.counters["spec_num_accepted_tokens"] > 10
 
 
 def test_every_rank_parks_and_goes_on_alike() -> None:
