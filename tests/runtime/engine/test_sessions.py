@@ -251,6 +251,21 @@ def test_a_fork_goes_on_from_where_its_parent_was_parked(depth: int) -> None:
     assert sorted(notice.tokens for notice in notices[2:]) == [17, 17]
 
 
+def test_sessions_share_what_they_begin_with() -> None:
+    """A second session over the same 24 tokens computes its own end only, while the first is parked; so does a turn."""
+    stem = prompt(24, 0)
+    with rig(depth=2, max_sessions=2) as engine:
+        engine.start(request(0, (*stem, 7), max_tokens=5, stops=()), 2, keep=True)
+        rest(engine)
+        engine.start(request(1, (*stem, 9), max_tokens=5, stops=()), 2, keep=True)
+        rest(engine)
+        assert engine.counters["prefix_hit_tokens"] == 24
+        assert engine.counters["prefill_tokens"] == 25 + 1
+        engine.cancel(0)
+        engine.cancel(1)
+        rest(engine)
+
+
 def test_a_session_that_does_not_keep_ends_when_its_answer_is_complete() -> None:
     with rig(depth=2, max_sessions=1) as engine:
         engine.start(request(0, prompt(9, 0), max_tokens=5, stops=()), 5)
