@@ -126,6 +126,8 @@ def build_engine(
             seed=config.seed,
             progress=progress,
         )
+        if model.cache_layout.has_slot_state:
+            limits = config.with_few_slots(limits)
         if config.deterministic:
             _require_invariance(model)
         if config.speculation is not None:

@@ -7,7 +7,7 @@ Does not know: where a value came from (launch/engine_options.py), the model's o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
@@ -38,6 +38,7 @@ DEVICE_DEFAULTS: Final[dict[str, dict[str, int]]] = {
 CPU_CHAIN_DEPTH: Final = 2  # no step of a CPU is timed: it shares its cores with the host
 
 SLOTS_PER_ROW: Final = 2  # successors are seated while the last tokens of those before them are in flight
+ROWS_PER_SPARE_SLOT: Final = 8  # where a slot is megabytes of recurrent state: so many successors at once must do
 
 # The options that are limits of a step, with their names there.
 _STEP_LIMITS: Final[dict[str, str]] = {
@@ -291,6 +292,10 @@ class EngineConfig:
         given |= {"max_model_len": max_model_len, "depth": depth if self.chain_depth is None else self.chain_depth}
         return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs + self.max_sessions)
 
+    def with_few_slots(self, limits: StepLimits) -> StepLimits:
+        """The same for a model that keeps state in slots: rows and a few more, at least two, and one a session."""
+        return replace(limits, slots=state_slots(self.max_num_seqs) + self.max_sessions)
+
     @property
     def digest(self) -> str:
         """The same on two ranks exactly if all fields are."""
@@ -299,6 +304,11 @@ class EngineConfig:
     def describe(self) -> str:
         """Every field as ``name=value`` on one line, for the log."""
         return " ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
+
+
+def state_slots(max_num_seqs: int) -> int:
+    """Slots of a model that keeps state in them, the null slot left out."""
+    return max_num_seqs + max(2, max_num_seqs // ROWS_PER_SPARE_SLOT)
 
 
 def default_buckets(slots: int) -> tuple[int, ...]:

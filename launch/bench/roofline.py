@@ -4,8 +4,8 @@ Knows: how many weights and KV bytes a shape reads a step, and how they divide o
 kernels, communication (all-reduce is not counted), or how fast anything really is.
 
 Every weight is read once a step, the embedding left out and the language-model head in. Each group of GEMMs takes the
-larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length; layers that
-keep state in slots read and write that of every row.
+larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length. Layers with
+state in slots read and write that of every row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from models.block_pattern import block_kinds, has_blocks, read_mamba2
-
-_STATE_VALUE = 4  # bytes: recurrent state is float32
-_WINDOW_VALUE = 2
+from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
-    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers;
-    ``state_bytes``: what a row's step reads and writes of its slot state, over all layers."""
+    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers.
+    ``state_bytes``: what a row's recurrent state takes (float32), ``window_values``: values of its convolutions that a
+    step reads or writes; both over all layers."""
 
     dense: int
     expert: int
@@ -36,6 +35,7 @@ class Shape:
     kv_heads: int
     kv_per_head: int
     state_bytes: int = 0
+    window_values: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> Shape:
@@ -44,22 +44,34 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Shape:
-        """Keys as transformers writes them; those of Qwen3-MoE where there are experts, or of Nemotron-H."""
+        """Keys as transformers writes them; those of Qwen3-MoE where there are experts, of Qwen3-Next and Qwen3.5 where
+        there are gated delta nets; or those of Nemotron-H."""
         if has_blocks(config):
             return _of_blocks(config)
+        delta = None
+        if has_gated_delta(config):
+            config = usual_keys(config)
+            delta = read_gated_delta(config)
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
         experts = config.get("num_experts") or 0
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        feed_forward = experts * hidden if experts else 3 * hidden * config["intermediate_size"]
+        attending = layers - (0 if delta is None else len(delta.layers))
+        queries = 2 * heads if delta is None else 3 * heads  # and outputs; with gates where there are delta nets
+        mixers = attending * hidden * head_dim * (queries + 2 * kv_heads)
+        if delta is not None:
+            mixers += len(delta.layers) * hidden * (2 * delta.keys + 3 * delta.values + 2 * delta.v_heads)
+        shared = config.get("shared_expert_intermediate_size") or 0 if experts else 0
+        feed_forward = experts * hidden + 3 * hidden * shared if experts else 3 * hidden * config["intermediate_size"]
         return cls(
-            dense=layers * (attention + feed_forward) + config["vocab_size"] * hidden,
+            dense=mixers + layers * feed_forward + config["vocab_size"] * hidden,
             expert=3 * layers * hidden * config["moe_intermediate_size"] if experts else 0,
             experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
             kv_heads=kv_heads,
-            kv_per_head=2 * layers * head_dim,
+            kv_per_head=2 * attending * head_dim,
+            state_bytes=0 if delta is None else 4 * len(delta.layers) * delta.values * delta.k_dim,
+            window_values=0 if delta is None else len(delta.layers) * (2 * delta.keys + delta.values) * delta.taps,
         )
 
 
@@ -72,8 +84,6 @@ def _of_blocks(config: Mapping[str, Any]) -> Shape:
     of_attention = hidden * head_dim * (2 * config["num_attention_heads"] + 2 * kv_heads)
     of_sparse = experts * hidden + 2 * hidden * config.get("moe_shared_expert_intermediate_size", 0)
     of_mlp = 2 * hidden * config["intermediate_size"]
-    recurrent = 2 * _STATE_VALUE * mamba.inner * mamba.state_size
-    window = _WINDOW_VALUE * mamba.taps * mamba.conv_channels  # all but one are read, one is written
     return Shape(
         dense=mamba_layers * of_mamba
         + attention_layers * of_attention
@@ -85,7 +95,8 @@ def _of_blocks(config: Mapping[str, Any]) -> Shape:
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
         kv_heads=kv_heads,
         kv_per_head=2 * attention_layers * head_dim,
-        state_bytes=mamba_layers * (recurrent + window),
+        state_bytes=4 * mamba_layers * mamba.inner * mamba.state_size,
+        window_values=mamba_layers * mamba.taps * mamba.conv_channels,
     )
 
 
@@ -124,8 +135,8 @@ def decode_floor(
     weight_bytes = value_bytes * sum(values for values, _ in gemms)
     kv_heads = max(1.0, shape.kv_heads / tensor)
     kv_bytes = value_bytes * rows * length * kv_heads * shape.kv_per_head
+    state_bytes = rows * (2 * shape.state_bytes + value_bytes * shape.window_values) / tensor
     seconds = sum(max(value_bytes * values / bytes_per_s, flop / flop_per_s) for values, flop in gemms)
-    state_bytes = rows * shape.state_bytes / tensor
     return Floor(weight_bytes, kv_bytes, seconds + (kv_bytes + state_bytes) / bytes_per_s, state_bytes)
 
 

@@ -23,6 +23,7 @@ from models.config import DTYPES, ModelConfig, ModelConfigError
 from models.group_size import legal_sizes
 from parallel.control.wire.frames import MAX_WORLD
 from parallel.topology import ParallelDegrees, Topology
+from runtime.config import state_slots
 
 WRONG = 1
 _GIB = 1 << 30
@@ -132,7 +133,7 @@ def room_text(parts: Sequence[Part], options: SweepOptions) -> str:
     """What state of slots takes, and the tokens whose KV fits beside it on the fullest rank."""
     device = f"{options.memory_fraction:g} of {options.memory_gib:g} GiB"
     budget = int(options.memory_gib * options.memory_fraction * _GIB)
-    slots = options.max_num_seqs
+    slots = state_slots(options.max_num_seqs)
     left, part = min(((budget - held_bytes(part, slots), part) for part in parts), key=lambda pair: pair[0])
     layout = part.cache_layout
     state = ""

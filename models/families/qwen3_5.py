@@ -6,11 +6,11 @@ Does not know: layers (qwen3_next.py), or images.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from models.families.qwen3_next import Qwen3Next
 
-_NAMES = {
+_NAMES: dict[str, str] = {
     **Qwen3Next.checkpoint_names,
     "layers.{}.mixer.projection.qkv": "model.layers.{}.linear_attn.in_proj_qkv",
     "layers.{}.mixer.projection.z": "model.layers.{}.linear_attn.in_proj_z",
@@ -24,6 +24,8 @@ def _below_language_model(name: str) -> str:
 
 
 class Qwen35(Qwen3Next):
-    checkpoint_names: ClassVar = {part: (name, _below_language_model(name)) for part, name in _NAMES.items()}
-    unused_tensors = ("mtp.", "model.visual.")
-    interleaved: ClassVar = False
+    checkpoint_names: ClassVar[dict[str, Any]] = {
+        part: (name, _below_language_model(name)) for part, name in _NAMES.items()
+    }
+    unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    interleaved: ClassVar[bool] = False

@@ -6,7 +6,7 @@ Knows: the architecture's layers and its checkpoint names. Does not know: how a 
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -24,7 +24,7 @@ from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 class Qwen3Next(Decoder):
-    checkpoint_names: ClassVar = {
+    checkpoint_names: ClassVar[dict[str, Any]] = {
         **Qwen3Moe.checkpoint_names,
         "layers.{}.mixer.projection.qkvz": "model.layers.{}.linear_attn.in_proj_qkvz",
         "layers.{}.mixer.projection.ba": "model.layers.{}.linear_attn.in_proj_ba",
@@ -37,8 +37,8 @@ class Qwen3Next(Decoder):
         "layers.{}.mlp.shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
         "layers.{}.mlp.shared.gate": "model.layers.{}.mlp.shared_expert_gate",
     }
-    unused_tensors = ("mtp.",)
-    interleaved: ClassVar = True  # as the checkpoint has the input projections of a delta net
+    unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.",)
+    interleaved: ClassVar[bool] = True  # as the checkpoint has the input projections of a delta net
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)

@@ -152,17 +152,15 @@ class DeterministicReferenceKernels(ReferenceKernels):
         for slot, start, end in zip(*(x.tolist() for x in (where.slots_B, where.starts_B, where.ends_B)), strict=True):
             one = StateRows(torch.tensor([slot]))
             for t in range(start, end):
-                of_token = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
-                out_TX[t : t + 1] = super().gated_delta(*of_token, rule, state_SHVK, one)
+                qkv, z, b, a = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
+                out_TX[t : t + 1] = super().gated_delta(qkv, z, b, a, rule, state_SHVK, one)
         return out_TX
 
     def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
-        found = [
-            super(DeterministicReferenceKernels, self).gated_add(
-                *(part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN)), gate_N
-            )
-            for t in range(len(x_TN))
-        ]
+        found = []
+        for t in range(len(x_TN)):
+            x, y, hidden = (part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN))
+            found.append(super().gated_add(x, y, hidden, gate_N))
         return torch.cat(found) if found else x_TN
 
 

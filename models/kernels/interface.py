@@ -399,7 +399,7 @@ class Kernels(Protocol):
 
         Slots and positions must be older than the launch that made ``projected``.
         """
-        qkv_TC, z_TV, b_TH, a_TH = projected_TX.split(rule.widths, 1)
+        qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TX, list(rule.widths), 1)
         qkv_TC = self.causal_conv(qkv_TC, weight_CJ, None, window_SJC, rows, positions_T)
         return self.gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
 

@@ -40,6 +40,7 @@ from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.recurrent import conv, delta_chunk, delta_step, gates, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.reference import ReferenceKernels
+from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
 
@@ -181,6 +182,17 @@ class NvidiaKernels(Kernels):
         if x_TN.dtype == torch.float32:
             return super().router_logits(x_TN, weight_EN)
         return torch.mm(x_TN, weight_EN.t(), out_dtype=torch.float32)
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        routing: SigmoidRouting,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return route.route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E, self.pdl)
 
     def relu2(self, x_TI: Tensor) -> Tensor:
         return norm.relu2(x_TI, self.pdl)

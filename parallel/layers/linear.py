@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
@@ -53,8 +54,9 @@ class StackedColumns(ShardedModule):
     def forward(self, x_TN: Tensor) -> Tensor:
         return self.placement.kernels.linear(x_TN, self.weight, self.bias)
 
-    def shards(self) -> dict[str, Shard]:
-        found, first = {}, 0
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
+        found: dict[str, Shard | ScatteredShard] = {}
+        first = 0
         for piece in self.pieces:
             rows = slice(first, first + piece.count)
             found[f"{piece.prefix}weight"] = along_rows(self.weight[rows], piece.total, piece.start)
@@ -178,7 +180,7 @@ class DeltaProjection(ShardedModule):
         return [(first_k, k), (keys + first_k, k), (2 * keys + first_v, v)]
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
-        q, k, v, z, b, a = self.weight.split(self.widths)
+        q, k, v, z, b, a = torch.split(self.weight, list(self.widths))
         heads, inputs = self.heads, self.weight.shape[1]
         first_v = heads.first_head * self.v_dim
         if not self.interleaved:

@@ -43,8 +43,8 @@ class Layer:
 
     def __init__(self, k_heads: int, v_heads: int, slots: int) -> None:
         self.channels = (2 * k_heads + v_heads) * DIM
-        numbers = [torch.rand(v_heads, device=DEVICE) for _ in range(2)]
-        self.rule = DeltaRule(k_heads, v_heads, DIM, DIM, *numbers, torch.ones(DIM, device=DEVICE), 1e-6)
+        decay, bias = torch.rand(v_heads, device=DEVICE), torch.rand(v_heads, device=DEVICE)
+        self.rule = DeltaRule(k_heads, v_heads, DIM, DIM, decay, bias, torch.ones(DIM, device=DEVICE), 1e-6)
         self.filters = torch.randn(self.channels, TAPS, dtype=BF16, device=DEVICE)
         self.window = torch.zeros(1 + slots, TAPS, self.channels, dtype=BF16, device=DEVICE)
         self.state = torch.zeros(1 + slots, v_heads, DIM, DIM, device=DEVICE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from models.config import ModelConfig, ModelConfigError
 from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
 from models.registry import model_class
 from tests.models.tiny_checkpoint import TINY
+from tests.models.tiny_delta import FAMILIES
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -135,6 +138,62 @@ def test_what_is_refused_is_named(tmp_path: Path, changes: dict[str, Any], reaso
         ModelConfig.from_folder(tmp_path)
     assert str(path) in str(caught.value)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("qwen3.5", {"attn_output_gate": False}, "'attn_output_gate' is False, which asks for attention without an"),
+        ("qwen3.5", {"mamba_ssm_dtype": "bfloat16"}, "'mamba_ssm_dtype' is 'bfloat16', which asks for recurrent state"),
+        (
+            "qwen3-next",
+            {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+            "'sliding_attention'",
+        ),
+        ("qwen3-next", {"layer_types": ["linear_attention"]}, "'layer_types' must list the kinds of 3 layers"),
+        (
+            "qwen3-next",
+            {"linear_num_key_heads": 3},
+            "linear_num_value_heads 4 is not a multiple of linear_num_key_heads 3",
+        ),
+        ("qwen3-next", {"linear_num_key_heads": None}, "the key 'linear_num_key_heads' is missing"),
+        ("qwen3-next", {"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' must be at least 2, not 1"),
+        ("qwen3-next", {"head_dim": None}, "the key 'head_dim' is missing"),
+        ("qwen3-next", {"scoring_func": "sigmoid"}, "'scoring_func' is 'sigmoid'"),
+        ("qwen3.5-moe", {"norm_topk_prob": False}, "'norm_topk_prob' is False, but this family always renormalises"),
+        ("qwen3.5-moe", {"shared_expert_intermediate_size": None}, "'shared_expert_intermediate_size' is missing"),
+        ("qwen3.5-moe", {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "'text_config' must be an object"),
+    ],
+)
+def test_what_a_hybrid_asks_and_is_not_implemented_is_named(family: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        tiny(**({"head_dim": 16} | FAMILIES[family] | changes))
+
+
+def test_a_hybrid_s_keys_mean_what_transformers_takes_them_for() -> None:
+    family = {
+        key: value for key, value in FAMILIES["qwen3.5"].items() if key not in ("layer_types", "partial_rotary_factor")
+    }
+    family |= {"num_hidden_layers": 8, "head_dim": 32}
+    config = tiny(**family)
+    assert config.delta is not None
+    assert config.delta.layers == (0, 1, 2, 4, 5, 6)
+    assert config.rotary_dim == 8, "a quarter, where nothing is said"
+    every_third = tiny(**family, full_attention_interval=3)
+    assert every_third.delta is not None
+    assert every_third.delta.layers == (0, 1, 3, 4, 6, 7)
+    text = {**TINY, **family, "dtype": "bfloat16", "eos_token_id": 5}
+    beside_images = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {"depth": 2},
+    }
+    found = ModelConfig.from_dict(beside_images)
+    assert found.tied_embeddings
+    assert found == replace(
+        ModelConfig.from_dict(text), architecture="Qwen3_5ForConditionalGeneration", tied_embeddings=True
+    )
 
 
 ODD_VALUES: list[Any] = [None, True, 0, -1, 3, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "8", [], [[]], [1]]

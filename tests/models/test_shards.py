@@ -16,12 +16,14 @@ from models.weights import load_model
 from parallel.layers.linear import ColumnParallel, RowParallel
 from parallel.layers.shard import HeadShard, ShardContext, VocabShard
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors
+from tests.models.tiny_delta import FAMILIES as DELTA_FAMILIES
 
 WIDE = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
 FAMILIES = {
     "llama": {**TINY, "architectures": ["LlamaForCausalLM"], "mlp_bias": True},
     "qwen2": {**TINY, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1},
     "qwen3": WIDE,
+    **{family: TINY | delta | {"head_dim": 16} for family, delta in DELTA_FAMILIES.items()},
 }
 
 
@@ -65,6 +67,35 @@ def test_every_element_of_the_checkpoint_is_on_some_rank(size: int) -> None:
         if "norm" in name or name.endswith("o_proj.bias"):
             replicas = size
         assert bool((count == replicas).all()), name
+
+
+@pytest.mark.parametrize(("k_heads", "size"), [(1, 4), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("family", DELTA_FAMILIES)
+def test_a_delta_net_is_split_by_value_heads_and_repeats_key_heads(family: str, k_heads: int, size: int) -> None:
+    """How often the ranks have each row of a checkpoint tensor; what each has is compared with transformers' parity."""
+    config = ModelConfig.from_dict(FAMILIES[family] | {"linear_num_key_heads": k_heads})
+    assert config.delta is not None
+    seen: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        for name, shard in build(config, rank, size, device="meta").checkpoint_shards().items():
+            for piece in shard.pieces:
+                seen.setdefault(name, torch.zeros(shard.full_shape))[piece.ranges] += 1
+    copies, keys, values = max(1, size // k_heads), config.delta.keys, config.delta.values
+    of_conv = torch.tensor([copies] * (2 * keys) + [1] * values)
+    counts = {name: count.flatten(1)[:, 0] for name, count in seen.items() if count.dim() > 1}
+    assert torch.equal(counts["model.layers.0.linear_attn.conv1d.weight"], of_conv)
+    assert bool((seen["model.layers.0.linear_attn.A_log"] == 1).all())
+    assert bool((seen["model.layers.0.linear_attn.out_proj.weight"] == 1).all())
+    if family == "qwen3-next":
+        found = counts["model.layers.0.linear_attn.in_proj_qkvz.weight"].view(k_heads, -1)
+        of_keys = 2 * config.delta.k_dim
+        assert bool((found[:, :of_keys] == copies).all())
+        assert bool((found[:, of_keys:] == 1).all())
+        assert bool((counts["model.layers.0.linear_attn.in_proj_ba.weight"] == 1).all())
+    else:
+        assert torch.equal(counts["model.layers.0.linear_attn.in_proj_qkv.weight"], of_conv)
+        for part in "zba":
+            assert bool((counts[f"model.layers.0.linear_attn.in_proj_{part}.weight"] == 1).all())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

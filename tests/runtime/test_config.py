@@ -103,9 +103,16 @@ def test_groups_share_whole_experts() -> None:
         EngineConfig(model="m", device="cpu", data_parallel=2, expert_parallel=False)
 
 
+def _few_slots(rows: int) -> int:
+    config = EngineConfig(model="m", device="cpu", max_num_seqs=rows)
+    return config.with_few_slots(config.step_limits(512, 4)).slots
+
+
 def test_options_are_the_limits_of_steps() -> None:
     config = EngineConfig(model="m", device="cpu", max_num_seqs=6, block_size=8, chain_depth=3, max_prefill_tokens=99)
     assert config.step_limits(512, 4) == StepLimits(6, 12, 8, 512, depth=3, width=1, max_prefill_tokens=99)
+    slots = {rows: _few_slots(rows) for rows in (1, 2, 6, 32, 256)}
+    assert slots == {1: 3, 2: 4, 6: 8, 32: 36, 256: 288}
     for option, value in (("max_num_seqs", 65_536), ("block_size", 1025), ("chain_depth", 65), ("max_model_len", 1)):
         with pytest.raises(ConfigError, match=option):
             EngineConfig(model="m", **cast(Any, {option: value}))

@@ -1,7 +1,8 @@
 """Routing: the top experts of each token, and the list of (token, choice) pairs of each expert.
 
-Knows: softmax top-k over experts, and lists of fixed size with counts. Does not know: what an expert computes
-(grouped.py, streamed.py, grouped_tma.py). Shape letters as in interface.py; a pair is t * C + c, one expert choice of
+Knows: softmax top-k over experts, sigmoid top-k with a correction bias and groups (models/kernels/sigmoid_routing.py
+has the formulas), and lists of fixed size with counts. Does not know: what an expert computes (grouped.py, streamed.py,
+grouped_tma.py). Shape letters as in interface.py; a pair is t * C + c, one expert choice of
 one token.
 
 Shapes are fixed: every expert has room for all tokens, and a count says how many it got. Lists are in the order of
@@ -17,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.sigmoid_routing import SigmoidRouting
 
 BATCH_INVARIANT = True  # a token by itself; lists are integers
 _CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program sorts into a list, after counting those before them
@@ -65,6 +68,78 @@ def _route_kernel(
     local = tl.load(local_ptr + chosen, mask=asked, other=-1)
     where = token * CHOICES + choices
     tl.store(weights_ptr + where, weights, mask=asked)
+    tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
+    if COUNT:
+        tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=asked & real, sem="relaxed")
+
+
+@triton.jit
+def _first_best(left, ids, BLOCK: tl.constexpr):
+    """The lowest id of those with the largest value."""
+    return tl.min(tl.where(left == tl.max(left, 0), ids, BLOCK), 0)
+
+
+@triton.jit
+def _route_sigmoid_kernel(
+    logits_ptr,  # float32
+    bias_ptr,
+    local_ptr,
+    real_ptr,
+    weights_ptr,
+    chosen_ptr,
+    load_ptr,
+    scale,
+    E,
+    CHOICES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    ids, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
+    none = float("-inf")
+    bias = tl.load(bias_ptr + ids, mask=ids < E, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits = tl.load(logits_ptr + token.to(tl.int64) * E + ids, mask=ids < E, other=0.0)
+    scores = tl.sigmoid(logits)
+    # A token of NaN gets the first experts with NaN weights. Padding, and what is not open or left, has -inf.
+    ranked = tl.where(scores == scores, scores + bias, 0.0)
+    left = tl.where(ids < E, ranked, none)
+    if GROUPS > 1:
+        group_ids, group_of = tl.arange(0, BLOCK_G), ids // (E // GROUPS)
+        sums = tl.full((BLOCK_G,), none, tl.float32)
+        for group in tl.static_range(GROUPS):
+            inside = tl.where(group_of == group, left, none)
+            others = tl.where(ids == _first_best(inside, ids, BLOCK_E), none, inside)
+            sums = tl.where(group_ids == group, tl.max(inside, 0) + tl.max(others, 0), sums)
+        is_open = tl.zeros((BLOCK_E,), tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            best_group = _first_best(sums, group_ids, BLOCK_G)
+            is_open = tl.where(group_of == best_group, 1, is_open)
+            sums = tl.where(group_ids == best_group, none, sums)
+        left = tl.where(is_open == 1, left, none)
+    weights = tl.zeros((BLOCK_C,), tl.float32)
+    chosen = tl.zeros((BLOCK_C,), tl.int32)
+    for choice in tl.static_range(CHOICES):
+        best = _first_best(left, ids, BLOCK_E)
+        score = tl.sum(tl.where(ids == best, scores, 0.0), 0)
+        weights = tl.where(choices == choice, score, weights)
+        chosen = tl.where(choices == choice, best, chosen)
+        left = tl.where(ids == best, none, left)
+    if RENORMALISE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    real = tl.load(real_ptr + token) != 0
+    asked = choices < CHOICES
+    local = tl.load(local_ptr + chosen, mask=asked, other=-1)
+    where = token * CHOICES + choices
+    tl.store(weights_ptr + where, weights * scale, mask=asked)
     tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
     if COUNT:
         tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=asked & real, sem="relaxed")
@@ -125,6 +200,47 @@ def route_top_k(
         BLOCK_C=triton.next_power_of_2(choices),
         BLOCK_E=block,
         RENORMALISE=renormalise,
+        COUNT=load_E is not None,
+        PDL=pdl,
+        num_warps=max(1, min(4, block // 128)),
+        launch_pdl=pdl,
+    )
+    return weights_TC, local_TC
+
+
+def route_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    routing: SigmoidRouting,
+    local_E: Tensor,
+    real_T: Tensor,
+    load_E: Tensor | None,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """See the Kernels protocol; logits and bias are float32."""
+    tokens, experts = logits_TE.shape
+    weights_TC = torch.empty(tokens, routing.choices, dtype=torch.float32, device=logits_TE.device)
+    local_TC = torch.empty(tokens, routing.choices, dtype=torch.int32, device=logits_TE.device)
+    if tokens == 0:
+        return weights_TC, local_TC
+    block = triton.next_power_of_2(experts)
+    _route_sigmoid_kernel[(tokens,)](
+        logits_TE,
+        bias_E,
+        local_E,
+        real_T.view(torch.uint8),
+        weights_TC,
+        local_TC,
+        local_E if load_E is None else load_E,
+        routing.scale,
+        experts,
+        CHOICES=routing.choices,
+        BLOCK_C=triton.next_power_of_2(routing.choices),
+        BLOCK_E=block,
+        GROUPS=routing.groups,
+        BLOCK_G=triton.next_power_of_2(routing.groups),
+        TOP_GROUPS=routing.top_groups,
+        RENORMALISE=routing.renormalise,
         COUNT=load_E is not None,
         PDL=pdl,
         num_warps=max(1, min(4, block // 128)),

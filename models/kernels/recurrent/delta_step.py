@@ -194,7 +194,7 @@ def conv_delta_step(
     """Kernels.conv_gated_delta of a step of one token a row, in one launch."""
     if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
         raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row")
-    qkv_TC, z_TV, b_TH, a_TH = projected_TX.split(rule.widths, 1)
+    qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TX, list(rule.widths), 1)
     out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
     slice_v, parts, warps = _slices(rule)
     _step_kernel[(len(rows.slots_B), rule.v_heads, 1)](
@@ -307,5 +307,5 @@ def aligned_gates(z_TV: Tensor, b_TH: Tensor, a_TH: Tensor) -> tuple[Tensor, Ten
     if _same_stride(z_TV, b_TH, a_TH):
         return z_TV, b_TH, a_TH
     gates_TX = torch.cat((z_TV, b_TH, a_TH), 1)
-    z, b, a = gates_TX.split((z_TV.shape[1], b_TH.shape[1], a_TH.shape[1]), 1)
+    z, b, a = torch.split(gates_TX, [z_TV.shape[1], b_TH.shape[1], a_TH.shape[1]], 1)
     return z, b, a

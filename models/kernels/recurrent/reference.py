@@ -85,12 +85,12 @@ def gated_delta(
 def _heads(qkv_TC: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [T, v_heads, k_dim], each key head repeated for its value heads, and v [T, v_heads, v_dim]."""
     keys = rule.k_heads * rule.k_dim
-    q_TX, k_TX, v_TX = qkv_TC.split((keys, keys, rule.v_heads * rule.v_dim), 1)
+    q_TX, k_TX, v_TX = torch.split(qkv_TC, [keys, keys, rule.v_heads * rule.v_dim], 1)
     q_THK, k_THK = (
         (x * torch.rsqrt((x * x).sum(2, keepdim=True) + L2_EPS)).repeat_interleave(rule.v_heads // rule.k_heads, 1)
-        for x in (part.unflatten(1, (rule.k_heads, rule.k_dim)) for part in (q_TX, k_TX))
+        for x in (part.reshape(-1, rule.k_heads, rule.k_dim) for part in (q_TX, k_TX))
     )
-    return q_THK * rule.k_dim**-0.5, k_THK, v_TX.unflatten(1, (rule.v_heads, rule.v_dim))
+    return q_THK * rule.k_dim**-0.5, k_THK, v_TX.reshape(-1, rule.v_heads, rule.v_dim)
 
 
 def _normed_and_gated(x_THV: Tensor, z_TX: Tensor, rule: DeltaRule) -> Tensor:

@@ -103,7 +103,7 @@ def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.Monkey
 
     def room(kv_tokens: int, slots: int) -> str:
         gib = (held + 5 * slot + kv_tokens * token) / 2**30
-        return room_text(parts, SweepOptions(memory_gib=gib, memory_fraction=1.0, max_num_seqs=slots))
+        return room_text(parts, SweepOptions(memory_gib=gib, memory_fraction=1.0, max_num_seqs=slots - 2))
 
     assert "state of 4 slots" in room(1000, slots=4)
     assert f"KV {token} bytes a token, room for 1,000 tokens" in room(1000, slots=4)
@@ -115,9 +115,9 @@ def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.Monkey
 def test_a_model_without_kv_needs_room_for_its_state_only() -> None:
     state = SlotState({"sum": ((1 << 20,), torch.float32)})
     part = Part(1 << 20, 0, CacheLayout((state, None)), {}, {}, ())
-    fits = SweepOptions(memory_gib=1.0, memory_fraction=1.0, max_num_seqs=254)  # 255 x 4 MiB and 1 MiB
+    fits = SweepOptions(memory_gib=1.0, memory_fraction=1.0, max_num_seqs=226)  # 226 + 28 + 1 slots of 4 MiB, and 1 MiB
     assert "no KV; fits in 1 of 1 GiB" in room_text([part], fits)
-    assert "TOO LARGE for 1 of 1 GiB" in room_text([part], replace(fits, max_num_seqs=255))
+    assert "TOO LARGE for 1 of 1 GiB" in room_text([part], replace(fits, max_num_seqs=227))
 
 
 def test_a_head_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

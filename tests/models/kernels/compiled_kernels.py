@@ -34,6 +34,7 @@ from models.kernels.matmul.norm import relu2
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
+from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import H200
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
@@ -147,6 +148,11 @@ def without_a_gate(driver: CompilingDriver) -> None:
             torch.empty(rows, choices, device=META),
         )
         NvidiaKernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
+    for groups in (1, 8):
+        driver.where = f"sigmoid router, {groups} groups"
+        logits, numbers = torch.empty(9, count, device=META), torch.empty(count, dtype=torch.int32, device=META)
+        routing, real = SigmoidRouting(choices, True, groups, max(1, groups // 2), 2.5), logits[:, 0] > 0
+        NvidiaKernels(META).route_sigmoid(logits, logits[0], routing, numbers, real, numbers.long())
 
 
 def mamba(driver: CompilingDriver) -> None:
@@ -291,8 +297,8 @@ def slot_state(driver: CompilingDriver) -> None:
     ):
         driver.where = f"{v_heads} heads of {dim}, {dtype}"
         channels, values = (2 * k_heads + v_heads) * dim, v_heads * dim
-        numbers = [torch.empty(v_heads, device=META) for _ in range(2)]
-        rule = DeltaRule(k_heads, v_heads, dim, dim, *numbers, torch.empty(dim, device=META), 1e-6)
+        number = torch.empty(v_heads, device=META)
+        rule = DeltaRule(k_heads, v_heads, dim, dim, number, number, torch.empty(dim, device=META), 1e-6)
         filters = torch.empty(channels, 4, dtype=dtype, device=META)
         banks = (
             torch.empty(9, 4, channels, dtype=dtype, device=META),

@@ -16,8 +16,9 @@ from torch import Tensor
 from models.kernels.experts import grouped as grouped_kernel
 from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.grouped import most_blocks
-from models.kernels.experts.route import pairs_by_expert, route_top_k
+from models.kernels.experts.route import pairs_by_expert, route_sigmoid, route_top_k
 from models.kernels.experts.tiles import LongListTiles, Tiles
+from models.kernels.sigmoid_routing import SigmoidRouting
 from tests.models.kernels.interpreted_kernels import REFERENCE
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # the interpreter's dot does not know bfloat16
@@ -41,6 +42,26 @@ def check_route(experts: int, choices: int, renormalise: bool, count: bool) -> N
     check(weights, expected[0], 1e-6, ("weights", experts, choices))
     assert torch.equal(chosen, expected[1]), (experts, choices)
     assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+def check_route_sigmoid(experts: int, routing: SigmoidRouting, count: bool) -> None:
+    tokens = 6
+    logits, bias = torch.randn(tokens, experts).half().float(), torch.randn(experts) / 4
+    logits[1], bias[: experts // 2] = 0.0, 0.25  # equal scores among experts and groups
+    local = torch.randperm(experts, dtype=torch.int32)
+    local[local >= experts // 2] = -1
+    real = torch.arange(tokens) != 2
+    mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
+    weights, chosen = route_sigmoid(logits, bias, routing, local, real, mine, False)
+    expected = REFERENCE.route_sigmoid(logits, bias, routing, local, real, theirs)
+    check(weights, expected[0], 1e-6, ("weights", experts, routing))
+    assert torch.equal(chosen, expected[1]), (experts, routing)
+    assert mine is None or theirs is None or torch.equal(mine, theirs)
+    logits[3] = math.nan
+    weights, chosen = route_sigmoid(logits, bias, routing, torch.arange(experts, dtype=torch.int32), real, None, False)
+    assert weights[3].isnan().all()
+    assert len(set(chosen[3].tolist())) == routing.choices
+    assert weights[[0, 1, 2, 4, 5]].isfinite().all()
 
 
 def check_broken_token() -> None:
@@ -104,6 +125,9 @@ def main() -> None:
         [(8, 2), (12, 5), (5, 5), (128, 8)], [True, False], [True, False]
     ):
         check_route(experts, choices, renormalise, count)
+    for experts, count in product((16, 24), (True, False)):
+        for groups, top_groups, renormalise in ((1, 1, True), (4, 2, False), (8, 3, True), (2, 2, True)):
+            check_route_sigmoid(experts, SigmoidRouting(5, renormalise, groups, top_groups, 2.5), count)
     check_broken_token()
     for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (5000, 2, 3)]:
         check_lists(*shape)

@@ -30,7 +30,7 @@ STEADY = {
     *("weight_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
     *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr", "units_ptr"),
     *("ends_ptr", "decay_log_ptr", "decay_bias_ptr", "gate_ptr", "state_ptr"),
-    *("a_log_ptr", "window_ptr"),
+    *("a_log_ptr", "window_ptr", "bias_ptr"),
 }
 
 

@@ -14,7 +14,7 @@ from tests.torchrun import python
     [
         *(
             f"models.kernels.interpreted_{part}"
-            for part in ("decode", "experts", "invariant", "kernels", "mamba", "prefill", "push")
+            for part in ("decode", "experts", "invariant", "kernels", "mamba", "prefill", "push", "recurrent")
         ),
         *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange")),
     ],

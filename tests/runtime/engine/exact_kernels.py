@@ -80,8 +80,9 @@ class ExactKernels(ReferenceKernels):
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
     cos, sin = cos_sin_TR.unsqueeze(1).chunk(2, dim=-1)
-    first, second = x_TKD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotary = cos_sin_TR.shape[-1]
+    first, second = x_TKD[..., :rotary].chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x_TKD[..., rotary:]), dim=-1)
 
 
 def _attend(q_BQHD: Tensor, kv_layer: Tensor, pages_BP: Tensor, lengths_B: Tensor, scale: float) -> Tensor:

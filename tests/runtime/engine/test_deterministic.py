@@ -17,6 +17,8 @@ from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
+from tests.models.toy_hybrid import ARCHITECTURE
+from tests.runtime.engine import rig as over
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.same_bits import CONDITIONS, PLAIN, answers, difference, plainly, questions
@@ -114,7 +116,8 @@ def test_what_is_not_batch_invariant_is_named() -> None:
 def test_a_layer_that_does_not_declare_it_is_named(every_model: str) -> None:
     with rig(kernels=DeterministicReferenceKernels()) as engine:
         named = missing_invariance(engine.executor._model)
-    assert bool(named) == (every_model == "hybrid"), named
+    toy = over.TINY["architectures"] == [ARCHITECTURE]
+    assert named == (["layers of RunningSum"] if toy else []), every_model
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

@@ -54,8 +54,8 @@ def whole(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
     for layer in model.cache_layout.layers:
         if isinstance(layer, SlotState):
             caches.append({name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in layer.tensors.items()})
-        elif layer is not None:
-            caches.append(torch.zeros(layer.shape(2, length), dtype=layer.dtype))
+        else:
+            caches.append(None if layer is None else torch.zeros(layer.shape(2, length), dtype=layer.dtype))
     positions = torch.arange(length)
     inputs = StepInputs(
         torch.tensor(tokens),

@@ -1,0 +1,154 @@
+"""Gated delta nets through an engine: families with them give at every depth the tokens of the serial engine.
+
+What every model goes through (test_lifecycle.py, test_depths.py, test_poison.py, test_mixed.py), these go through there
+behind the marker ``long``; what state in slots must keep is here, of each family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.batch_invariance import missing_invariance
+from models.inputs import StateRows
+from models.kernels.deterministic_reference import DeterministicReferenceKernels
+from models.kernels.interface import DeltaRule
+from runtime.engine import Engine
+from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.lives import live, people, prompt
+from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import Logprobs, mixture, outcome
+from tests.runtime.engine.test_hybrid import on_banks, whole
+from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
+
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+@FAMILY
+def test_token_by_token_equals_all_at_once(family: str) -> None:
+    """Chunks of 8 tokens, then steps of one, against one forward pass over everything."""
+    one = request(0, prompt(50), max_tokens=12, stops=())
+    with rig(shape=FAMILIES[family], max_prefill_tokens=8, kernels=ExactKernels(), dtype=torch.float64) as engine:
+        answer = run(engine, [one])[0].token_ids
+        likely = whole(engine.executor._model, tuple(one.prompt_token_ids) + answer).argmax(1)
+    assert likely[49:-1].tolist() == list(answer)
+
+
+@FAMILY
+def test_a_mixture_at_every_depth(family: str) -> None:
+    """In float32, with log-probabilities; chunks shorter than the convolution's window come up."""
+    requests = mixture(4, count=10)
+    asked = {r.request_id for r in requests if r.sampling.logprobs is not None}
+    serial = Logprobs(asked)
+    with rig(shape=FAMILIES[family], depth=0, max_prefill_tokens=11) as engine:
+        expected = outcome(run(engine, requests, watch=serial))
+    for depth in (1, 4):
+        deep = Logprobs(asked)
+        with rig(shape=FAMILIES[family], depth=depth, max_prefill_tokens=11) as engine:
+            assert outcome(run(engine, requests, watch=deep)) == expected
+            assert engine.counters["chain_breaks{start}"] == 1
+            assert engine.counters["ghost_rows"] > 0
+        assert deep.by_request.keys() == serial.by_request.keys()
+
+
+@FAMILY
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_belongs_to_nobody_reaches_nobody(family: str, depth: int) -> None:
+    """NaN in the null slot, in free slots, in idle blocks, before every turn; rows are evicted meanwhile."""
+    requests = mixture(11) + [request(20 + i, range(i, i + 40), max_tokens=50, stops=()) for i in range(4)]
+    with rig(shape=FAMILIES[family], depth=depth) as engine:
+        clean = run(engine, requests)
+
+    def poison(engine: Engine, turn: int) -> None:
+        on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
+        fill_with_nan(engine, idle_blocks(engine))
+
+    with rig(shape=FAMILIES[family], depth=depth, blocks=24, buckets=(3, 8)) as engine:
+        assert outcome(run(engine, requests, poison)) == outcome(clean)
+        assert engine.counters["evictions"] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
+    """What a slot holds in the end is what its last real token left there, whatever was in flight behind it."""
+    shape = FAMILIES["qwen3-next"]
+    one = people(1, length=9, max_tokens=20)[0]
+    tokens = live([one], depth=0, shape=shape).finished[0].token_ids
+    stopped = replace(one, stop_token_ids=(tokens[7],))
+
+    def life(depth: int) -> list[Tensor]:
+        with rig(shape=shape, depth=depth, kernels=ExactKernels(), dtype=torch.float64, rows=4) as engine:
+            on_banks(engine, list(range(2, 9)), 7.0)  # of slots in which nobody is seated
+            run(engine, [stopped])
+            engine.stop()
+            assert engine.counters["ghost_rows"] == depth
+            engine.executor.device.compute.synchronize()
+            assert all(bool((bank[:, 2:] == 7.0).all()) for bank in engine.executor.pool.banks)
+            return [bank[:, 1].clone() for bank in engine.executor.pool.banks]
+
+    serial = life(0)
+    assert all(bool(state.any()) for state in serial)
+    assert all(torch.equal(mine, oracle) for mine, oracle in zip(life(depth), serial, strict=True))
+
+
+@FAMILY
+def test_two_ranks_hold_a_half_of_each_state(family: str) -> None:
+    requests = mixture(3, count=8)
+    shape = FAMILIES[family]
+    with rig(depth=0, shape=shape, kernels=ExactKernels(), dtype=torch.float64) as engine:
+        alone = outcome(run(engine, requests))
+        full = engine.executor.sizing.shape.layout.bytes_per_slot
+    with tensor_rig(2, depth=2, shape=shape, kernels=ExactKernels(), dtype=torch.float64) as engine:
+        assert outcome(run(engine, requests)) == alone
+        assert engine.executor.sizing.shape.layout.bytes_per_slot == full // 2
+
+
+def test_the_deterministic_mode_serves_them() -> None:
+    """Any depth, batch and cut of prompts gives the same bits: log-probabilities are compared as they are."""
+    requests = mixture(5, count=5)
+    asked, found = {r.request_id for r in requests}, []
+    requests = [replace(r, sampling=replace(r.sampling, logprobs=3)) for r in requests]
+    for depth, most, rows in ((0, 64, 1), (2, 7, 8)):
+        seen = Logprobs(asked)
+        kernels = DeterministicReferenceKernels()
+        with rig(shape=FAMILIES["qwen3.5"], depth=depth, max_prefill_tokens=most, rows=rows, kernels=kernels) as engine:
+            assert missing_invariance(engine.executor._model) == []
+            found.append((outcome(run(engine, requests, watch=seen)), seen.by_request))
+    assert found[0] == found[1]
+
+
+class MultipliesByZero(ExactKernels):
+    """Masks by a product: what the poison tests must find."""
+
+    def gated_delta(
+        self,
+        qkv_TC: Tensor,
+        z_TV: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        rule: DeltaRule,
+        state_SHVK: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        out_TV = super().gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
+        others = state_SHVK.sum(0, keepdim=True) * 0.0
+        state_SHVK += others
+        return out_TV
+
+
+def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
+    requests = mixture(11, count=6)
+
+    def poison(engine: Engine, turn: int) -> None:
+        on_banks(engine, [0], float("nan"))
+
+    answers = []
+    for act in (None, poison):
+        with rig(shape=FAMILIES["qwen3.5"], kernels=MultipliesByZero(), dtype=torch.float64) as engine:
+            answers.append(outcome(run(engine, requests, act)))
+    assert answers[0] != answers[1]
