@@ -117,8 +117,8 @@ class Decoder(CheckpointParts):
     def irrevocable(self) -> tuple[str, ...]:
         """Names of its mixers whose state cannot leave out tokens that were taken in, as windows need it."""
         mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
-        stuck = {type(m).__name__ for m in mixers if isinstance(m.cache, SlotState) and not m.replays}
-        return tuple(sorted(stuck))
+        keeping = [mixer for mixer in mixers if mixer is not None and isinstance(mixer.cache, SlotState)]
+        return tuple(sorted({type(mixer).__name__ for mixer in keeping if not mixer.replays}))
 
     @property
     def vocab_shard(self) -> VocabShard:
