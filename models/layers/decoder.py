@@ -116,7 +116,7 @@ class Decoder(CheckpointParts):
     @cached_property
     def irrevocable(self) -> tuple[str, ...]:
         """Names of its mixers whose state cannot leave out tokens that were taken in, as windows need it."""
-        mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
+        mixers = [mixer for layer in self.layers if (mixer := cast(DecoderLayer, layer).mixer) is not None]
         stuck = {type(m).__name__ for m in mixers if isinstance(m.cache, SlotState) and not m.replays}
         return tuple(sorted(stuck))
 
