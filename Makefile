@@ -17,9 +17,12 @@ help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
 	  printf '%-16s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP)  ## two ranks complete the demo prompts: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
+demo: $(STAMP)  ## two ranks complete the demo prompts, then again with a drafter: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
 	  --model models/demo --input models/demo/prompts.jsonl --output out/demo.jsonl --overwrite --show 3
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
+	  --model models/demo --input models/demo/prompts.jsonl --output out/demo-drafted.jsonl --overwrite \
+	  --speculative-config '{"method": "mtp", "model": "models/demo/mtp", "num_speculative_tokens": 3}'
 
 install: $(STAMP)  ## a virtual environment in .venv with everything that the others need
 
@@ -108,6 +111,7 @@ diagram: $(STAMP)  ## redraws what the documents show of the code
 	$(BIN)/python -m docs.draw_speculation
 	$(BIN)/python -m docs.draw_control
 	$(BIN)/python -m docs.draw_timeline
+	$(BIN)/python -m docs.draw_daemon
 
 clean:  ## what tests and tools have left
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache

@@ -302,4 +302,6 @@ def _schedule(
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,
         mixed=mixed,
+        max_sessions=config.max_sessions,
+        session_policy=config.session_policy,
     )

@@ -62,7 +62,7 @@ class Settings:
 
 
 GPU = Settings(5.0, 4096, 256, 256, 24, 3e-3, 1, 200_000)
-CPU = Settings(10.0, 128, 160, 16, 16, 3e-3, 1, 20_000, held_out_rows=64, mtp_passes=3, report_every=20)
+CPU = Settings(20.0, 128, 160, 16, 16, 3e-3, 1, 20_000, held_out_rows=64, mtp_passes=3, report_every=20)
 SMOKE = Settings(0.1, 8, 32, 4, 4, 3e-3, 1, 500, held_out_rows=4, mtp_passes=2, most_rollouts=4, report_every=5)
 
 
@@ -272,7 +272,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=FOLDER, help="gets the folders mtp and dflash (default: models/demo)"
     )
-    parser.add_argument("--minutes", type=float, help="of rollouts and training together (default 5; 10 on a CPU)")
+    parser.add_argument("--minutes", type=float, help="of rollouts and training together (default 5; 20 on a CPU)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that read the corpus")
@@ -333,13 +333,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     left = settings.minutes * (1 - settings.rollout_share)
     batches = endless(pool, settings.batch_rows, settings.seed)
-    curves = {"mtp": fit(mtp, mtp_loss, batches, settings, left * settings.mtp_share, "mtp")}
-    curves["dflash"] = fit(dflash, dflash_loss, batches, settings, left * (1 - settings.mtp_share), "dflash")
-
-    record = measure(target, mtp, dflash, tests, settings.mtp_passes)
     mtp_config, dflash_config = configurations(draft)
+    curves = {"mtp": fit(mtp, mtp_loss, batches, settings, left * settings.mtp_share, "mtp")}
     save_drafter(mtp, "mtp.", mtp_config, options.out / "mtp")
+    curves["dflash"] = fit(dflash, dflash_loss, batches, settings, left * (1 - settings.mtp_share), "dflash")
     save_drafter(dflash, "", dflash_config, options.out / "dflash")
+    record = measure(target, mtp, dflash, tests, settings.mtp_passes)
     write_json(
         options.out / "drafters.json",
         {

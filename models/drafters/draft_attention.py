@@ -13,9 +13,7 @@ from torch import Tensor
 
 from models.drafters.draft_config import BlockView
 from models.inputs import DecodeAttention, StepInputs
-from models.kernels.interface import Rotation
 from models.layers.attention import Attention
-from parallel.comm.collectives import PendingAllReduce
 
 
 class DraftAttention(Attention):
@@ -35,27 +33,14 @@ class DraftAttention(Attention):
         packed_TX = self.kernels.linear(x_TN, self.qkv.weight[first:], bias)
         self.kernels.rope_and_cache(packed_TX, self.kv_heads, kv_layer, self._rotation(positions_T, kv_slots_T))
 
-    def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        kv_layer: Tensor,
-        wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        attention = inputs.attention
-        if not isinstance(attention, DecodeAttention) or wanted_R is not None:
-            raise TypeError("a drafter guesses for rows of DecodeAttention, for all of their tokens")
-        qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
+    def _attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
+        attention, view = inputs.attention, self.view
+        if not isinstance(attention, DecodeAttention):
+            raise TypeError("a drafter guesses for rows of DecodeAttention")
+        if attention.query_len == 1 and view.window is None:
+            return super()._attend(qkv_TX, inputs, kv_layer)
         rotation = self._rotation(inputs.positions_T, inputs.kv_slots_T)
-        if attention.query_len == 1 and self.view.window is None:
-            out_THD = self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale)
-        else:
-            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
-            causal, window = self.view.causal, self.view.window
-            out_THD = self.kernels.block_attention(q_THD, kv_layer, attention, self.scale, causal=causal, window=window)
-        return self.output(out_THD.flatten(1)), residual_TN
-
-    def _rotation(self, positions_T: Tensor, kv_slots_T: Tensor) -> Rotation:
-        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        return Rotation(q_norm, k_norm, self.norm.eps, self.cos_sin_LR, positions_T, kv_slots_T)
+        q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+        return self.kernels.block_attention(
+            q_THD, kv_layer, attention, self.scale, causal=view.causal, window=view.window
+        )

@@ -112,10 +112,17 @@ class DFlashConfig:
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """One multi-token-prediction layer. ``model``: its sizes. ``target_layers``: see DFlashConfig."""
+    """One multi-token-prediction layer. ``model``: its sizes. ``target_layers``: see DFlashConfig.
+
+    ``zero_centred``: the checkpoint has its norms' weights less 1; ``output_gate``: every head's result is gated. Both
+    as in Qwen3-Next, whose keys are ``norm_zero_centered`` (ours: there it goes without saying) and
+    ``attn_output_gate``.
+    """
 
     model: ModelConfig
     target_layers: int | None = None
+    zero_centred: bool = False
+    output_gate: bool = False
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> MTPConfig:
@@ -131,14 +138,13 @@ class MTPConfig:
         """From the parsed content of config.json. Raises ValueError."""
         _require_architecture(config, MTP)
         read = ConfigReader(config)
-        if read.flag("norm_zero_centered"):
-            raise ValueError("'norm_zero_centered' is true, but MTP layers with zero-centred norms are not implemented")
         if read.size("num_hidden_layers", 1) != 1:
             raise ValueError(
                 f"'num_hidden_layers' is {config['num_hidden_layers']}, but only MTP of one layer is implemented"
             )
         target_layers = read.size("num_target_layers") if config.get("num_target_layers") is not None else None
-        return cls(_model_config({**config, "num_hidden_layers": 1}), target_layers)
+        model = _model_config({**config, "num_hidden_layers": 1})
+        return cls(model, target_layers, read.flag("norm_zero_centered"), read.flag("attn_output_gate"))
 
     def check_target(self, target: ModelConfig) -> None:
         """ValueError, with both values, where it cannot draft for ``target``."""

@@ -45,7 +45,7 @@ class MTPDraft(CheckpointParts):
         super().__init__()
         sizes = config.model
         hidden = sizes.hidden_size
-        norm = partial(RMSNorm, eps=sizes.rms_norm_eps, context=context)
+        norm = partial(RMSNorm, eps=sizes.rms_norm_eps, context=context, zero_centred=config.zero_centred)
         self.config = config
         self.dtype = context.dtype
         self.kernels = context.kernels
@@ -62,6 +62,7 @@ class MTPDraft(CheckpointParts):
             k_norm=norm(sizes.head_dim),
             qkv_bias=sizes.attention_bias,
             output_bias=sizes.attention_bias,
+            output_gate=config.output_gate,
         )
         self.layers = nn.ModuleList([DecoderLayer(attention, GatedMLP(sizes, context, norm(hidden)))])
         self.norm = norm(hidden)

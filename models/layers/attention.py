@@ -78,27 +78,24 @@ class Attention(Mixer[Tensor]):
             qkv_TX = self.qkv(hidden_TN)
         else:
             qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
-        rotation = Rotation(
-            self.q_norm.weight if self.q_norm else None,
-            self.k_norm.weight if self.k_norm else None,
-            self.norm.eps,
-            self.cos_sin_LR,
-            inputs.positions_T,
-            inputs.kv_slots_T,
-        )
-        if isinstance(inputs.attention, DecodeAttention):
-            out_THD = self.kernels.rope_cache_attend(
-                qkv_TX, self.heads, kv_layer, rotation, inputs.attention, self.scale
-            )
-        else:
-            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
-            if isinstance(inputs.attention, MixedAttention):
-                out_THD = self.kernels.mixed_attention(q_THD, kv_layer, inputs.attention, self.scale)
-            else:
-                out_THD = self.kernels.prefill_attention(q_THD, kv_layer, inputs.attention, self.scale)
+        out_THD = self._attend(qkv_TX, inputs, kv_layer)
         out_TX = out_THD.flatten(1)
         if gate_TX is not None:
             out_TX = self.kernels.sigmoid_mul(out_TX, gate_TX)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.output(out_TX), residual_TN
+
+    def _attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
+        """Rotates, writes the cache, attends; [T, H, D]."""
+        rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
+        if isinstance(attention, DecodeAttention):
+            return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale)
+        q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+        if isinstance(attention, MixedAttention):
+            return self.kernels.mixed_attention(q_THD, kv_layer, attention, self.scale)
+        return self.kernels.prefill_attention(q_THD, kv_layer, attention, self.scale)
+
+    def _rotation(self, positions_T: Tensor, kv_slots_T: Tensor) -> Rotation:
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        return Rotation(q_norm, k_norm, self.norm.eps, self.cos_sin_LR, positions_T, kv_slots_T)

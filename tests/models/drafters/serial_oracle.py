@@ -131,5 +131,12 @@ def mtp_state(
     y = norm(x, w[f"{layer}input_layernorm.weight"], eps)
     k, v = keys_values(w, layer, y, positions, config)
     seen = torch.ones(1, len(x), dtype=torch.bool)
+    gate = None
+    if config.get("attn_output_gate"):  # of each head: the rows of its query, then those of its gate
+        packed = w[f"{layer}self_attn.q_proj.weight"]
+        both_HDN = packed.view(-1, 2, config["head_dim"], packed.shape[1])
+        w = {**w, f"{layer}self_attn.q_proj.weight": both_HDN[:, 0].flatten(0, 1)}
+        gate = torch.sigmoid(y[-1] @ both_HDN[:, 1].flatten(0, 1).T).view(1, -1, config["head_dim"])
     mixed = attend(queries(w, layer, y[-1:], positions[-1:], config), k, v, seen)
+    mixed = mixed if gate is None else mixed * gate
     return norm(rest_of_layer(w, layer, x[-1:], mixed, config), w["mtp.norm.weight"], eps)[0]

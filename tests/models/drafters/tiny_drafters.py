@@ -89,7 +89,11 @@ def mtp_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"mtp.fc": (hidden, 2 * hidden)}
     shapes |= {f"mtp.{name}": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    return random_tensors(shapes | layer_shapes("mtp.layers.0.", config), seed)
+    shapes |= layer_shapes("mtp.layers.0.", config)
+    if config.get("attn_output_gate"):
+        rows, hidden = shapes["mtp.layers.0.self_attn.q_proj"]
+        shapes["mtp.layers.0.self_attn.q_proj"] = (2 * rows, hidden)
+    return random_tensors(shapes, seed)
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -23,10 +23,12 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculative_config import speculative_config
+from runtime.window_costs import cost_table
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
-from tests.runtime.engine.rig import VOCABULARY, request
+from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_lifecycle import ending
 
 ROOM: dict[str, Any] = {"blocks": 400}
@@ -230,7 +232,8 @@ class Witness:
     reads_hidden = True
 
     def __init__(self, parts: ProposerParts) -> None:
-        self.layers = (0, len(parts.model.layers) - 1)
+        last = len(parts.model.layers) - 1
+        self.layers = tuple(sorted({0, last // 2, last}))
         self._tables = parts.tables
         self._norm = parts.model.final_norm
         self.seen: list[tuple[Tensor, ...]] = []
@@ -242,7 +245,7 @@ class Witness:
         inputs = observed.inputs
         assert observed.hidden_TN is not None
         assert observed.features_TF is not None
-        last_TN = observed.features_TF[:, observed.hidden_TN.shape[1] :]
+        last_TN = observed.features_TF[:, -observed.hidden_TN.shape[1] :]
         normed_TN = self._norm.add(last_TN.clone(), None)[0]
         epochs_T = self._tables.columns.epoch[observed.slots_T]
         about = torch.stack(
@@ -253,7 +256,15 @@ class Witness:
         self.seen.append((about[kept].clone(), same_hidden))
 
 
-@pytest.mark.parametrize(("depth", "limits"), [(0, {}), (2, {"max_prefill_tokens": 16}), (3, {"mixed": None})])
+@pytest.mark.parametrize(
+    ("depth", "limits"),
+    [
+        (0, {}),
+        (2, {"max_prefill_tokens": 16}),
+        (3, {"mixed": None}),
+        (2, {"prefill_buckets": (16, 40, 68), "shape": {"num_hidden_layers": 5}}),
+    ],
+)
 def test_every_token_is_shown_once_with_the_token_that_follows_it(depth: int, limits: dict[str, Any]) -> None:
     made: list[Witness] = []
 
@@ -264,9 +275,10 @@ def test_every_token_is_shown_once_with_the_token_that_follows_it(depth: int, li
     requests = [request(i, prompt(11 + 9 * i, i), max_tokens=12, stops=()) for i in range(4)]
     later = {3: [request(9, prompt(30, 9), max_tokens=9, stops=())]}
     every = [*requests, *later[3]]
-    life = speculating(
-        requests, 4, proposer=make, depth=depth, every=every, later=later, prefix_caching=False, rows=4, **limits
-    )
+    model = {"shape": limits["shape"]} if "shape" in limits else {}
+    how: dict[str, Any] = {"proposer": make, "speculation": Speculation(4), "prefix_caching": False, "rows": 4}
+    life = live(requests, depth=depth, later=later, **ROOM, **how, **limits)
+    same(life, live(every, depth=0, **ROOM, **model))
     shown = torch.cat([about for about, _ in made[-1].seen])
     assert all(float(apart) < 1e-4 for _, apart in made[-1].seen), "the last stream, normed, is hidden"
     pairs = {}
@@ -299,6 +311,19 @@ def test_nothing_is_proposed_where_no_batch_is_small_enough() -> None:
     life = speculating(repeating(2), 4, depth=2, policy={"most_rows": 0})
     assert life.counters["spec_num_drafts"] == 0
     assert life.counters["speculation_off{batch}"] == life.counters["decode_steps"]
+
+
+def test_costs_are_measured_over_padding_and_leave_nothing_behind() -> None:
+    requests = repeating(3)
+    how: dict[str, Any] = {"proposer": ngram(4), "speculation": Speculation(4), "rows": 4, "buckets": (1, 2, 4)}
+    with rig(depth=2, **how) as engine:
+        costs = engine.executor.window_costs()
+        assert list(costs) == [1, 2, 4]
+        assert all(window > 0 < plain for window, plain in costs.values())
+        found = run(engine, requests)
+    with rig(depth=0, rows=4, buckets=(4,)) as engine:
+        assert outcome(run(engine, requests)) == outcome(found)
+    assert cost_table({4: (3.0, 2.0), 1: (1.1, 1.0)}) == [(1, 1100), (4, 1500)]
 
 
 def test_windows_that_do_not_pay_stop_and_are_tried_again() -> None:
