@@ -14,6 +14,7 @@ from __future__ import annotations
 from launch.complete import complete
 from launch.embed import open_engine
 from runtime.config import EngineConfig
+from runtime.daemon.client import AsyncSlotClient, SlotClient, SlotError
 from runtime.engine import Engine
 from runtime.frontend.async_engine import AsyncEngine, EngineStopped
 from runtime.frontend.client import EngineClient, PromptRequest
@@ -23,6 +24,7 @@ from runtime.schedule.request import FinishReason, SamplingParams
 
 __all__ = [
     "AsyncEngine",
+    "AsyncSlotClient",
     "Delta",
     "Engine",
     "EngineClient",
@@ -33,6 +35,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SlotClient",
+    "SlotError",
     "complete",
     "open_engine",
 ]

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.bench.options import BenchCommand
+from launch.chat.options import ChatCommand
 from launch.cli import parse
+from launch.daemon.options import DaemonCommand
 from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor.run(command)  # where torch cannot be imported, too
     if isinstance(command, SweepCommand):
         return run_sweep(command, os.environ)
+    if isinstance(command, ChatCommand):
+        return run_chat(command)
     _end_with_launcher()
     try:
         discover(os.environ)
@@ -63,6 +67,21 @@ def run_sweep(command: SweepCommand, environ: Mapping[str, str]) -> int:
     return sweep.run(command, environ, dry_run, report)
 
 
+def run_chat(command: ChatCommand) -> int:
+    """It is no rank: it talks to one."""
+    from launch.chat.command import run
+    from launch.errors import UsageError
+    from runtime.daemon.client import SlotError
+
+    try:
+        return run(command)
+    except UsageError as error:
+        return _refused(command, error)
+    except SlotError as error:
+        print(f"lockstride chat: error: {error}", file=sys.stderr)
+        return FAILED
+
+
 def _end_with_launcher() -> None:
     """A rank does not outlive torchrun's agent or Slurm's step daemon, however those end."""
     if sys.platform == "linux" and ("RANK" in os.environ or "SLURM_STEP_ID" in os.environ):
@@ -75,9 +94,10 @@ def _log_as(rank: str) -> None:
     logging.basicConfig(level=level, format=f"{name} %(levelname)s: %(message)s", stream=sys.stderr)
 
 
-def _run(command: Command | BenchCommand | ServeCommand | TuneCommand) -> int:
+def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCommand) -> int:
     from launch.bench import command as bench
     from launch.bench.trace import BenchError
+    from launch.daemon import command as daemon
     from launch.errors import UsageError
     from launch.generate.command import run
     from launch.generate.output_file import ResultsFileError, ResultsWriteError
@@ -105,6 +125,8 @@ def _run(command: Command | BenchCommand | ServeCommand | TuneCommand) -> int:
             return bench.run(command, os.environ, open_engine, LoadPictures())
         if isinstance(command, ServeCommand):
             return serve.run(command, os.environ, open_engine)
+        if isinstance(command, DaemonCommand):
+            return daemon.run(command, os.environ, open_engine)
         return run(command, os.environ, open_engine)
     except (MeetingError, ResultsWriteError, BenchError, serve.ApiProcessesFailed) as error:
         print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
@@ -113,7 +135,9 @@ def _run(command: Command | BenchCommand | ServeCommand | TuneCommand) -> int:
         return _refused(command, error)
 
 
-def _refused(command: Command | BenchCommand | ServeCommand | TuneCommand, error: Exception) -> int:
+def _refused(
+    command: Command | BenchCommand | ChatCommand | DaemonCommand | ServeCommand | TuneCommand, error: Exception
+) -> int:
     print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
     return USAGE
 

@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Sequence
 
 from launch.bench.options import BenchCommand, add_bench_parser, bench_command
+from launch.chat.options import ChatCommand, add_chat_parser, chat_command
+from launch.daemon.options import DaemonCommand, add_daemon_parser, daemon_command
 from launch.doctor.options import DoctorCommand, add_doctor_parser, doctor_command
 from launch.engine_options import engine_options
 from launch.generate.options import Command, add_generate_parser, generate_command
@@ -20,10 +22,12 @@ from launch.tune.options import TuneCommand, add_tune_parser, tune_command
 
 def parse(
     arguments: Sequence[str],
-) -> Command | BenchCommand | DoctorCommand | ServeCommand | SweepCommand | TuneCommand:
+) -> Command | BenchCommand | ChatCommand | DaemonCommand | DoctorCommand | ServeCommand | SweepCommand | TuneCommand:
     """Raises SystemExit(2), after an explanation on stderr, for a command line that is wrong."""
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("command")
+    if name == "chat":
+        return chat_command(given)
     if name == "doctor":
         return doctor_command(given)
     if name == "sweep":
@@ -33,6 +37,8 @@ def parse(
     engine = engine_options(given)
     if name == "serve":
         return serve_command(given, engine)
+    if name == "daemon":
+        return daemon_command(given, engine)
     return bench_command(given, engine) if name == "bench" else generate_command(given, engine)
 
 
@@ -47,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate_parser(commands)
     add_serve_parser(commands)
+    add_daemon_parser(commands)
+    add_chat_parser(commands)
     add_bench_parser(commands)
     add_doctor_parser(commands)
     add_sweep_parser(commands)

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from launch.values import integer, number, whole_numbers
 from runtime.config import DEVICE_DEFAULTS, WARM_KINDS, DType, EngineConfig, LoadFormat, PrefillWanted, flag_of
+from runtime.schedule.config import SessionPolicy
 from runtime.speculative_config import METHODS
 
 
@@ -112,6 +113,14 @@ _ENGINE: dict[str, _Option] = {
         "switch",
     ),
     "max_waiting": _Option("maximum number of requests in the engine's queue", "requests"),
+    "max_sessions": _Option("sessions of `daemon` that may be open at once, each with a slot of its own", "sessions"),
+    "session_policy": _Option(
+        "what parked sessions do when memory is short: evict computes them again later, close ends the one that waits "
+        "for longest, refuse begins nothing new that could make it so",
+        "word",
+        str,
+        get_args(SessionPolicy),
+    ),
     "horizon": _Option(
         "steps between rank 0's announcement of an event and its effect: so many later a new request runs, and so "
         "many steps may a record travel without a rank that waits; a single rank needs none",

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
-from runtime.schedule.config import LIMIT_RANGES, StepLimits
+from runtime.schedule.config import LIMIT_RANGES, SessionPolicy, StepLimits
 from runtime.speculative_config import (
     WITH_WEIGHTS,
     SpeculativeConfig,
@@ -57,6 +57,7 @@ _RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
     "num_blocks": (1, None),
     "max_waiting": (1, None),
+    "max_sessions": (0, 65_535),
     "prefill_burst": (1, None),
     "horizon": (0, 64),
     "seed": (0, 2**63 - 1),
@@ -106,8 +107,10 @@ class EngineConfig:
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
     deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
-    max_waiting: requests that may queue. horizon: L, steps by which the leader announces events ahead; None
-    takes the least that hides what a record takes to the slowest rank.
+    max_waiting: requests that may queue. max_sessions: sessions there may be, each with a slot of its own beside
+    those of other requests. session_policy: what becomes of parked ones when memory is short (SchedulerConfig).
+    horizon: L, steps by which the leader announces events ahead; None takes the least that hides what a record takes
+    to the slowest rank.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
     symmetric_all_reduce: small sums and exchanges between GPUs go through memory that they share, not NCCL, where that
@@ -148,6 +151,8 @@ class EngineConfig:
     prefix_caching: bool = True
     deterministic: bool = False
     max_waiting: int = 100_000
+    max_sessions: int = 0
+    session_policy: SessionPolicy = "evict"
     horizon: int | None = None
     control_timeout_s: float = 10.0
     seed: int = 0
@@ -161,6 +166,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, get_args(LoadFormat))
         _check_choice("dtype", self.dtype, get_args(DType))
+        _check_choice("session_policy", self.session_policy, get_args(SessionPolicy))
         _check_choice("prefill_attention", self.prefill_attention, get_args(PrefillWanted))
         for kind in self.warm:
             _check_choice("warm", kind, WARM_KINDS)
@@ -241,6 +247,11 @@ class EngineConfig:
                 f"data_parallel is {self.data_parallel}, but expert_parallel is off: groups share the experts, which "
                 "then are whole: leave out --no-expert-parallel"
             )
+        if self.max_sessions and self.data_parallel > 1:
+            raise ConfigError(
+                f"max_sessions is {self.max_sessions}, but data_parallel is {self.data_parallel}: sessions stay with "
+                "one group: leave out --max-sessions or --data-parallel-size"
+            )
         if self.deterministic and self.data_parallel > 1:
             raise ConfigError(
                 f"data_parallel is {self.data_parallel}, but deterministic is on: sums between groups are not "
@@ -279,11 +290,11 @@ class EngineConfig:
         """
         given = {limit: getattr(self, option) for option, limit in _STEP_LIMITS.items()}
         given |= {"max_model_len": max_model_len, "depth": depth if self.chain_depth is None else self.chain_depth}
-        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs)
+        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs + self.max_sessions)
 
     def with_few_slots(self, limits: StepLimits) -> StepLimits:
-        """The same for a model that keeps state in slots: rows and a few more, at least two."""
-        return replace(limits, slots=state_slots(self.max_num_seqs))
+        """The same for a model that keeps state in slots: rows and a few more, at least two, and one a session."""
+        return replace(limits, slots=state_slots(self.max_num_seqs) + self.max_sessions)
 
     @property
     def digest(self) -> str:

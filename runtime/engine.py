@@ -24,13 +24,25 @@ from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import EVERY_FEATURE, SamplingVariant
 from runtime.frontend.engine_protocol import Occupancy
-from runtime.frontend.validation import checked_request
+from runtime.frontend.validation import checked_request, checked_session, checked_turn
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.replicate.pending_events import open_pending_events
-from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
+from runtime.schedule.plan import (
+    Admit,
+    Branch,
+    Cancel,
+    Continue,
+    Event,
+    Extend,
+    Finished,
+    Pause,
+    Resume,
+    StepOutput,
+    StepPlan,
+)
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.watchdog.watchdog import Watchdog
@@ -127,8 +139,9 @@ class Engine:
         if len(self._in_flight) > self.scheduler.config.limits.depth:
             launched = self._in_flight[0].launched is not None
             output = self._land()
-        if ended:
-            output = replace(output, finished=ended + output.finished)
+        notices, closed = self.scheduler.take_notices()
+        if ended or closed or notices:
+            output = replace(output, finished=ended + output.finished + closed, notices=notices)
         return output if self._router is None else self._router.gather(turn, output, launched)
 
     def _at(self, place: str) -> None:
@@ -239,7 +252,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether taking a turn can change anything (leader)."""
         scheduler = self.scheduler
-        if self._outbox or self.control.pending or scheduler.unfinished or scheduler.chain.real:
+        running = scheduler.unfinished - scheduler.parked
+        if self._outbox or self.control.pending or running or scheduler.chain.real:
             return True
         if self._router is None:
             return False
@@ -252,6 +266,27 @@ class Engine:
         what the scheduler refuses (a full queue, a pool too small) comes back as Finished(REJECTED) with the reason.
         """
         self._outbox.put(Admit(checked_request(request, self.model_config)))
+
+    def start(self, request: Request, quantum: int, *, keep: bool = False) -> None:
+        """Have a session announced: it generates ``quantum`` tokens, then waits for ``proceed`` or ``extend``.
+
+        ``keep``: also when its answer is complete. ``StepOutput.notices`` say when it waits, and why something that was
+        said to it changed nothing; ``cancel`` closes it. Raises RequestError as ``add`` does.
+        """
+        self._outbox.put(Admit(checked_session(request, quantum, self.model_config), quantum, keep))
+
+    def proceed(self, request_id: int, epoch: int, tokens: int) -> None:
+        """A session may generate ``tokens`` more; ``epoch`` 1 is its first turn."""
+        self._outbox.put(Continue(request_id, epoch, tokens))
+
+    def extend(self, request_id: int, epoch: int, token_ids: Sequence[int], max_tokens: int, quantum: int) -> None:
+        """Say ``token_ids`` to a parked session, and let it begin to answer. Raises RequestError for a bad value."""
+        said = checked_turn(token_ids, max_tokens, quantum, self.model_config)
+        self._outbox.put(Extend(request_id, epoch, said, max_tokens, quantum))
+
+    def fork(self, request_id: int, parent: int) -> None:
+        """A new parked session that knows what the parked session ``parent`` knows."""
+        self._outbox.put(Branch(request_id, parent))
 
     def bind_thread(self) -> None:
         """Called first by a thread other than the one that made the engine, before it takes turns: one thread does."""
@@ -278,8 +313,8 @@ class Engine:
     def occupancy(self) -> Occupancy:
         """How full this rank's group is after the latest turn. A block that only a cached prefix needs is not used."""
         scheduler, pool = self.scheduler, self.scheduler.resources.pool
-        waiting = scheduler.waiting
-        return Occupancy(scheduler.unfinished - waiting, waiting, pool.count - pool.free_count, pool.count)
+        waiting, idle = scheduler.waiting, scheduler.waiting + scheduler.parked
+        return Occupancy(scheduler.unfinished - idle, waiting, pool.count - pool.free_count, pool.count)
 
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
         """Ranks of which the watchdog has heard nothing for longer; none in a world of one. From any thread."""

@@ -30,13 +30,14 @@ A = TypeVar("A")
 class Changes(Generic[A]):
     """Everything one step may change; None where it does not. On the host numpy arrays, then tensors on the device.
 
-    slots_N int64 and records_NX int32: slot records (slot_state.py). cells_M int64, flat indices into the block table,
-    and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T, known_tokens_T int64 and
-    known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
-    slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
-    history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that slots begin
-    with, where histories are kept.
-    copied_blocks_2C int64: blocks, and those that get their contents behind the step's forward pass.
+    slots_N int64 and records_NX int32: slot records (slot_state.py); seated_H int64: those of them whose state begins
+    anew. updates_3U int64: slots whose end moves, where it is then, and whether they are revived. cells_M int64, flat
+    indices into the block table, and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T,
+    known_tokens_T int64 and known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64:
+    token ids, positions, slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64
+    (see Chunks). history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that
+    slots begin with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents behind
+    the step's forward pass.
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
     longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
@@ -45,6 +46,8 @@ class Changes(Generic[A]):
 
     slots_N: A | None = None
     records_NX: A | None = None
+    seated_H: A | None = None
+    updates_3U: A | None = None
     cells_M: A | None = None
     blocks_M: A | None = None
     reset_K: A | None = None
@@ -88,6 +91,8 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
     packed: Changes[_Array] = Changes()
     if plan.slot_writes:
         _pack_slots(packed, plan, tables)
+    if plan.slot_updates:
+        _pack_updates(packed, plan, tables)
     if plan.block_writes:
         _pack_blocks(packed, plan, tables)
     if plan.kind is not StepKind.DECODE:
@@ -131,6 +136,8 @@ def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> 
     for index, write in enumerate(plan.slot_writes):
         fill_record(records_N[index : index + 1], write, tables.stop_ids)
     packed.slots_N = slots_N
+    if seated := [write.slot for write in plan.slot_writes if not write.resumes]:
+        packed.seated_H = np.array(seated, np.int64)
     packed.records_NX = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
     if tables.history_SL is not None:
         positions = tables.history_SL.shape[1]
@@ -144,6 +151,15 @@ def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> 
     edited = [write for write in plan.slot_writes if write.sampling.edits_logits or write.slot in tables.edited]
     if edited:
         _pack_edits(packed, edited, tables)
+
+
+def _pack_updates(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+    updates_U3 = [(update.slot, update.max_length, update.revive) for update in plan.slot_updates]
+    packed.updates_3U = np.array(updates_U3, np.int64).T.copy()
+    slots_U = packed.updates_3U[0]
+    _check_slots(plan, "a slot update", slots_U, tables)
+    written = slots_U if packed.slots_N is None else np.concatenate((slots_U, packed.slots_N))
+    _check_distinct(plan, "slot updates or writes", written)
 
 
 def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:

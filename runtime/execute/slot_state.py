@@ -11,6 +11,9 @@ included. So for a slot that decodes:
     next token   = drawn for position ``length``; accepting it makes length + 1
     ends         by LENGTH when the new length reaches max_length; stop ids count once it has reached min_length
 
+A slot update moves ``max_length`` of a session, and takes ``finished`` back where it had come to the old one and all
+its steps have landed; whatever else the slot holds stays.
+
 A slot write sets ``length`` to len(token_ids) and ``last_token`` to the last of them, so a prompt's last chunk samples
 exactly as a decode step does, and earlier chunks leave the slot alone.
 
@@ -210,6 +213,16 @@ class SlotTables:
     def gather_blocks(self, rows_B: Tensor) -> Tensor:
         """Their block table rows, int32 [B, max_blocks]; a copy, graph-safe."""
         return self.block_table_SP.index_select(0, rows_B)
+
+    def move_ends(self, slots_U: Tensor, max_length_U: Tensor, revived_U: Tensor) -> None:
+        """Slots end at other lengths from now on; where ``revived_U`` is not 0 they are live again. All int64 [U].
+
+        The others stay as they are, finished or not: the device may have ended them in a step that nobody has read yet.
+        """
+        columns = self.columns
+        columns.max_length.index_copy_(0, slots_U, max_length_U.to(torch.int32))
+        finished_U = columns.finished.index_select(0, slots_U)
+        columns.finished.index_copy_(0, slots_U, torch.where(revived_U != 0, int(FinishReason.NONE), finished_U))
 
     def store(self, rows_B: Tensor, last_token_B: Tensor, length_B: Tensor, finished_B: Tensor) -> None:
         """What a step changed, by slot; graph-safe. last_token int64, length and finished int32.

@@ -125,7 +125,7 @@ class Staging:
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
         self._used = 0
         self._unapplied: int | None = None
-        self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) that are written, behind that
+        self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) of whoever is new in one
 
     # ---- what the steps read ----
 
@@ -212,8 +212,8 @@ class Staging:
 
         def work() -> None:
             apply_changes(changes, tables, row_map, *chunks)
-            if changes.slots_N is not None and self.on_seated is not None:
-                self.on_seated(changes.slots_N)
+            if changes.seated_H is not None and self.on_seated is not None:
+                self.on_seated(changes.seated_H)
 
         self._device.compute.wait(staged.entry.copied)
         self._device.compute.submit(work)
@@ -278,6 +278,8 @@ def apply_changes(
     """Scatter staged changes into their tables: a few kernels, none without a change, no synchronisation."""
     if changes.slots_N is not None and changes.records_NX is not None:
         tables.columns.records.index_copy_(0, changes.slots_N, changes.records_NX)
+    if changes.updates_3U is not None:
+        tables.move_ends(*changes.updates_3U)
     if changes.cells_M is not None and changes.blocks_M is not None:
         tables.block_table_SP.view(-1).index_copy_(0, changes.cells_M, changes.blocks_M)
     if changes.history_cells_T is not None and changes.history_T is not None and tables.history_SL is not None:

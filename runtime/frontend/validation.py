@@ -10,6 +10,7 @@ into a field raises RequestError or is legal, and what comes out is made of plai
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -33,6 +34,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_FACTOR: Final = 1000.0  # of temperature and repetition penalty: beyond it, logits leave the range of float32
 MAX_BIAS: Final = 100.0  # of logit_bias, as in OpenAI's API
+MAX_QUANTUM: Final = 2**31 - 1
 MAX_PRIORITY: Final = 2**31 - 1
 _INT64: Final = 2**63
 _REQUEST_IDS: Final = 2**62  # what control records carry (runtime/replicate/event_codec.py)
@@ -93,6 +95,22 @@ def checked_request(request: Request, model: ModelFacts) -> CheckedRequest:
     stops = _stop_token_ids("stop_token_ids of the request", request.stop_token_ids, model.vocab_size)
     sampling = replace(fitted(sampling, len(prompt), model), stop=())
     return CheckedRequest(request_id, packed(prompt), sampling, stops, checked_priority(request.priority), model)
+
+
+def checked_session(request: Request, quantum: int, model: ModelFacts) -> CheckedRequest:
+    """``checked_request`` of one that begins a session. Raises RequestError."""
+    _whole("quantum", quantum, 1, MAX_QUANTUM)
+    checked = checked_request(request, model)
+    if checked.sampling.n != 1:
+        raise RequestError(f"n is {checked.sampling.n}, but a session has one answer: fork the session")
+    return checked
+
+
+def checked_turn(token_ids: object, max_tokens: int, quantum: int, model: ModelFacts) -> array[int]:
+    """What is said to a session. Raises RequestError."""
+    _whole("quantum", quantum, 1, MAX_QUANTUM)
+    _whole("max_tokens", max_tokens, 1, MAX_QUANTUM)
+    return packed(checked_prompt(token_ids, model.vocab_size, model.max_model_len))
 
 
 def checked_prompt(prompt_token_ids: object, vocab_size: int, max_model_len: int) -> tuple[int, ...]:

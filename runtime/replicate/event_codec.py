@@ -1,6 +1,6 @@
 """The events of a control record as bytes: msgpack, typed, strict. What does not fit exactly is refused.
 
-Knows: the four events of runtime/schedule/plan.py and every legal range of their fields.
+Knows: the events of runtime/schedule/plan.py and every legal range of their fields.
 Does not know: steps, records, sockets (parallel/control) or what a scheduler does with an event.
 
 Each event is a msgpack array that begins with its tag; fields stand in the order of the dataclass they mirror, so that
@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, Resume
 from runtime.schedule.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -77,6 +77,8 @@ class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 class _Admit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
     request: _Request
+    quantum: _Count
+    keep: bool
 
 
 class _Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
@@ -92,8 +94,29 @@ class _Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     request_id: _Id
 
 
+class _Continue(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    request_id: _Id
+    epoch: _Count
+    tokens: _Count
+
+
+class _Extend(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+    request_id: _Id
+    epoch: _Count
+    token_ids: bytes
+    max_tokens: _Count
+    tokens: _Count
+
+
+class _Branch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    request_id: _Id
+    parent: _Id
+
+
+_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch
+
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(list[_Admit | _Cancel | _Pause | _Resume])
+_DECODER = msgspec.msgpack.Decoder(list[_Wire])
 _sampling_fields = attrgetter(*_Sampling.__struct_fields__)
 _TOKEN_BYTES = 4
 _FINITE = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -119,7 +142,7 @@ def decode_events(payload: bytes) -> tuple[Event, ...]:
     return tuple(_from_wire(event) for event in _decode(payload)) if payload else ()
 
 
-def _decode(payload: bytes) -> list[_Admit | _Cancel | _Pause | _Resume]:
+def _decode(payload: bytes) -> list[_Wire]:
     """What ``payload`` holds, every field of it in its range."""
     try:
         wire = _DECODER.decode(payload)
@@ -128,16 +151,15 @@ def _decode(payload: bytes) -> list[_Admit | _Cancel | _Pause | _Resume]:
     for event in wire:
         if isinstance(event, _Admit):
             _check_request(event.request)
+        elif isinstance(event, _Extend):
+            _check_tokens(event.request_id, "token_ids", event.token_ids)
     return wire
 
 
 def _check_request(request: _Request) -> None:
     """What the types above cannot say."""
-    prompt, sampling = request.prompt_token_ids, request.sampling
-    if len(prompt) % _TOKEN_BYTES or not prompt[_TOKEN_BYTES - 1 :: _TOKEN_BYTES].isascii():  # a byte with a sign bit
-        raise EventsRefused(
-            f"request {request.request_id}: prompt_token_ids are {len(prompt)} bytes, not int32 numbers >= 0"
-        )
+    sampling = request.sampling
+    _check_tokens(request.request_id, "prompt_token_ids", request.prompt_token_ids)
     for name in _FINITE:
         if not math.isfinite(getattr(sampling, name)):
             raise EventsRefused(f"request {request.request_id}: {name} is {getattr(sampling, name)}, not finite")
@@ -146,28 +168,45 @@ def _check_request(request: _Request) -> None:
             raise EventsRefused(f"request {request.request_id}: logit_bias of token {token} is {bias}, not finite")
 
 
-def _to_wire(event: Event) -> _Admit | _Cancel | _Pause | _Resume:
+def _check_tokens(request_id: int, name: str, packed_ids: bytes) -> None:
+    if len(packed_ids) % _TOKEN_BYTES or not packed_ids[_TOKEN_BYTES - 1 :: _TOKEN_BYTES].isascii():  # no sign bit
+        raise EventsRefused(f"request {request_id}: {name} are {len(packed_ids)} bytes, not int32 numbers >= 0")
+
+
+def _to_wire(event: Event) -> _Wire:
     if isinstance(event, Admit):
         request, sampling = event.request, event.request.sampling
         mirrored = _Sampling(*_sampling_fields(sampling))
-        prompt = _pack_tokens(request)
-        return _Admit(_Request(request.request_id, prompt, mirrored, request.stop_token_ids, request.priority))
+        prompt = _pack_tokens(request.request_id, "prompt_token_ids", request.prompt_token_ids)
+        wire = _Request(request.request_id, prompt, mirrored, request.stop_token_ids, request.priority)
+        return _Admit(wire, event.quantum, event.keep)
     if isinstance(event, Cancel):
         return _Cancel(event.request_id, event.reason)
     if isinstance(event, Pause):
         return _Pause(event.request_id)
     if isinstance(event, Resume):
         return _Resume(event.request_id)
+    if isinstance(event, Continue):
+        return _Continue(event.request_id, event.epoch, event.tokens)
+    if isinstance(event, Extend):
+        said = _pack_tokens(event.request_id, "token_ids", event.token_ids)
+        return _Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
+    if isinstance(event, Branch):
+        return _Branch(event.request_id, event.parent)
     raise EventsRefused(f"{type(event).__name__} is no event that can be sent")
 
 
-def _pack_tokens(request: Request) -> bytes:
+def _pack_tokens(request_id: int, name: str, token_ids: Sequence[int]) -> bytes:
     try:
-        return _little_endian(packed(request.prompt_token_ids)).tobytes()
+        return _little_endian(packed(token_ids)).tobytes()
     except (TypeError, OverflowError) as error:
-        raise EventsRefused(
-            f"events cannot be sent: prompt_token_ids of request {request.request_id}: {error}"
-        ) from error
+        raise EventsRefused(f"events cannot be sent: {name} of request {request_id}: {error}") from error
+
+
+def _unpack_tokens(packed_ids: bytes) -> array[int]:
+    token_ids = array("i")
+    token_ids.frombytes(packed_ids)
+    return _little_endian(token_ids)
 
 
 def _little_endian(numbers: array[int]) -> array[int]:
@@ -178,16 +217,22 @@ def _little_endian(numbers: array[int]) -> array[int]:
     return numbers
 
 
-def _from_wire(event: _Admit | _Cancel | _Pause | _Resume) -> Event:
+def _from_wire(event: _Wire) -> Event:
     if isinstance(event, _Admit):
         request = event.request
-        prompt = array("i")
-        prompt.frombytes(request.prompt_token_ids)
-        prompt = _little_endian(prompt)
+        prompt = _unpack_tokens(request.prompt_token_ids)
         sampling = SamplingParams(*_sampling_fields(request.sampling))
-        return Admit(Request(request.request_id, prompt, sampling, request.stop_token_ids, request.priority))
+        arrived = Request(request.request_id, prompt, sampling, request.stop_token_ids, request.priority)
+        return Admit(arrived, event.quantum, event.keep)
     if isinstance(event, _Cancel):
         return Cancel(event.request_id, event.reason)
     if isinstance(event, _Pause):
         return Pause(event.request_id)
-    return Resume(event.request_id)
+    if isinstance(event, _Resume):
+        return Resume(event.request_id)
+    if isinstance(event, _Continue):
+        return Continue(event.request_id, event.epoch, event.tokens)
+    if isinstance(event, _Extend):
+        said = _unpack_tokens(event.token_ids)
+        return Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
+    return Branch(event.request_id, event.parent)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from runtime.config import EngineConfig
-from runtime.schedule.plan import Admit, Event
+from runtime.schedule.plan import Admit, Branch, Event
 
 LEAST_PROMPT_TOKENS = 8192  # reading so much takes well under a millisecond: smaller portions would save nothing
 LEAST_REQUESTS = 256
@@ -39,7 +39,9 @@ class PendingEvents:
         if isinstance(event, Admit):
             self._arriving.update(event.request.answer_ids)
             self._later.append(event)
-        elif event.request_id in self._arriving:
+        elif (event.parent if isinstance(event, Branch) else event.request_id) in self._arriving:
+            if isinstance(event, Branch):
+                self._arriving.add(event.request_id)
             self._later.append(event)
         else:
             self._now.append(event)
@@ -55,6 +57,8 @@ class PendingEvents:
                 self._arriving.difference_update(event.request.answer_ids)
                 tokens += len(event.request.prompt_token_ids)
                 requests += event.request.sampling.n
+            elif isinstance(event, Branch):
+                self._arriving.discard(event.request_id)
         return events
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from runtime.schedule.speculation import Speculation
 
@@ -116,6 +116,11 @@ class MixedSteps:
         return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix)
 
 
+# What parked sessions do when memory is short: they are recomputed later, the oldest is closed, or nothing new begins
+# that could make it so.
+SessionPolicy = Literal["evict", "close", "refuse"]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What plans depend on besides events and results, the same on every rank.
@@ -125,8 +130,11 @@ class SchedulerConfig:
     ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
     run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
     decode. ``max_waiting``: requests that may queue. ``speculation``: decode steps have its width or 1, as
-    speculation.py decides, and mixed steps 1; ``widths`` count for nothing then.
-    Raises ValueError for widths outside 1 to ``limits.width``, and for mixed buckets that all decode rows would fill.
+    speculation.py decides, and mixed steps 1; ``widths`` count for nothing then. ``max_sessions``: sessions there may
+    be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
+    ``rows``. ``session_policy``: what becomes of those that are parked when memory is short.
+    Raises ValueError for widths outside 1 to ``limits.width``, for mixed buckets that all decode rows would fill, for
+    too few slots, and for another policy.
     """
 
     limits: StepLimits
@@ -138,11 +146,22 @@ class SchedulerConfig:
     max_waiting: int = 100_000
     mixed: MixedSteps | None = None
     speculation: Speculation | None = None
+    max_sessions: int = 0
+    session_policy: SessionPolicy = "evict"
 
     def __post_init__(self) -> None:
         rows, width = self.limits.rows, self.limits.width
         if self.speculation is not None and self.speculation.width > width:
             raise ValueError(f"windows have {self.speculation.width} tokens a row, but the limits' width is {width}")
+        if not 0 <= self.max_sessions <= self.limits.slots - rows:
+            raise ValueError(
+                f"max_sessions is {self.max_sessions}, but {self.limits.slots} slots for {rows} rows leave room for 0 "
+                f"to {self.limits.slots - rows}"
+            )
+        if self.session_policy not in get_args(SessionPolicy):
+            raise ValueError(
+                f"session_policy is {self.session_policy!r}, but must be one of {', '.join(get_args(SessionPolicy))}"
+            )
         if not self.widths:
             object.__setattr__(self, "widths", (width,))
         if min(self.widths) < 1 or max(self.widths) > width:

@@ -45,6 +45,10 @@ class ScheduleCounters:
     because blocks that they shared came from one that broke. ``forks``: answers that began where another answer's
     prompt ended; ``forked_tokens``: of their prompts, which were not computed for them. Both are no part of the three.
 
+    Sessions: ``session_parks``: quanta that ended with a session parked. ``session_continues``, ``session_extends``,
+    ``session_forks``: events that were carried out; ``session_refusals``: that were not. ``session_evictions``: parked
+    sessions that gave up slot and blocks (``evictions`` counts them, too); ``session_closes``: that were ended for it.
+
     Windows, counted when a live row of one lands: ``spec_num_drafts`` rows, ``spec_num_draft_tokens`` tokens proposed,
     ``spec_num_accepted_tokens`` of them kept; ``spec_accepted_per_position``: how often the first, the second and so on
     was kept, from 0.
@@ -76,6 +80,13 @@ class ScheduleCounters:
     forked_tokens: int = 0
     distrusted: int = 0
     fenced_blocks: int = 0
+    session_parks: int = 0
+    session_continues: int = 0
+    session_extends: int = 0
+    session_forks: int = 0
+    session_refusals: int = 0
+    session_evictions: int = 0
+    session_closes: int = 0
     spec_num_drafts: int = 0
     spec_num_draft_tokens: int = 0
     spec_num_accepted_tokens: int = 0

@@ -21,9 +21,15 @@ TRASH_BLOCK: Final = 0  # where padding and ghost rows write; requests hold bloc
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A new request joins the waiting queue."""
+    """A new request joins the waiting queue.
+
+    ``quantum`` > 0 makes it a session (sessions.py): after so many tokens it is parked, and goes on when somebody says
+    so. ``keep``: it is parked, not ended, too when its answer is complete, so that more can be said to it.
+    """
 
     request: Request
+    quantum: int = 0
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,40 @@ class Resume:
     request_id: int
 
 
-Event = Admit | Cancel | Pause | Resume
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """A session may generate ``tokens`` more in this turn of its; at most what is left of its budget.
+
+    ``epoch`` is the session's: how many turns it has had. An older one is refused: it was meant for an earlier turn.
+    """
+
+    request_id: int
+    epoch: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """A parked session's next turn: ``token_ids`` are said to it, and it answers with ``max_tokens`` tokens at most, of
+    which ``tokens`` now. All that it knew is its prompt from then on.
+    """
+
+    request_id: int
+    epoch: int
+    token_ids: Sequence[int]
+    max_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A new session ``request_id`` that knows what the parked session ``parent`` knows, and is parked as that is."""
+
+    request_id: int
+    parent: int
+
+
+Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch
 
 # ---- the plan of one step ----
 
@@ -70,7 +109,8 @@ class SlotWrite:
     the number of tokens (prompt + generated) at which the request ends by length, and under which no stop id counts.
     ``token_ids`` are the tokens known so far (prompt, plus generated ones when it was evicted and is recomputed) and
     ``prompt_length`` says how many of them are prompt: penalties count the two differently. Here and below, a scheduler
-    gives token ids as ``array("i")``.
+    gives token ids as ``array("i")``. ``resumes``: the slot is the request's already, and its state of those ``length``
+    tokens, paged and recurrent, stays.
     """
 
     slot: int
@@ -83,6 +123,20 @@ class SlotWrite:
     token_ids: Sequence[int]
     stop_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    resumes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUpdate:
+    """Move the end of a session that holds ``slot``: it ends by length at ``max_length`` tokens from now on.
+
+    ``revive``: it had come to its end on the device, with nothing in flight any more, and goes on. Without, it has not
+    come to its old length: whether it has ended by a stop id is the device's to know, and stays as it is.
+    """
+
+    slot: int
+    max_length: int
+    revive: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +188,7 @@ class StepPlan:
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
     not change, so that staging can tell by identity. How many rows are launched is no part of the plan (LaunchSpec).
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
-    ``slot_writes`` take effect before the step's rows are gathered.
+    ``slot_writes`` and ``slot_updates``, of other slots, take effect before the step's rows are gathered.
     ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
     token's position on; it holds blocks for all of them. A row with a chunk gains one token at most, whatever W is.
     ``chunks``: those of the rows behind the ``decode_rows`` that decode, in order: none in a decode step. ``forks``: of
@@ -150,6 +204,7 @@ class StepPlan:
     block_writes: tuple[tuple[int, int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
     forks: tuple[Fork, ...] = ()
+    slot_updates: tuple[SlotUpdate, ...] = ()
 
     @property
     def decode_rows(self) -> int:
@@ -216,11 +271,44 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Parked:
+    """A session's quantum is over and nothing of it is in flight. ``reason``: NONE where its budget is not spent, STOP
+    and LENGTH where its answer is complete. ``tokens``: of this turn's answer so far.
+    """
+
+    request_id: int
+    epoch: int
+    reason: FinishReason
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An event about a session (``verb``: its class) changed nothing; ``detail`` says why."""
+
+    request_id: int
+    verb: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A parked session gave up what it held: its next quantum computes ``tokens`` tokens again."""
+
+    request_id: int
+    tokens: int
+
+
+Notice = Parked | Refused | Evicted
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one landed step (or one submitted event) means to callers: columns, one entry a row.
 
     ``request_ids[i]`` gained ``counts[i]`` tokens, ``tokens[i*width : i*width+counts[i]]``. An id of -1 marks a ghost
     row: whatever its count says, nobody gained anything. ``finished`` holds the requests that ended, each exactly once.
+    ``notices``: what befell sessions, in order, behind the tokens.
     """
 
     step: int
@@ -231,3 +319,4 @@ class StepOutput:
     finished: tuple[Finished, ...] = ()
     logprobs: Any = None
     prompt_logprobs: Any = None
+    notices: tuple[Notice, ...] = ()

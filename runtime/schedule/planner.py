@@ -18,7 +18,8 @@ Policy, in one place:
   * The last chunk of a prompt takes the other answers to it along (forks), as many as there are rows, slots and blocks
     for. Rows are kept for them from when the prompt is seated, unless it is a long one. Who is left out queues again.
   * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when
-    those could not be enough does the last in line give up its blocks and queue again (recompute).
+    those could not be enough does a parked session give up its blocks, or else the last in line (recompute).
+  * A session that goes on (sessions.py) is stalled until there is a row and room, so it comes before whoever waits.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Planner:
     def plan(self) -> Planned | None:
         """The next step, or None where nothing can run."""
         self._paused_now = 0
+        if self._stalled:
+            self._seat_extended()
         return self._in_turns() if self._mixed is None else self._together(self._mixed)
 
     def _in_turns(self) -> Planned | None:
@@ -240,9 +243,9 @@ class Planner:
         resources = self.resources
         resources.counters.deferred_admissions += 1
         soon = resources.slots.free_count + resources.slots.fenced_count > 0 and short <= resources.pool.soon_free
-        paused = resources.paused_holders()
-        if paused and not soon:
-            resources.evict(max(paused, key=lambda holder: holder.order))
+        idle = None if soon else resources.idle_holder()
+        if idle is not None:
+            resources.evict(idle)
         else:
             self._refused = (sequence.request.request_id, resources.room_version)
 
@@ -257,7 +260,7 @@ class Planner:
         resources = self.resources
         if not sequence.prefill_begun:
             self._slot_writes.append(_slot_write(sequence))
-        sequence.prefill_begun = True
+        sequence.prefill_begun, sequence.resumes = True, False
         start = sequence.prefilled
         end = min(start + budget, sequence.prefill_target)
         last = end == sequence.prefill_target
@@ -294,6 +297,22 @@ class Planner:
         forked, self._forked = self._forked, []
         return rows + forked
 
+    # ---- sessions that were told more ----
+
+    def _seat_extended(self) -> None:
+        """Those that hold a slot and have new tokens: as many as there are rows and blocks for, prefill them."""
+        resources = self.resources
+        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.room_order):
+            session = sequence.session
+            if sequence.state is not State.STALLED or session is None or not session.extends:
+                continue
+            if not self._row_free or not resources.reserve(sequence):
+                break
+            session.extends = False
+            sequence.resumes, sequence.prefill_begun = True, False
+            sequence.prefill_target = sequence.landed_tokens
+            resources.move(sequence, Trigger.GOT_ROOM_TO_EXTEND)
+
     # ---- decode ----
 
     def _width(self) -> int:
@@ -308,12 +327,16 @@ class Planner:
     def _ready_rows(self) -> bool:
         """Bring the rows that decode up to date: who may join, who drains, who gets blocks. False: there are none."""
         resources, decoding = self.resources, self._decoding
-        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.order):
-            if sequence.state is not State.STALLED:  # it was the victim of one before it
-                continue
+        for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.room_order):
+            session = sequence.session
+            if sequence.state is not State.STALLED or (session is not None and session.extends):
+                continue  # it was the victim of one before it; or it is to prefill
             if not self._row_free or not resources.reserve(sequence):
                 break
             resources.move(sequence, Trigger.GOT_ROOM)
+            if session is not None and session.revive:
+                session.revive = False
+                resources.update_slot(sequence, revive=True)
         for sequence in [s for s in decoding.values() if s.planned_tokens >= s.wake_at]:
             if sequence.state is State.DECODE:  # it may just have been somebody's victim
                 self._wake(sequence)
@@ -404,6 +427,7 @@ class Planner:
             block_writes=self.resources.take_block_writes(),
             chunks=tuple(chunks),
             forks=forks,
+            slot_updates=self.resources.take_slot_updates(),
         )
         self._slot_writes.clear()
         writes = [number for write in plan.block_writes for number in write]
@@ -411,6 +435,8 @@ class Planner:
             writes += (write.slot, write.epoch, write.request_id, write.length)
         for chunk in chunks:
             writes += (chunk.slot, chunk.start, len(chunk.token_ids))
+        for update in plan.slot_updates:
+            writes += (update.slot, update.max_length, update.revive)
         for fork in forks:
             writes += (fork.slot, fork.chunk, *(fork.copied or ()))
         self.resources.digest.fold(step, kind.name, (len(slots), *writes))
@@ -431,4 +457,5 @@ def _slot_write(sequence: SequenceState) -> SlotWrite:
         token_ids=sequence.tokens[:],
         stop_token_ids=request.stop_token_ids,
         sampling=request.sampling,
+        resumes=sequence.resumes,
     )

@@ -6,7 +6,9 @@ Does not know: which rows make a step (planner.py), results of steps (scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from runtime.schedule.blocks import ROOT, BlockPool
 from runtime.schedule.chain import Chain, advance
@@ -14,10 +16,10 @@ from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.fence import Fence
-from runtime.schedule.plan import Finished, Fork, StepPlan
+from runtime.schedule.plan import Evicted, Finished, Fork, Notice, SlotUpdate, StepPlan
 from runtime.schedule.queue import WaitingQueue
 from runtime.schedule.request import FinishReason, Request
-from runtime.schedule.sequence import NOT_WAITING, SequenceState
+from runtime.schedule.sequence import NOT_WAITING, SequenceState, Session
 from runtime.schedule.sharing import PrefixSharing
 from runtime.schedule.slots import AccountingError, SlotPool
 from runtime.schedule.states import State, Trigger
@@ -32,6 +34,8 @@ class Resources:
 
     ``chain`` holds the steps in flight, which fences wait for. ``digest`` and ``counters`` are the scheduler's: every
     part folds and counts its own decisions. ``decode_version`` changes whenever a request enters or leaves DECODE.
+    ``sessions``: those that are sessions, by id. ``notices`` and ``closed``: what befell them since they were taken.
+    ``evicted_sessions``: whose quantum was over before their fence opened; nobody was told yet that they are parked.
     ``waiting_tokens``: known tokens of those in WAITING, at most ``long_prompt`` each where there are mixed steps.
     """
 
@@ -45,20 +49,27 @@ class Resources:
         self.digest.fold(0, "depth", (config.limits.depth, config.horizon))
         if config.mixed is not None:
             self.digest.fold(0, "mixed", config.mixed.numbers)
+        if config.max_sessions:
+            self.digest.fold(0, "sessions", (config.max_sessions, *config.session_policy.encode()))
         if config.speculation is not None:
             self.digest.fold(0, "speculation", config.speculation.numbers)
         self.counters = ScheduleCounters()
         self.sharing = PrefixSharing(config, self.pool, self.counters)
         self.sequences: dict[int, SequenceState] = {}
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
+        self.sessions: dict[int, SequenceState] = {}
+        self.notices: list[Notice] = []
+        self.closed: list[Finished] = []
+        self.evicted_sessions: list[SequenceState] = []
         self.decode_version = 0
         self.waiting_tokens = 0
         self._spread = max(1, (config.limits.block_size - 4) // 2)
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
         self._requeued = 0  # of the requests that wait, those that held a slot before
-        self._paused = 0  # times that a request became PAUSED
+        self._idled = 0  # times that a request became PAUSED or PARKED
         self._block_writes: dict[tuple[int, int], int] = {}  # (slot, index) -> block, for the next step
+        self._slot_updates: dict[int, SlotUpdate] = {}  # by slot, for the next step
 
     def _lane(self, sequence: SequenceState) -> int:
         """Those who may be passed by others wait apart: scored prompts, and long ones."""
@@ -81,12 +92,14 @@ class Resources:
 
     # ---- arrival and end ----
 
-    def arrive(self, request: Request) -> tuple[Finished, ...]:
+    def arrive(self, request: Request, quantum: int = 0, *, keep: bool = False) -> tuple[Finished, ...]:
         """Queue a request. Returns the end of its answers where it is refused: it can never run, the queue is full."""
         prompt, sampling, config = request.prompt_token_ids, request.sampling, self.config
         most_tokens = self.limits.max_model_len
         shape = (request.request_id, sampling.n, len(prompt), request.priority, sampling.max_tokens)
         self.digest.fold(self.chain.step, "arrive", shape)
+        if quantum:
+            self.digest.fold(self.chain.step, "session", (quantum, keep))
         if in_use := [id_ for id_ in request.answer_ids if id_ in self.sequences]:
             return self._reject(request, f"request id {in_use[0]} is in use")
         if not prompt or sampling.max_tokens < 1:
@@ -103,14 +116,68 @@ class Resources:
                 f"{len(prompt)} prompt + {max_length - len(prompt)} new tokens need {needed} blocks of "
                 f"{self.limits.block_size}, the pool has {config.blocks}",
             )
+        if quantum and (why := self._session_arrival_refusal(request, quantum, max_length)) is not None:
+            return self._reject(request, why)
         sequences = [
             SequenceState(answer, self._arrivals + i, max_length) for i, answer in enumerate(request.answers())
         ]
+        if quantum:
+            first = min(len(prompt) + quantum, max_length)
+            sequences[0].session = Session(max_length, first, keep, sampling.min_tokens)
+            sequences[0].max_length = first
+            self.sessions[request.request_id] = sequences[0]
         for i, sequence in enumerate(sequences):
             if len(sequences) > 1:
                 sequence.answers, sequence.expects_fork = sequences, i > 0
             self._queue_up(sequence)
         return ()
+
+    def _session_arrival_refusal(self, request: Request, quantum: int, max_length: int) -> str | None:
+        if quantum < 1 or request.sampling.n > 1:
+            return f"a session has a quantum of 1 or more, and one answer; not {quantum}, and {request.sampling.n}"
+        return self.session_refusal(max_length)
+
+    def session_refusal(self, budget_length: int, beside: SequenceState | None = None) -> str | None:
+        """Why there can be no further session of so many tokens, or ``beside``, which there is, no longer one.
+
+        The oldest parked one is closed where the policy says so and that makes room.
+        """
+        config = self.config
+        needed = self.blocks_for(self._most_kv(budget_length))
+        if needed > config.blocks:
+            size = self.limits.block_size
+            return f"{budget_length} tokens need {needed} blocks of {size}, the pool has {config.blocks}"
+        if beside is None and len(self.sessions) >= config.max_sessions:
+            oldest = self._oldest_parked(self.by_state[State.PARKED].values())
+            if config.session_policy != "close" or oldest is None:
+                return f"there are {len(self.sessions)} sessions, max_sessions is {config.max_sessions}: close one"
+            self._close(oldest, f"closed: {len(self.sessions)} sessions are open, and another one begins")
+        if config.session_policy == "refuse":
+            others = [other.session for other in self.sessions.values() if other is not beside and other.session]
+            promised = sum(self.blocks_for(self._most_kv(session.budget_length)) for session in others)
+            if promised + needed > config.blocks:
+                return (
+                    f"its {budget_length} tokens need {needed} blocks, and {promised} of {config.blocks} are promised "
+                    "to other sessions: close one"
+                )
+        return None
+
+    @staticmethod
+    def _oldest_parked(parked: Iterable[SequenceState]) -> SequenceState | None:
+        return min(parked, key=lambda sequence: sequence.session.parked_at if sequence.session else 0, default=None)
+
+    def _close(self, parked: SequenceState, why: str) -> None:
+        """End a parked session for want of room."""
+        self.counters.session_closes += 1
+        self.closed.append(self.end(parked, FinishReason.CANCELLED, why))
+
+    def copy_of(self, parent: SequenceState, request_id: int) -> SequenceState:
+        """Another sequence that knows what ``parent`` knows, WAITING; the caller parks it before the next plan."""
+        copied = SequenceState(replace(parent.request, request_id=request_id), self._arrivals, parent.max_length)
+        copied.tokens = array("i", parent.tokens)
+        copied.planned_tokens, copied.score_at = copied.landed_tokens, len(parent.request.prompt_token_ids)
+        self._queue_up(copied)
+        return copied
 
     def _queue_up(self, sequence: SequenceState) -> None:
         self._arrivals += 1
@@ -140,6 +207,7 @@ class Resources:
         self.move(sequence, Trigger.END)
         del self.by_state[State.ENDED][sequence.request.request_id]
         del self.sequences[sequence.request.request_id]
+        self.sessions.pop(sequence.request.request_id, None)
         if sequence.answers:
             sequence.answers.remove(sequence)
         self.counters.finished[reason.label] += 1
@@ -153,6 +221,7 @@ class Resources:
         if step != self.chain.step:  # else it is a row of the plan that is being made, and needs them
             for cell in [cell for cell in self._block_writes if cell[0] == sequence.slot]:
                 del self._block_writes[cell]
+            self._slot_updates.pop(sequence.slot, None)
         if self.chain.landed_after(step):
             self.pool.give_back(sequence.blocks)
             self.slots.give_back(sequence.slot)
@@ -181,14 +250,17 @@ class Resources:
                 self.leave_out(sequence)
         if sequence.seated_before:
             self._requeued += (sequence.state in _IN_LINE) - (before in _IN_LINE)
-        if sequence.state is State.PAUSED:
-            self._paused += 1
+        if sequence.state in (State.PAUSED, State.PARKED):
+            self._idled += 1
 
     # ---- pause, resume, evict ----
 
     def pause(self, sequence: SequenceState) -> None:
-        """Take it out of the plans. While its prompt is planned, or its steps drain, this takes effect afterwards."""
-        if sequence.paused:
+        """Take it out of the plans. While its prompt is planned, or its steps drain, this takes effect afterwards.
+
+        Not so with a session, which is paused by not being continued.
+        """
+        if sequence.paused or sequence.session is not None:
             return
         sequence.paused = True
         self.counters.pauses += 1
@@ -212,8 +284,16 @@ class Resources:
     def evict(self, sequence: SequenceState) -> None:
         """Take slot and blocks away; it queues again, to be recomputed, once its steps in flight have landed."""
         self.counters.evictions += 1
+        parked = sequence.state is State.PARKED
+        if parked and self.config.session_policy == "close":
+            self.counters.evictions -= 1
+            self._close(sequence, "closed: memory is short, and it was parked for longest")
+            return
         self._publish_landed(sequence)
         self._give_up(sequence)
+        if parked:
+            self.counters.session_evictions += 1
+            self.notices.append(Evicted(sequence.request.request_id, sequence.landed_tokens))
 
     def _give_up(self, sequence: SequenceState) -> None:
         self.move(sequence, Trigger.EVICT)
@@ -235,6 +315,15 @@ class Resources:
         sequence.prefix_id = ROOT
         sequence.borrowed = False
         self.move(sequence, Trigger.FENCE_LANDED)
+        session = sequence.session
+        if session is not None:
+            session.revive = session.extends = False
+            if session.over is not None:
+                self.move(sequence, Trigger.PARK)
+                if not session.parked_at:
+                    self.evicted_sessions.append(sequence)
+                return
+            sequence.max_length = session.wanted_length
         if sequence.paused:
             self.move(sequence, Trigger.PAUSE)
         else:
@@ -259,10 +348,10 @@ class Resources:
 
     @property
     def room_version(self) -> int:
-        """Changes whenever an admission that did not fit may fit: a block came back, or somebody paused, who may be
-        evicted for it.
+        """Changes whenever an admission that did not fit may fit: a block came back, or somebody paused or was parked,
+        who may be evicted for it.
         """
-        return self.pool.drops + self._paused
+        return self.pool.drops + self._idled
 
     def seat(self, sequence: SequenceState, hits: list[int], fresh: int) -> None:
         """Give a waiting sequence a slot, the cached blocks ``hits`` of its prefix, and ``fresh`` new ones.
@@ -376,9 +465,25 @@ class Resources:
         for index in range(first, len(sequence.blocks) if end is None else end):
             self._block_writes[sequence.slot, index] = sequence.blocks[index]
 
-    def paused_holders(self) -> list[SequenceState]:
-        """Those who are paused and hold a slot and blocks."""
-        return [sequence for sequence in self.by_state[State.PAUSED].values() if sequence.slot]
+    def update_slot(self, sequence: SequenceState, *, revive: bool) -> None:
+        """Have the device told where it ends now."""
+        self._slot_updates[sequence.slot] = SlotUpdate(sequence.slot, sequence.max_length, revive)
+
+    def take_slot_updates(self) -> tuple[SlotUpdate, ...]:
+        """For the plan to carry."""
+        updates = tuple(self._slot_updates.values())
+        self._slot_updates.clear()
+        return updates
+
+    def idle_holder(self) -> SequenceState | None:
+        """Who holds a slot and blocks and does not run: the session that is parked for longest, else the last in line
+        of those who are paused."""
+        if self.config.session_policy != "refuse":
+            parked = self._oldest_parked(s for s in self.by_state[State.PARKED].values() if s.slot)
+            if parked is not None:
+                return parked
+        paused = [sequence for sequence in self.by_state[State.PAUSED].values() if sequence.slot]
+        return max(paused, key=lambda sequence: sequence.order, default=None)
 
     # ---- reservation ----
 
@@ -418,10 +523,12 @@ class Resources:
         return True
 
     def _victim(self) -> SequenceState:
-        """Who gives up blocks: somebody paused if there is one, else the last in line."""
-        holders = self.paused_holders()
-        for state in () if holders else (State.PREFILL, State.DECODE, State.STALLED):
-            holders.extend(self.by_state[state].values())
+        """Who gives up blocks: somebody parked or paused if there is one, else the last in line."""
+        idle = self.idle_holder()
+        if idle is not None:
+            return idle
+        states = (State.PREFILL, State.DECODE, State.STALLED)
+        holders = [sequence for state in states for sequence in self.by_state[state].values()]
         return max(holders, key=lambda sequence: sequence.order)
 
     def set_wake(self, sequence: SequenceState) -> None:

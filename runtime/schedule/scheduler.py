@@ -9,11 +9,25 @@ from __future__ import annotations
 
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import SchedulerConfig
-from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, StepOutput, StepPlan, StepResult
+from runtime.schedule.plan import (
+    Admit,
+    Branch,
+    Cancel,
+    Continue,
+    Event,
+    Extend,
+    Finished,
+    Notice,
+    Pause,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import FinishReason
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
+from runtime.schedule.sessions import Sessions
 from runtime.schedule.states import State
 
 __all__ = ["Scheduler"]
@@ -33,6 +47,7 @@ class Scheduler:
         self.config = config
         self.resources = resources(config)
         self.planner = planner(config, self.resources)
+        self.sessions = Sessions(self.resources)
         self.pool = self.resources.pool
         self.slots = self.resources.slots
         self.chain = self.resources.chain
@@ -52,6 +67,11 @@ class Scheduler:
         return len(self.resources.sequences)
 
     @property
+    def parked(self) -> int:
+        """Sessions of those that wait for somebody to say that they go on."""
+        return len(self.resources.by_state[State.PARKED])
+
+    @property
     def waiting(self) -> int:
         """Requests that hold no slot yet, or none any more: those in the queue, and answers that are to join others."""
         return self.resources.waiting + len(self.resources.by_state[State.JOINING])
@@ -68,7 +88,10 @@ class Scheduler:
     def submit(self, event: Event) -> tuple[Finished, ...]:
         """Apply one agreed event; returns the requests that it ended at once."""
         if isinstance(event, Admit):
-            return self.resources.arrive(event.request)
+            return self.resources.arrive(event.request, event.quantum, keep=event.keep)
+        if isinstance(event, Continue | Extend | Branch):
+            self.sessions.submit(event)
+            return ()
         sequence = self.resources.sequences.get(event.request_id)
         self.digest.fold(self.step, type(event).__name__, (event.request_id, sequence is not None))
         if sequence is None:
@@ -81,6 +104,14 @@ class Scheduler:
         else:
             self.resources.resume(sequence)
         return ()
+
+    def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
+        """What befell sessions since the last call, and those of them that were closed for want of room."""
+        resources = self.resources
+        taken = tuple(resources.notices), tuple(resources.closed)
+        resources.notices.clear()
+        resources.closed.clear()
+        return taken
 
     def plan(self) -> StepPlan | None:
         """The next step, or None for a void one (its number is used up and it is landed like the others)."""
@@ -102,6 +133,7 @@ class Scheduler:
         if flight.plan is not None and result is not None:
             output = self._apply(flight, flight.plan, result)
         self.resources.landed(step)
+        self.sessions.landed(step)
         return output
 
     # ---- landing ----
@@ -139,7 +171,10 @@ class Scheduler:
                 sequence.accepted += max(0, count - 1)
                 self.counters.proposed(width, count)
                 rounds, gained = rounds + 1, gained + count
-            if code:
+            if code and self._parks(sequence, FinishReason(code)):
+                assert sequence.session is not None
+                self.sessions.over(sequence, sequence.session, FinishReason(code))
+            elif code:
                 done.append(self._end_as_reported(sequence, FinishReason(code)))
             elif len(sequence.tokens) > sequence.publish_at:
                 self._gained(sequence, plan, i)
@@ -177,6 +212,15 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
         )
 
+    @staticmethod
+    def _parks(sequence: SequenceState, reason: FinishReason) -> bool:
+        """Whether it is a session whose quantum is over, and it stays."""
+        session = sequence.session
+        if session is None or reason is FinishReason.ERROR:
+            return False
+        complete = reason is FinishReason.STOP or sequence.landed_tokens >= session.budget_length
+        return session.keep or not complete
+
     def _end_as_reported(self, sequence: SequenceState, reason: FinishReason) -> Finished:
         if reason is not FinishReason.ERROR:
             return self.resources.end(sequence, reason)
@@ -205,7 +249,8 @@ class Scheduler:
         if width == 1:  # the loop above corrects the counts of wide rows only
             sequence.planned_tokens -= 1
         certain = sequence.planned_tokens - sequence.uncertain_tokens
-        if sequence.state is State.DRAINING and certain < sequence.max_length:
+        over = sequence.session is not None and sequence.session.over is not None
+        if sequence.state is State.DRAINING and certain < sequence.max_length and not over:
             self.resources.fall_short(sequence)
 
     def _gained(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:

@@ -13,14 +13,38 @@ request needs no more steps. While all widths are 1 the two bounds are equal, an
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 from runtime.schedule.blocks import ROOT
 from runtime.schedule.plan import Scored
-from runtime.schedule.request import Request, packed
+from runtime.schedule.request import FinishReason, Request, packed
 from runtime.schedule.states import State
 
 NOT_WAITING = -1
 NOT_QUEUED = -1
+
+
+@dataclass(slots=True)
+class Session:
+    """What a session has beside its sequence, whose ``max_length`` is the end of the quantum. Lengths are absolute.
+
+    ``budget_length``: where this turn's answer ends by length. ``wanted_length``: how far it was told to go. ``keep``:
+    it is parked, not ended, when its answer is complete. ``min_tokens``: of each turn, where its budget is not smaller.
+    ``epoch``: its turns. ``over``: why its quantum is; None while it runs. ``revive``: its slot has come to its end on
+    the device, and is to be told to go on. ``extends``: it holds a slot in which tokens are still to be computed.
+    ``parked_at`` and ``since``: when it was parked and told to go on last, on a count of both.
+    """
+
+    budget_length: int
+    wanted_length: int
+    keep: bool
+    min_tokens: int
+    epoch: int = 1
+    over: FinishReason | None = None
+    revive: bool = False
+    extends: bool = False
+    parked_at: int = 0
+    since: int = 0
 
 
 class SequenceState:
@@ -49,9 +73,11 @@ class SequenceState:
         "published_blocks",
         "queued_in",
         "request",
+        "resumes",
         "rounds",
         "score_at",
         "seated_before",
+        "session",
         "slot",
         "slot_ended",
         "state",
@@ -97,6 +123,8 @@ class SequenceState:
         self.answers: list[
             SequenceState
         ] = []  # unfinished ones to the same prompt, itself included; empty where n is 1
+        self.session: Session | None = None
+        self.resumes = False  # its next slot write is for the slot that it holds, whose state stays
         self.joins: SequenceState | None = None  # while JOINING: whose prompt it waits for
         self.expects_fork = False  # an answer before it in line is to compute the prompt for both
 
@@ -114,13 +142,22 @@ class SequenceState:
         if self.tokens is self.request.prompt_token_ids:
             self.tokens = array("i", self.tokens)
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
-        self.seated_before, self.prefill_begun = True, False
+        self.seated_before, self.prefill_begun, self.resumes = True, False, False
         self.expects_fork = False
         self.prefill_target = self.landed_tokens
         self.prefilled = self.published_blocks = self.publish_at = 0
         self.waits_since = NOT_WAITING
         self.prefix_id = ROOT
         self.borrowed = self.trusted = False
+
+    @property
+    def room_order(self) -> tuple[int, int, int]:
+        """Its place among those who wait for room: sessions that go on behind others, by when they were told to."""
+        priority, arrival = self.order
+        session = self.session
+        if session is not None and (session.revive or session.extends):
+            return priority, 1, session.since
+        return priority, 0, arrival
 
     @property
     def untouched(self) -> bool:

@@ -17,6 +17,7 @@ class State(Enum):
     STALLED = "stalled"  # would be a row, but no block (or no row) is free yet; holds what it has
     DRAINING = "draining"  # the steps in flight are enough to end it by length; waits for them to land
     PAUSED = "paused"  # somebody asked; holds what it has
+    PARKED = "parked"  # of a session: its quantum is over and has landed; holds what it has until memory is short
     EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
     ENDED = "ended"  # finished, cancelled or rejected
 
@@ -36,6 +37,11 @@ class Trigger(Enum):
     PAUSE = "pause"
     RESUME_WAITING = "resume, holding nothing"
     RESUME = "resume"
+    QUANTUM_OVER = "quantum over"
+    PARK = "park"
+    CONTINUE_WAITING = "continue, holding nothing"
+    CONTINUE = "continue"
+    GOT_ROOM_TO_EXTEND = "got room to extend"
     EVICT = "evict"
     FENCE_LANDED = "fence landed"
     END = "end"
@@ -46,6 +52,7 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
         Trigger.ADMIT: State.PREFILL,
         Trigger.JOIN: State.JOINING,
         Trigger.PAUSE: State.PAUSED,
+        Trigger.PARK: State.PARKED,  # it was evicted, or is a fork that holds nothing yet
         Trigger.END: State.ENDED,
     },
     State.JOINING: {
@@ -62,24 +69,34 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
     State.DECODE: {
         Trigger.OUT_OF_BLOCKS: State.STALLED,
         Trigger.ALL_PLANNED: State.DRAINING,
+        Trigger.QUANTUM_OVER: State.DRAINING,  # a stop id, with ghost rows still in flight
         Trigger.PAUSE: State.PAUSED,
         Trigger.EVICT: State.EVICTING,
         Trigger.END: State.ENDED,
     },
     State.STALLED: {
         Trigger.GOT_ROOM: State.DECODE,
+        Trigger.GOT_ROOM_TO_EXTEND: State.PREFILL,
+        Trigger.QUANTUM_OVER: State.DRAINING,
         Trigger.PAUSE: State.PAUSED,
         Trigger.EVICT: State.EVICTING,
         Trigger.END: State.ENDED,
     },
     State.DRAINING: {  # a step that gave a live row no token leaves it short of its end
         Trigger.FELL_SHORT: State.STALLED,
+        Trigger.PARK: State.PARKED,
         Trigger.EVICT: State.EVICTING,  # not for its memory: it was computed over blocks that broke
         Trigger.END: State.ENDED,
     },
     State.PAUSED: {
         Trigger.RESUME_WAITING: State.WAITING,
         Trigger.RESUME: State.STALLED,
+        Trigger.EVICT: State.EVICTING,
+        Trigger.END: State.ENDED,
+    },
+    State.PARKED: {
+        Trigger.CONTINUE_WAITING: State.WAITING,
+        Trigger.CONTINUE: State.STALLED,
         Trigger.EVICT: State.EVICTING,
         Trigger.END: State.ENDED,
     },

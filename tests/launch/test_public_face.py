@@ -8,8 +8,10 @@ from runtime.frontend.engine_protocol import EngineProtocol
 
 def test_the_public_names_are_what_they_say() -> None:
     assert sorted(lockstride.__all__) == [
-        *("AsyncEngine", "Delta", "Engine", "EngineClient", "EngineConfig", "EngineStopped", "FinishReason"),
-        *("PromptRequest", "RequestError", "RequestOutput", "SamplingParams", "complete", "open_engine"),
+        *("AsyncEngine", "AsyncSlotClient", "Delta", "Engine", "EngineClient", "EngineConfig", "EngineStopped"),
+        "FinishReason",
+        *("PromptRequest", "RequestError", "RequestOutput", "SamplingParams", "SlotClient", "SlotError"),
+        *("complete", "open_engine"),
     ]
     for name in lockstride.__all__:
         assert getattr(lockstride, name).__name__ == name

@@ -36,7 +36,7 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
-from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
@@ -98,6 +98,8 @@ class RigLimits(TypedDict, total=False):
     frozen: bool
     widths: tuple[int, ...]
     further_roles: Sequence[MakeRole]
+    max_sessions: int
+    session_policy: SessionPolicy
     proposer: MakeProposer | None
     speculation: Speculation | None
     folder: Path | None
@@ -144,6 +146,8 @@ def rig(
     frozen: bool = False,
     widths: tuple[int, ...] = (1,),
     further_roles: Sequence[MakeRole] = (),
+    max_sessions: int = 0,
+    session_policy: SessionPolicy = "evict",
     proposer: MakeProposer | None = None,
     speculation: Speculation | None = None,
     folder: Path | None = None,
@@ -183,7 +187,8 @@ def rig(
         kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
     )
     widest = max(widths) if speculation is None else speculation.width
-    limits = StepLimits(rows, 2 * rows, block_size, max_model_len, depth, widest, max_prefill_tokens)
+    slots = 2 * rows + max_sessions
+    limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens)
     executor = Executor(
         device,
         model,
@@ -214,6 +219,8 @@ def rig(
             prefill_burst=prefill_burst,
             prefix_caching=prefix_caching and executor.restores_prefixes,
             mixed=mixed,
+            max_sessions=max_sessions,
+            session_policy=session_policy,
             speculation=speculation,
         )
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, cast
 
-from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
 
 ROOMY = SchedulerConfig(
     StepLimits(rows=4, slots=8, block_size=4, max_model_len=64, max_prefill_tokens=64),
@@ -32,6 +32,8 @@ class Limits(TypedDict, total=False):
     prefix_caching: bool
     max_waiting: int
     mixed: MixedSteps | None
+    max_sessions: int
+    session_policy: SessionPolicy
 
 
 def config_with(base: SchedulerConfig = ROOMY, **given: Unpack[Limits]) -> SchedulerConfig:

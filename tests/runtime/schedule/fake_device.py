@@ -109,6 +109,7 @@ class FakeDevice:
         self.tables: list[dict[int, int]] = [{} for _ in range(slots + 1)]
         self.rows: list[SlotRow | None] = [None] * (slots + 1)
         self.results: deque[tuple[StepResult | None, Writes]] = deque()
+        self.launched: deque[tuple[int, ...]] = deque()  # the slots of each result
         self.accepted: dict[int, list[int]] = {}
         self.breaks_at: dict[int, int] = {}
         self.poisons: dict[int, int] = {}
@@ -117,17 +118,36 @@ class FakeDevice:
     def launch(self, plan: StepPlan | None) -> None:
         if plan is None:
             self.results.append((None, []))
+            self.launched.append(())
             return
         for write in plan.slot_writes:
+            if write.resumes:
+                held = self.rows[write.slot]
+                assert held is not None
+                assert (held.request_id, held.epoch) == (write.request_id, write.epoch)
+                assert held.length <= write.length, "state of a slot goes no further than its tokens"
+                assert not self._in_flight(write.slot), "a slot is written while nothing of it is in flight"
             self.rows[write.slot] = SlotRow(
                 write.request_id, write.epoch, write.length, GARBAGE, False, write.max_length, write.stop_token_ids
             )
+        written = {write.slot for write in plan.slot_writes}
+        for update in plan.slot_updates:
+            row = self.rows[update.slot]
+            assert row is not None
+            assert update.slot not in written, "a slot is written, or moved on, never both"
+            if update.revive:
+                assert row.finished, "only who has ended is revived"
+                assert not self._in_flight(update.slot), "all of it has landed"
+                assert row.last not in row.stops, "nobody goes on behind a stop id"
+                row.finished = False
+            row.max_length = update.max_length
         cells = [(slot, index) for slot, index, _ in plan.block_writes]
         assert len(set(cells)) == len(cells), "a plan names each cell of the block table once"
         for slot, index, block in plan.block_writes:
             assert index < self.max_blocks, f"block table entry {index} of {self.max_blocks}"
             self.tables[slot][index] = block
         self.results.append(self._run(plan))
+        self.launched.append(plan.slots)
 
     def _run(self, plan: StepPlan) -> tuple[StepResult, Writes]:
         """Rows without a chunk decode, the others prefill. Each kind of step has the rows that it says it has."""
@@ -161,10 +181,14 @@ class FakeDevice:
     def land(self, epochs: list[int]) -> StepResult | None:
         """The oldest result. ``epochs`` are the scheduler's: rows it has ended write late, over whoever is there."""
         result, writes = self.results.popleft()
+        self.launched.popleft()
         for slot, epoch, block, offset, value in writes:
             if epochs[slot] != epoch:
                 self.cells[block][offset] = value
         return result
+
+    def _in_flight(self, slot: int) -> bool:
+        return any(slot in slots for slots in self.launched)
 
     def _cell(self, slot: int, position: int) -> tuple[int, int]:
         return self.tables[slot][position // self.block_size], position % self.block_size

@@ -1,0 +1,1 @@
+"""`chat`: a person at a terminal and a daemon."""

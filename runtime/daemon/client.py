@@ -1,0 +1,333 @@
+"""SlotClient: a program's end of a daemon's socket, with tagged frames; and the same for asyncio.
+
+Knows: how lines are made of calls, and frames dealt out to the sessions they are of. Does not know: the daemon.
+
+    with SlotClient("/tmp/slots.sock") as client:
+        chat = client.start("def gcd(a, b):", max_tokens=64, quantum=16, keep=True, text=True)
+        for frame in chat.answer():                      # quantum after quantum, until the answer is complete
+            if frame.kind is Kind.TEXT: print(frame.text, end="")
+        chat.extend("\\n\\ndef lcm(a, b):", max_tokens=64, quantum=16)
+
+    async with AsyncSlotClient("/tmp/slots.sock") as client:
+        chat = await client.start([1, 2, 3], max_tokens=64, quantum=16)
+        async for frame in chat.answer(): ...
+
+A client's calls wait for the daemon's answer to their line; frames of other sessions that come meanwhile are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from runtime.daemon.frames import BadFrame, Frame, FrameReader, Kind
+
+_READ_BYTES: Final = 1 << 16
+_FINAL: Final = (Kind.DONE, Kind.CLOSED)
+
+Prompt = str | Sequence[int]
+
+
+class SlotError(RuntimeError):
+    """The daemon refused a line, or is gone; the text is its own."""
+
+
+def _line(verb: str, request: int | None = None, slot: int | None = None, *arguments: object, **options: Any) -> str:
+    words: list[object] = [] if request is None else ["REQ", request]
+    words += [] if slot is None else ["SLOT", slot]
+    words += [verb, *(argument for argument in arguments if argument is not None)]
+    words += [f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in options.items()]
+    return " ".join(map(str, words))
+
+
+def _prompt(prompt: Prompt) -> str:
+    return json.dumps(prompt if isinstance(prompt, str) else list(prompt))
+
+
+class _Desk:
+    """Frames as they come, to whoever waits for them."""
+
+    def __init__(self) -> None:
+        self._reader = FrameReader()
+        self._expected = 0
+        self.answers: deque[Frame] = deque()  # ACK, STATS, and ERROR of a line
+        self.of_sessions: dict[int, deque[Frame]] = {}
+        self.loose: deque[Frame] = deque()  # of sessions that nobody here has
+        self.next_request = 1
+        self.taken = 0  # how often something came
+
+    def take(self, data: bytes) -> list[Frame]:
+        self.taken += 1
+        found = list(self._reader.frames(data))
+        for frame in found:
+            if frame.sequence != self._expected:
+                raise BadFrame(f"frame {frame.sequence} came where {self._expected} was due: one is lost")
+            self._expected = (frame.sequence + 1) % (1 << 32)
+            if frame.kind in (Kind.ACK, Kind.STATS) or (frame.kind is Kind.ERROR and not frame.epoch):
+                self.answers.append(frame)
+            else:
+                self.of_sessions.get(frame.request, self.loose).append(frame)
+        return found
+
+    def new_request(self) -> int:
+        request, self.next_request = self.next_request, self.next_request + 1
+        self.of_sessions[request] = deque()
+        return request
+
+
+def _answer_of(frame: Frame) -> dict[str, Any]:
+    if frame.kind is Kind.ERROR:
+        raise SlotError(frame.text)
+    answer: dict[str, Any] = frame.answer
+    return answer
+
+
+class _Session:
+    """What both kinds of sessions know. ``epoch``: its turns, as the daemon counts them; ``quantum``: of CONTINUE."""
+
+    def __init__(self, desk: _Desk, request: int, quantum: int, answer: dict[str, Any]) -> None:
+        self.request, self.quantum = request, quantum
+        self.epoch, self.slot = int(answer["epoch"]), int(answer.get("place", -1))
+        self._desk = desk
+        self.finished = False  # its answer is complete, or it is closed
+
+    def _next(self) -> Frame | None:
+        """Its next frame, if it is there. Raises SlotError for a verb of its own that came too late."""
+        frames = self._desk.of_sessions[self.request]
+        if not frames:
+            return None
+        frame = frames.popleft()
+        if frame.kind is Kind.ERROR:
+            raise SlotError(frame.text)
+        self.finished = self.finished or frame.kind in _FINAL
+        return frame
+
+
+class SlotSession(_Session):
+    """One session of a SlotClient."""
+
+    def __init__(self, client: SlotClient, request: int, quantum: int, answer: dict[str, Any]) -> None:
+        super().__init__(client.desk, request, quantum, answer)
+        self._client = client
+
+    def frames(self) -> Iterator[Frame]:
+        """Until its quantum is over: the last is QUANTUM_DONE, DONE or CLOSED."""
+        while True:
+            while (frame := self._next()) is None:
+                self._client.read()
+            yield frame
+            if frame.kind is Kind.QUANTUM_DONE or frame.kind in _FINAL:
+                return
+
+    def answer(self) -> Iterator[Frame]:
+        """Quantum after quantum, until the answer is complete or the session closed."""
+        while True:
+            yield from self.frames()
+            if self.finished:
+                return
+            self.proceed()
+
+    def tokens(self) -> list[int]:
+        """All ids of ``answer``."""
+        return [token for frame in self.answer() if frame.kind is Kind.TOKEN for token in frame.tokens]
+
+    def proceed(self, tokens: int | None = None) -> None:
+        """One more quantum. Raises SlotError."""
+        self._client.command(_line("CONTINUE", self.request, None, tokens or self.quantum, self.epoch))
+
+    def extend(self, prompt: Prompt, *, max_tokens: int, quantum: int | None = None) -> None:
+        """The next turn. Raises SlotError."""
+        self.quantum = quantum or self.quantum
+        answer = self._client.command(_line("EXTEND", self.request, None, _prompt(prompt), max_tokens, self.quantum))
+        self.epoch, self.finished = int(answer["epoch"]), False
+
+    def fork(self) -> SlotSession:
+        """Another session that knows what this one knows."""
+        request = self._client.desk.new_request()
+        answer = self._client.command(_line("FORK", request, None, self.request))
+        return SlotSession(self._client, request, self.quantum, answer)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._client.command(_line("CANCEL", self.request))
+        for _ in self.frames():
+            pass
+
+
+class SlotClient:
+    """A connection to the daemon at ``path``. ``facts``: what it said of itself: model, max_model_len, places.
+
+    Raises OSError where nobody listens, and SlotError. One thread at a time.
+    """
+
+    def __init__(self, path: str | Path, *, timeout: float | None = None) -> None:
+        self.desk = _Desk()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout)
+        try:
+            self._socket.connect(str(path))
+            self.facts = self.command("TAGGED 1")
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def start(
+        self, prompt: Prompt, *, max_tokens: int, quantum: int, slot: int | None = None, **options: Any
+    ) -> SlotSession:
+        """A new session. ``options``: keep, text, seed, temperature and the others of the verb START."""
+        request = self.desk.new_request()
+        answer = self.command(_line("START", request, slot, _prompt(prompt), max_tokens, quantum, **options))
+        return SlotSession(self, request, quantum, answer)
+
+    def command(self, line: str) -> dict[str, Any]:
+        """Say any line of the protocol, and wait for its answer. Raises SlotError."""
+        self._socket.sendall(line.encode() + b"\n")
+        while not self.desk.answers:
+            self.read()
+        return _answer_of(self.desk.answers.popleft())
+
+    def read(self) -> list[Frame]:
+        """Wait for more, and deal it out. Raises SlotError where the daemon is gone."""
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise SlotError("the daemon has closed the connection")
+        return self.desk.take(data)
+
+    def close(self) -> None:
+        """The daemon closes all its sessions."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncSlotSession(_Session):
+    """One session of an AsyncSlotClient; calls as those of SlotSession."""
+
+    def __init__(self, client: AsyncSlotClient, request: int, quantum: int, answer: dict[str, Any]) -> None:
+        super().__init__(client.desk, request, quantum, answer)
+        self._client = client
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        while True:
+            while (frame := self._next()) is None:
+                await self._client.wait()
+            yield frame
+            if frame.kind is Kind.QUANTUM_DONE or frame.kind in _FINAL:
+                return
+
+    async def answer(self) -> AsyncIterator[Frame]:
+        while True:
+            async for frame in self.frames():
+                yield frame
+            if self.finished:
+                return
+            await self.proceed()
+
+    async def tokens(self) -> list[int]:
+        return [token async for frame in self.answer() if frame.kind is Kind.TOKEN for token in frame.tokens]
+
+    async def proceed(self, tokens: int | None = None) -> None:
+        await self._client.command(_line("CONTINUE", self.request, None, tokens or self.quantum, self.epoch))
+
+    async def extend(self, prompt: Prompt, *, max_tokens: int, quantum: int | None = None) -> None:
+        self.quantum = quantum or self.quantum
+        line = _line("EXTEND", self.request, None, _prompt(prompt), max_tokens, self.quantum)
+        answer = await self._client.command(line)
+        self.epoch, self.finished = int(answer["epoch"]), False
+
+    async def fork(self) -> AsyncSlotSession:
+        request = self._client.desk.new_request()
+        answer = await self._client.command(_line("FORK", request, None, self.request))
+        return AsyncSlotSession(self._client, request, self.quantum, answer)
+
+    async def close(self) -> None:
+        await self._client.command(_line("CANCEL", self.request))
+
+
+class AsyncSlotClient:
+    """SlotClient for asyncio: any number of tasks, each with sessions of its own. ``async with`` connects.
+
+    One line waits for its answer at a time. So give SCHED_DRAIN and SCHED_PROBE, whose answer comes when they are over,
+    a connection whose other tasks can wait; MODE auto is answered at once.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.desk = _Desk()
+        self.facts: dict[str, Any] = {}
+        self._path = str(path)
+        self._saying = asyncio.Lock()  # a line and its answer belong together
+        self._news = asyncio.Condition()
+        self._gone: SlotError | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def connect(self) -> Self:
+        """Raises OSError where nobody listens."""
+        reader, self._writer = await asyncio.open_unix_connection(self._path)
+        self._reading = asyncio.ensure_future(self._read(reader))
+        self.facts = await self.command("TAGGED 1")
+        return self
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        why = "the daemon has closed the connection"
+        try:
+            while data := await reader.read(_READ_BYTES):
+                self.desk.take(data)
+                async with self._news:
+                    self._news.notify_all()
+        except (OSError, BadFrame) as error:
+            why = f"the connection broke: {error}"
+        self._gone = SlotError(why)
+        async with self._news:
+            self._news.notify_all()
+
+    async def wait(self) -> None:
+        """For anything to come. Raises SlotError where nothing will."""
+        if self._gone is not None:
+            raise self._gone
+        seen = self.desk.taken
+        async with self._news:
+            if self.desk.taken == seen and self._gone is None:
+                await self._news.wait()
+
+    async def start(
+        self, prompt: Prompt, *, max_tokens: int, quantum: int, slot: int | None = None, **options: Any
+    ) -> AsyncSlotSession:
+        request = self.desk.new_request()
+        line = _line("START", request, slot, _prompt(prompt), max_tokens, quantum, **options)
+        return AsyncSlotSession(self, request, quantum, await self.command(line))
+
+    async def command(self, line: str) -> dict[str, Any]:
+        assert self._writer is not None, "connect first"
+        async with self._saying:
+            self._writer.write(line.encode() + b"\n")
+            await self._writer.drain()
+            while not self.desk.answers:
+                await self.wait()
+            return _answer_of(self.desk.answers.popleft())
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,108 @@
+"""SCHED_PROBE: the same tokens of some sessions drawn in one batch and one by one, on forks, and compared.
+
+Knows: the forks, and when each pass is over. Does not know: the sessions themselves, which it never touches: a fork has
+blocks, state and counts of its own, so nothing is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from runtime.daemon.engine import SessionEngine
+from runtime.daemon.frames import Kind, pack_json
+from runtime.daemon.session import Connection
+from runtime.schedule.plan import Evicted, Finished, Parked, Refused
+
+
+class Probe:
+    """``parents``: engine ids of parked sessions, and how many tokens of each are compared. Each is forked twice at
+    once; the first forks go on together, the others one after the other."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        engine: SessionEngine,
+        parents: Sequence[tuple[int, int]],
+        take_id: Callable[[], int],
+    ) -> None:
+        self.connection = connection
+        self._engine = engine
+        self._wanted: dict[int, int] = {}
+        self._pairs: list[tuple[int, int]] = []
+        for parent, tokens in parents:
+            pair = take_id(), take_id()
+            for fork in pair:
+                engine.fork(fork, parent)
+                self._wanted[fork] = tokens
+            self._pairs.append(pair)
+        self._gained: dict[int, list[int]] = {fork: [] for fork in self._wanted}
+        self._begun: set[int] = set()
+        self._running: set[int] = set()
+        self._alone = [alone for _, alone in self._pairs]
+        self._failed: str | None = None
+        for batched, _ in self._pairs:
+            self._go_on(batched)
+
+    @property
+    def forks(self) -> int:
+        return len(self._wanted)
+
+    @property
+    def over(self) -> bool:
+        return not self._running and (not self._alone or self._failed is not None)
+
+    def _go_on(self, fork: int) -> None:
+        self._running.add(fork)
+        self._engine.proceed(fork, 1, self._wanted[fork])
+
+    def gained(self, fork: int, tokens: tuple[int, ...]) -> None:
+        if fork in self._gained:
+            self._gained[fork] += tokens
+
+    def noticed(self, notice: Parked | Refused | Evicted) -> None:
+        fork = notice.request_id
+        if fork not in self._wanted or isinstance(notice, Evicted):
+            return
+        if isinstance(notice, Refused):
+            self._failed = self._failed or notice.detail
+            self._running.discard(fork)
+        elif fork not in self._begun:
+            self._begun.add(fork)  # it is there: its parent's state is its own
+            return
+        else:
+            self._engine.cancel(fork)
+            self._running.discard(fork)
+        self._next()
+
+    def ended(self, finished: Finished) -> None:
+        if finished.request_id in self._running:
+            self._running.discard(finished.request_id)
+            if finished.reason in (finished.reason.CANCELLED, finished.reason.REJECTED, finished.reason.ERROR):
+                self._failed = self._failed or finished.detail or finished.reason.label
+            self._next()
+
+    def _next(self) -> None:
+        if self._alone and not self._running and self._failed is None:
+            self._go_on(self._alone.pop(0))
+
+    def close(self) -> None:
+        """Give up what is left of it."""
+        for fork in self._wanted:
+            self._engine.cancel(fork)
+
+    def answer(self) -> None:
+        """Tell what it found."""
+        connection = self.connection
+        if self._failed is not None:
+            self.close()
+            connection.send(Kind.ERROR, None, f"SCHED_PROBE: {self._failed}".encode())
+        else:
+            compared = [(self._gained[batched], self._gained[alone]) for batched, alone in self._pairs]
+            answer = {
+                "verb": "SCHED_PROBE",
+                "sessions": len(compared),
+                "tokens": sum(len(batched) for batched, _ in compared),
+                "mismatches": sum(batched != alone for batched, alone in compared),
+            }
+            connection.send(Kind.ACK, None, pack_json(answer))
+        connection.end_command()

@@ -1,0 +1,327 @@
+"""The lines that a client says: one command a line, in UTF-8.
+
+Knows: the grammar, and what each verb is for. Does not know: sessions, engines, whether a command can be carried out.
+
+    line   := [REQ id] [SLOT place] verb arguments        ids 0 to 2^30 - 1; `=` may stand for the blank before a number
+    prompt := "text", a JSON string | [1, 2, 3], JSON | a path to a file of little-endian int32 token ids
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+MAX_ID: Final = (1 << 30) - 1
+MAX_NUMBER: Final = (1 << 31) - 1
+MAX_PROMPT_BYTES: Final = 1 << 26  # of a prompt file
+
+Prompt = str | tuple[int, ...]
+
+
+class BadLine(ValueError):
+    """A line that is no command; the text says what is wrong and what to type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``verb`` is one of VERBS; ``request`` and ``place`` are what stood before it. The rest by verb; see the table."""
+
+    verb: str
+    request: int | None = None
+    place: int | None = None
+    prompt: Prompt | None = None
+    total: int = 0
+    quantum: int = 0
+    epoch: int | None = None
+    other: int | None = None  # another session, or the most sessions that are meant
+    word: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """``arguments`` as they are written; what it does; what is answered behind the ACK; the verb of the daemons that
+    this protocol comes from."""
+
+    arguments: str
+    effect: str
+    reply: str
+    seed: str
+    parse: Callable[[_Words], dict[str, Any]]
+
+
+class _Words:
+    """What is left of a line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text.strip()
+
+    def word(self) -> str:
+        first, _, self.text = self.text.partition(" ")
+        self.text = self.text.strip()
+        return first
+
+    def number(self, what: str, low: int = 0, high: int = MAX_NUMBER) -> int:
+        found = self.word()
+        if not (found.isascii() and found.isdigit() and len(found) <= 10 and low <= int(found) <= high):
+            raise BadLine(f"{what} is {found[:40]!r}, but must be a whole number from {low} to {high}")
+        return int(found)
+
+    def maybe_number(self, what: str, low: int = 0) -> int | None:
+        return self.number(what, low) if self.text else None
+
+    def prompt(self) -> Prompt:
+        if not self.text:
+            raise BadLine('there is no prompt: a "text", [token, ids], or a file of int32 ids')
+        if self.text[0] in '"[':
+            try:
+                found, end = json.JSONDecoder().raw_decode(self.text)
+            except (ValueError, RecursionError) as error:
+                raise BadLine(f"the prompt is no JSON: {error}") from error
+            self.text = self.text[end:].strip()
+            return self._checked(found)
+        return _read_ids(Path(self.word()))
+
+    @staticmethod
+    def _checked(found: object) -> Prompt:
+        if isinstance(found, str):
+            return found
+        if isinstance(found, list) and all(type(token) is int and 0 <= token <= MAX_NUMBER for token in found):
+            return tuple(found)
+        raise BadLine("the prompt is neither a text nor a list of token ids")
+
+    def end(self) -> None:
+        if self.text:
+            raise BadLine(f"{self.text[:40]!r} is too much")
+
+
+def _read_ids(path: Path) -> tuple[int, ...]:
+    try:
+        with path.open("rb") as file:
+            packed_ids = file.read(MAX_PROMPT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise BadLine(f"the prompt file cannot be read: {error}") from error
+    if not packed_ids or len(packed_ids) % 4 or len(packed_ids) > MAX_PROMPT_BYTES:
+        raise BadLine(f"{path} has {len(packed_ids)} bytes, but must hold int32 token ids, {MAX_PROMPT_BYTES} at most")
+    return struct.unpack(f"<{len(packed_ids) // 4}i", packed_ids)
+
+
+# ---- options of START ----
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return text == "1"
+
+
+OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
+    "keep": (_flag, "1: the session is parked, not closed, when its answer is complete, so that EXTEND can follow"),
+    "text": (_flag, "1: TEXT frames, too"),
+    "seed": (int, "of its draws; without one the daemon draws one"),
+    "temperature": (float, "0 is greedy"),
+    "top_k": (int, "0 is all tokens"),
+    "top_p": (float, ""),
+    "min_p": (float, ""),
+    "repetition_penalty": (float, ""),
+    "presence_penalty": (float, ""),
+    "frequency_penalty": (float, ""),
+    "min_tokens": (int, "of each turn"),
+    "ignore_eos": (_flag, "1: the model's own end ids do not stop it"),
+    "logprobs": (int, "LOGPROBS frames, with so many likely tokens beside each"),
+    "priority": (int, "smaller ones run earlier"),
+}
+
+
+def _options(words: _Words) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while words.text:
+        name, given, value = words.word().partition("=")
+        if not given or name not in OPTIONS or name in found:
+            raise BadLine(f"{name[:40]!r} is no option, or is there twice: {', '.join(OPTIONS)}, each as name=value")
+        try:
+            found[name] = OPTIONS[name][0](value)
+        except ValueError:
+            raise BadLine(f"option {name} is {value[:40]!r}, which it cannot be") from None
+    return found
+
+
+# ---- verbs ----
+
+
+def _start(words: _Words) -> dict[str, Any]:
+    return {**_turn(words, end=False), "options": _options(words)}
+
+
+def _turn(words: _Words, *, end: bool = True) -> dict[str, Any]:
+    found = {
+        "prompt": words.prompt(),
+        "total": words.number("the budget", 1),
+        "quantum": words.number("the quantum", 1),
+    }
+    if end:
+        words.end()
+    return found
+
+
+def _continue(words: _Words) -> dict[str, Any]:
+    found = {"quantum": words.number("the quantum", 1), "epoch": words.maybe_number("the epoch")}
+    words.end()
+    return found
+
+
+def _other(what: str) -> Callable[[_Words], dict[str, Any]]:
+    def parse(words: _Words) -> dict[str, Any]:
+        found = {"other": words.number(what, 0, MAX_ID)}
+        words.end()
+        return found
+
+    return parse
+
+
+def _maybe_other(words: _Words) -> dict[str, Any]:
+    found = {"other": words.maybe_number("the number")}
+    words.end()
+    return found
+
+
+def _mode(words: _Words) -> dict[str, Any]:
+    word = words.word()
+    words.end()
+    if word not in ("client", "auto"):
+        raise BadLine(f"the mode is {word[:40]!r}, but must be client or auto")
+    return {"word": word}
+
+
+def _tagged(words: _Words) -> dict[str, Any]:
+    found = {"other": words.number("the version", 1, 255)}
+    words.end()
+    return found
+
+
+def _nothing(words: _Words) -> dict[str, Any]:
+    words.end()
+    return {}
+
+
+VERBS: Final[dict[str, Verb]] = {
+    "TAGGED": Verb(
+        "version", "the first line of a connection that wants tagged frames", "", "`--stream-tagged`", _tagged
+    ),
+    "START": Verb(
+        "prompt total quantum [option=value ...]",
+        "a session with a budget of `total` tokens: prefill, and one quantum. Without SLOT the first free place; a "
+        "place that is taken is refused",
+        "TOKEN..., then QUANTUM_DONE or DONE",
+        "`START path total quantum`",
+        _start,
+    ),
+    "CONTINUE": Verb(
+        "n [epoch]",
+        "one more quantum, of n tokens; nothing is computed again. Also while the last one runs. A stale epoch is "
+        "refused",
+        "TOKEN..., then QUANTUM_DONE or DONE",
+        "`CONTINUE n`, `CONT n`, `CONTINUE=n`",
+        _continue,
+    ),
+    "EXTEND": Verb(
+        "prompt total quantum",
+        "the next turn of a parked session: computes these tokens and the newest one before them. The epoch moves on",
+        "TOKEN..., then QUANTUM_DONE or DONE",
+        "none",
+        _turn,
+    ),
+    "FORK": Verb(
+        "parent",
+        "a new session, REQ, that knows what the parked session `parent` knows, and goes on by itself",
+        "",
+        "`SNAPSHOT slot`",
+        _other("the parent"),
+    ),
+    "RESTORE": Verb(
+        "parent",
+        "the same, where REQ may be there already: it is closed first",
+        "",
+        "`RESTORE slot`",
+        _other("the parent"),
+    ),
+    "CANCEL": Verb(
+        "[id]", "end a session, whatever it does; its epoch moves on", "CLOSED", "`CANCEL [id]`", _maybe_other
+    ),
+    "SCHED_STEP": Verb(
+        "", "one quantum of the next session from the cursor that has budget", "as CONTINUE", "`SCHED_STEP`", _nothing
+    ),
+    "SCHED_BATCH_STEP": Verb(
+        "[max]",
+        "one token for every parked session that has budget, from the cursor, all in one batch",
+        "as CONTINUE",
+        "`SCHED_BATCH_TARGET_STEP [max]`",
+        _maybe_other,
+    ),
+    "SCHED_DRAIN": Verb(
+        "",
+        "quantum after quantum, in turn, until every budget is spent; lines are read meanwhile. ACK comes at the end",
+        "as CONTINUE, with QUANTUM_DONE at each boundary",
+        "`SCHED_DRAIN`, `SCHED_BATCH_DRAIN`",
+        _nothing,
+    ),
+    "SCHED_PEEK": Verb(
+        "[max]", "what SCHED_BATCH_STEP would take; does nothing", "", "`SCHED_BATCH_PEEK [max]`", _maybe_other
+    ),
+    "SCHED_PROBE": Verb(
+        "[max]",
+        "two tokens of each such session in one batch and alone, on forks of it, compared; commits nothing. ACK comes "
+        "at the end",
+        "",
+        "`SCHED_BATCH_PROBE [max]`",
+        _maybe_other,
+    ),
+    "MODE": Verb(
+        "client | auto",
+        "auto: sessions of this connection run until their budgets end, as in a drain",
+        "",
+        "none",
+        _mode,
+    ),
+    "LIST_REQUESTS": Verb("", "the sessions of this connection", "", "`LIST_REQUESTS`", _nothing),
+    "LIST_SLOTS": Verb("", "all places, and which of them are taken", "", "`LIST_SLOTS`", _nothing),
+    "STATS": Verb("", "counters of the engine", "STATS instead of ACK", "none", _nothing),
+    "QUIT": Verb("", "close the connection and its sessions", "", "`quit`", _nothing),
+}
+ALIASES: Final = {"CONT": "CONTINUE", "CLOSE": "CANCEL", "SNAPSHOT": "FORK", "quit": "QUIT"}
+ALIASES_OF_BATCHES: Final = {
+    "SCHED_BATCH_TARGET_STEP": "SCHED_BATCH_STEP",
+    "SCHED_BATCH_DRAIN": "SCHED_DRAIN",
+    "SCHED_BATCH_PEEK": "SCHED_PEEK",
+    "SCHED_BATCH_PROBE": "SCHED_PROBE",
+}
+
+
+def parse(line: str) -> Command:
+    """Raises BadLine."""
+    words = _Words(line)
+    prefixes: dict[str, int] = {}
+    while True:
+        verb = _with_number(words)
+        name = {"REQ": "request", "SLOT": "place", "slot": "place"}.get(verb)
+        if name is None:
+            break
+        if name in prefixes or (name == "request" and prefixes):
+            raise BadLine(f"{verb} is there twice, or behind SLOT: [REQ id] [SLOT place] verb")
+        prefixes[name] = words.number(f"the number of {verb}", 0, MAX_ID)
+    verb = ALIASES.get(verb, ALIASES_OF_BATCHES.get(verb, verb))
+    if verb not in VERBS:
+        raise BadLine(f"{verb[:40]!r} is no verb: {', '.join(VERBS)}")
+    return Command(verb, prefixes.get("request"), prefixes.get("place"), **VERBS[verb].parse(words))
+
+
+def _with_number(words: _Words) -> str:
+    """The next word; ``word=7`` is two words."""
+    verb, given, rest = words.word().partition("=")
+    if given:
+        words.text = f"{rest} {words.text}"
+    return verb

@@ -1,0 +1,202 @@
+"""The daemon's loop over real sockets and pipes, with a scripted engine in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runtime.daemon.client import AsyncSlotClient, SlotClient, SlotError
+from runtime.daemon.frames import Frame, FrameReader, Kind, unpack_ids
+from runtime.daemon.server import Endpoint, SlotServer, listen
+from runtime.daemon.session import Connection
+from runtime.schedule.plan import StepOutput
+from tests.runtime.daemon.scripted import ScriptedEngine
+from tests.runtime.schedule.fake_device import complete_alone
+
+IDS = (1, 2, 3)
+PATIENCE_S = 20.0
+
+
+def alone(engine_id: int, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    return list(complete_alone(engine_id, prompt, (), len(prompt) + tokens)[0])
+
+
+@contextmanager
+def served(
+    path: Path, engine: ScriptedEngine | None = None, unread: tuple[int, int] = (1 << 18, 1 << 23)
+) -> Iterator[SlotServer]:
+    """A daemon at ``path`` until the block is left; then all is back."""
+    engine = ScriptedEngine() if engine is None else engine
+    listener = listen(path)
+    server = SlotServer(engine, listener=listener, unread_bytes=unread)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        assert engine.stopped
+        listener.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
+def test_a_talk_over_a_socket(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+    with served(path), SlotClient(path, timeout=PATIENCE_S) as client:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert (client.facts["places"], client.facts["max_model_len"]) == (6, 64)
+        chat = client.start(IDS, max_tokens=9, quantum=4, keep=True)
+        first = chat.tokens()
+        assert first == alone(0, IDS, 9)
+        chat.extend([7, 8], max_tokens=5, quantum=2)
+        assert chat.tokens() == alone(0, (*IDS, *first, 7, 8), 5)
+        fork = chat.fork()
+        fork.extend([1], max_tokens=3, quantum=3)
+        assert len(fork.tokens()) == 3
+        with pytest.raises(SlotError, match="its answer is complete"):
+            chat.proceed()
+        fork.close()
+        assert [listed["request"] for listed in client.command("LIST_REQUESTS")["requests"]] == [1]
+        assert client.command("STATS")["sessions"] == 1
+
+
+def test_tasks_share_a_connection(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+
+    async def talk(client: AsyncSlotClient, first: int) -> tuple[int, list[int]]:
+        session = await client.start([first, 2], max_tokens=12, quantum=3)
+        return first, await session.tokens()
+
+    async def all_of_them() -> list[tuple[int, list[int]]]:
+        async with AsyncSlotClient(path) as client:
+            return list(await asyncio.gather(*(talk(client, first) for first in range(1, 6))))
+
+    with served(path):
+        found = asyncio.run(all_of_them())
+    assert found == [(first, alone(first - 1, (first, 2), 12)) for first in range(1, 6)]
+
+
+def test_a_client_that_is_killed_takes_its_sessions_with_it(tmp_path: Path) -> None:
+    path, engine = tmp_path / "slots.sock", ScriptedEngine(max_model_len=4000, blocks=2000)
+    with served(path, engine) as server, SlotClient(path, timeout=PATIENCE_S) as other:
+        rude = SlotClient(path, timeout=PATIENCE_S)
+        for _ in range(3):
+            rude.start(IDS, max_tokens=3000, quantum=3000)
+        rude.read()
+        assert server.desk.sessions == 3
+        rude.close()  # in the middle of its tokens
+        until(lambda: server.desk.sessions == 0)
+        assert other.start(IDS, max_tokens=4, quantum=4).tokens() == alone(3, IDS, 4)
+        until(lambda: not engine.has_work)
+        engine.check_all_is_back()
+
+
+def test_one_that_reads_nothing_is_lost_and_the_others_go_on(tmp_path: Path) -> None:
+    path, engine = tmp_path / "slots.sock", ScriptedEngine(max_model_len=40_000, blocks=20_000)
+    with served(path, engine, (1000, 20_000)) as server, SlotClient(path, timeout=PATIENCE_S) as other:
+        slow = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(str(path))
+        slow.sendall(b"TAGGED 1\nREQ 1 START [1,2] 39000 39000\n")
+        until(lambda: server.desk.sessions == 1)
+        assert other.start(IDS, max_tokens=400, quantum=400).tokens() == alone(1, IDS, 400)
+        until(lambda: server.desk.sessions == 0)
+        slow.close()
+
+
+def test_a_line_comes_in_pieces_and_a_half_one_harms_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+    with served(path):
+        raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        raw.settimeout(PATIENCE_S)
+        raw.connect(str(path))
+        for piece in (b"TAG", b"GED 1\r\nREQ 1 STA", b"RT [1,2,3] 2 2\n\xff\xfe\nREQ"):
+            raw.sendall(piece)
+            time.sleep(0.02)
+        reader = FrameReader()
+        frames: list[Frame] = []
+        while not any(frame.kind is Kind.DONE for frame in frames) or len(frames) < 5:
+            frames += list(reader.frames(raw.recv(4096)))
+        errors = [frame.text for frame in frames if frame.kind is Kind.ERROR]
+        assert len(errors) == 1
+        assert errors[0].startswith("the line is no UTF-8: ")
+        raw.close()
+
+
+def test_over_descriptors_it_ends_with_its_input() -> None:
+    """A parent that writes lines into a pipe and reads ids from another."""
+    engine = ScriptedEngine()
+    lines_in, lines_out = os.pipe()
+    stream_in, stream_out = os.pipe()
+    server = SlotServer(engine, only=Endpoint(Connection(), lines_in, stream_out))
+    os.write(lines_out, b"START [1,2,3] 5 5\n")
+    os.close(lines_out)
+    server.run()
+    assert unpack_ids(os.read(stream_in, 4096)) == (*alone(0, IDS, 5), -1)
+    for descriptor in (lines_in, stream_in, stream_out):
+        os.close(descriptor)
+    engine.check_all_is_back()
+
+
+def test_an_engine_that_fails_is_told_by_name(tmp_path: Path) -> None:
+    class Breaks(ScriptedEngine):
+        def step(self) -> StepOutput:
+            if self.steps > 3:
+                raise RuntimeError("the device is gone")
+            return super().step()
+
+    path = tmp_path / "slots.sock"
+    listener = listen(path)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            SlotServer(Breaks(), listener=listener).run()
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with SlotClient(path, timeout=PATIENCE_S) as client:
+        frames = list(client.start(IDS, max_tokens=20, quantum=20).frames())
+        assert frames[-1].kind is Kind.CLOSED
+        assert frames[-1].text == "the engine failed: RuntimeError: the device is gone"
+    thread.join(PATIENCE_S)
+    listener.close()
+    assert [str(error) for error in failed] == ["the device is gone"]
+
+
+def test_another_user_s_client_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "slots.sock"
+    with served(path):
+        monkeypatch.setattr("runtime.daemon.server.os.getuid", lambda: 4711)
+        with pytest.raises((SlotError, OSError)):
+            SlotClient(path, timeout=PATIENCE_S)
+        monkeypatch.undo()
+        SlotClient(path, timeout=PATIENCE_S).close()
+
+
+def test_a_socket_that_a_dead_daemon_left_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+    listen(path).close()
+    second = listen(path)
+    with pytest.raises(OSError, match="Address already in use"):
+        listen(path)
+    second.close()
