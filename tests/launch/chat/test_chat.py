@@ -18,7 +18,8 @@ from tests.runtime.daemon.test_server import IDS, PATIENCE_S, alone, served
 def test_ctrl_c_ends_an_answer_with_its_quantum(tmp_path: Path) -> None:
     path = tmp_path / "slots.sock"
     command = ChatCommand("chat", path, 40, 4, None, None, plain=True)
-    screen, shown = io.StringIO(), []
+    screen = io.StringIO()
+    shown: list[int] = []
     with served(path), SlotClient(path, timeout=PATIENCE_S) as client:
         session = client.start(IDS, max_tokens=40, quantum=4, keep=True)
         before = signal.getsignal(signal.SIGINT)
