@@ -7,6 +7,7 @@ Does not know: requests, slots or schedules; who filled the tensors (runtime/exe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,10 +98,19 @@ class StateRows:
     live (a ghost, padding) has 0, the null slot, which any number of rows may share: what it holds belongs to nobody.
     ends_B int64: row i's new tokens are T's [ends_B[i - 1], ends_B[i]), from 0 for the first; possibly none, and those
     past the last end are padding, of which a mixer may return anything. None where every row has as many, T / B.
+
+    undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
+    A mixer then leaves state as it is, and adds a function that takes in the first kept_B[i] tokens of row i (any int;
+    possibly none), for whoever decides to call. What mixers give to kernels has one of the other two instead. frozen:
+    state is read, never written. kept_B: of each row's new tokens only so many count, and what is returned for the
+    others is undefined.
     """
 
     slots_B: Tensor
     ends_B: Tensor | None = None
+    undecided: list[Callable[[Tensor], None]] | None = None
+    frozen: bool = False
+    kept_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,10 +198,10 @@ def _require_invariance(model: Decoder) -> None:
 
 def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimits) -> None:
     """Raises ConfigError where the model's sequences have no room for a window, or cannot take one back."""
-    if model.cache_layout.has_slot_state:
+    if model.irrevocable:
         raise ConfigError(
-            f"speculative_config is {config}, but {model.config.architecture} keeps state of fixed size, which "
-            "cannot be taken back where a proposal is refused: leave out --speculative-config"
+            f"speculative_config is {config}, but {', '.join(model.irrevocable)} of {model.config.architecture} keeps "
+            "state of fixed size that cannot be taken back where a proposal is refused: leave out --speculative-config"
         )
     if config.width >= limits.max_model_len:
         raise ConfigError(

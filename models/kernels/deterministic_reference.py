@@ -151,9 +151,12 @@ class DeterministicReferenceKernels(ReferenceKernels):
         where, out_TX = token_rows(rows, len(qkv_TC)), torch.zeros(z_TV.shape, dtype=z_TV.dtype)
         for slot, start, end in zip(*(x.tolist() for x in (where.slots_B, where.starts_B, where.ends_B)), strict=True):
             one = StateRows(torch.tensor([slot]))
+            before = state_SHVK[slot].clone()
             for t in range(start, end):
                 qkv, z, b, a = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
                 out_TX[t : t + 1] = super().gated_delta(qkv, z, b, a, rule, state_SHVK, one)
+            if rows.frozen:
+                state_SHVK[slot] = before
         return out_TX
 
     def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:

@@ -223,8 +223,11 @@ class NvidiaKernels(Kernels):
         z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
         out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
         rest = (b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl)
-        delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
-        delta_chunk.delta_chunks(qkv_TC, *rest, most=_MOST_STEPS)
+        if rows.frozen or rows.kept_B is not None:  # windows: a few tokens a row, of which state may take in a part
+            delta_step.delta_steps(qkv_TC, *rest, most=len(qkv_TC))
+        else:
+            delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
+            delta_chunk.delta_chunks(qkv_TC, *rest, most=_MOST_STEPS)
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
 
     def conv_gated_delta(
@@ -237,7 +240,7 @@ class NvidiaKernels(Kernels):
         rows: StateRows,
         positions_T: Tensor,
     ) -> Tensor:
-        if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
+        if not delta_step.one_token_a_row(rows, len(projected_TX)):
             return super().conv_gated_delta(projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T)
         return delta_step.conv_delta_step(
             projected_TX, weight_CJ, window_SJC, rule, state_SHVK, rows, positions_T, self.pdl

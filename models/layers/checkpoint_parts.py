@@ -32,7 +32,7 @@ class CheckpointParts(nn.Module):
         for path, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 spelled = [names for form in module.forms() for names in self._spellings(path, form)]
-                found |= next((names for names in spelled if any(name in stored for name in names)), spelled[0])
+                found |= max(spelled, key=lambda names: sum(name in stored for name in names) / max(1, len(names)))
         return found
 
     def checkpoint_copies(self) -> dict[str, Shard]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from models.cache_layout import CacheLayout, CacheView, LayerCache
+from models.cache_layout import CacheLayout, CacheView, LayerCache, SlotState
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
@@ -112,6 +112,13 @@ class Decoder(CheckpointParts):
     def cache_layout(self) -> CacheLayout:
         """What this rank keeps of a sequence, layer by layer."""
         return CacheLayout(tuple(cast(DecoderLayer, layer).cache for layer in self.layers))
+
+    @cached_property
+    def irrevocable(self) -> tuple[str, ...]:
+        """Names of its mixers whose state cannot leave out tokens that were taken in, as windows need it."""
+        mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
+        keeping = [mixer for mixer in mixers if mixer is not None and isinstance(mixer.cache, SlotState)]
+        return tuple(sorted({type(mixer).__name__ for mixer in keeping if not mixer.replays}))
 
     @property
     def vocab_shard(self) -> VocabShard:

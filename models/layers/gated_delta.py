@@ -7,6 +7,7 @@ Shape letters as in models/kernels/interface.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from models.cache_layout import SlotState, StateBanks
 from models.config import ModelConfig
-from models.inputs import StepInputs
+from models.inputs import StateRows, StepInputs
 from models.kernels.interface import DeltaRule
 from models.layers.context import ModelContext
 from models.layers.conv_state import ConvState
@@ -64,9 +65,13 @@ class GatedDeltaNet(Mixer[StateBanks]):
 
     A slot keeps the latest inputs of the convolution and, in float32, a matrix [v_dim, k_dim] a value head.
     ``interleaved``: see DeltaProjection.
+
+    Where it is decided later which tokens are kept, what the projection made of them is, too, and goes through
+    convolution and recurrence once more (masked replay): a hundredth of the memory of a state for every token.
     """
 
     batch_invariant = True
+    replays = True
 
     def __init__(self, config: ModelConfig, context: ModelContext, norm: RMSNorm, *, interleaved: bool) -> None:
         super().__init__()
@@ -100,15 +105,27 @@ class GatedDeltaNet(Mixer[StateBanks]):
         if inputs.state is None:
             raise ValueError("a layer with slot state needs StepInputs.state: whose state each row continues")
         projected_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.projection.weight, None)
-        out_TX = self.kernels.conv_gated_delta(
-            projected_TX,
-            self.conv.weight,
-            cache["conv"],
-            self.recurrence.rule,
-            cache["state"],
-            inputs.state,
-            inputs.positions_T,
-        )
+        rows = inputs.state
+
+        def advance(rows: StateRows) -> Tensor:
+            return self.kernels.conv_gated_delta(
+                projected_TX,
+                self.conv.weight,
+                cache["conv"],
+                self.recurrence.rule,
+                cache["state"],
+                rows,
+                inputs.positions_T,
+            )
+
+        def take_in(kept_B: Tensor) -> None:
+            advance(replace(rows, undecided=None, kept_B=kept_B))
+
+        if rows.undecided is None:
+            out_TX = advance(rows)
+        else:
+            out_TX = advance(replace(rows, undecided=None, frozen=True))
+            rows.undecided.append(take_in)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.out_projection(out_TX), residual_TN

@@ -22,10 +22,12 @@ class Mixer(nn.Module, Generic[View]):
     """x' = mix(norm(x + residual)), over the tokens of each row and what ``cache`` keeps of those before them.
 
     ``View`` is the kind of view that its declaration stands for: a Tensor for PagedKV, StateBanks for SlotState.
+    ``replays``: of a mixer with slot state, that it heeds StateRows.undecided.
     ``batch_invariant``: a token's result has the same bits whoever shares the step, if its kernels' have.
     """
 
     batch_invariant: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
 
     @property
     def cache(self) -> LayerCache:

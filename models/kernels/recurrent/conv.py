@@ -24,14 +24,16 @@ _TOKENS, _CHANNELS = 16, 128  # of a program
 
 
 @triton.jit
-def row_bounds(ends_ptr, row, EACH: tl.constexpr, RAGGED: tl.constexpr):
-    """(first token, behind the last token) of a row."""
+def row_bounds(ends_ptr, kept_ptr, row, EACH: tl.constexpr, RAGGED: tl.constexpr, KEPT: tl.constexpr):
+    """(first token, behind the last token) of a row; of those that are kept only where KEPT."""
     if RAGGED:
         start = tl.load(ends_ptr + row - 1, mask=row > 0, other=0).to(tl.int32)
         end = tl.load(ends_ptr + row).to(tl.int32)
     else:
         start = row * EACH
         end = start + EACH
+    if KEPT:
+        end = tl.minimum(end, start + tl.load(kept_ptr + row).to(tl.int32))
     return start, end
 
 
@@ -105,18 +107,20 @@ def _window_kernel(
     window_ptr,
     slots_ptr,
     ends_ptr,
+    kept_ptr,
     positions_ptr,
     x_stride,
     C,
     TAPS: tl.constexpr,
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    start, end = row_bounds(ends_ptr, row, EACH, RAGGED)
+    start, end = row_bounds(ends_ptr, kept_ptr, row, EACH, RAGGED, KEPT)
     slot = tl.load(slots_ptr + row)
     some = end > start
     last = tl.load(positions_ptr + end - 1, mask=some, other=0).to(tl.int32)
@@ -172,18 +176,22 @@ def causal_conv(
         num_warps=4,
         launch_pdl=pdl,
     )
+    if rows.frozen:
+        return out_TC
     wide_c = min(1024, triton.next_power_of_2(channels))
     _window_kernel[(count, triton.cdiv(channels, wide_c))](
         x_TC,
         window_SJC,
         rows.slots_B,
         ends_B,
+        rows.slots_B if rows.kept_B is None else rows.kept_B,
         positions_T,
         x_TC.stride(0),
         channels,
         TAPS=taps,
         EACH=each,
         RAGGED=ragged,
+        KEPT=rows.kept_B is not None,
         BLOCK_C=wide_c,
         PDL=pdl,
         num_warps=4,

@@ -85,6 +85,7 @@ def _step_kernel(
     state_ptr,
     slots_ptr,
     ends_ptr,
+    kept_ptr,
     positions_ptr,
     out_ptr,
     qkv_stride,
@@ -103,6 +104,8 @@ def _step_kernel(
     TAPS: tl.constexpr,
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
+    KEPT: tl.constexpr,  # only so many of a row's tokens count
+    STORE: tl.constexpr,  # the state behind them
     CONV: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -111,7 +114,7 @@ def _step_kernel(
     k_heads: tl.constexpr = HV // GROUP
     ks, inner = tl.arange(0, BLOCK_K), tl.arange(0, SLICE)
     of_k = ks < K
-    start, end = row_bounds(ends_ptr, row, EACH, RAGGED)
+    start, end = row_bounds(ends_ptr, kept_ptr, row, EACH, RAGGED, KEPT)
     mine = (end > start) & (end - start <= most)
     slot = tl.load(slots_ptr + row)
     decay_log = tl.load(decay_log_ptr + head).to(tl.float32)
@@ -178,7 +181,13 @@ def _step_kernel(
                 out = tl.sum(state * q[None, :], 1)
                 where = out_ptr + token * (HV * V) + head * V + vs
                 tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
-            tl.store(held + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :])
+            if STORE:
+                tl.store(held + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :])
+
+
+def one_token_a_row(rows: StateRows, tokens: int) -> bool:
+    """Whether every row has one new token, which its state takes in."""
+    return rows.ends_B is None and tokens == len(rows.slots_B) and not rows.frozen and rows.kept_B is None
 
 
 def conv_delta_step(
@@ -192,8 +201,8 @@ def conv_delta_step(
     pdl: bool,
 ) -> Tensor:
     """Kernels.conv_gated_delta of a step of one token a row, in one launch."""
-    if rows.ends_B is not None or len(projected_TX) != len(rows.slots_B):
-        raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row")
+    if not one_token_a_row(rows, len(projected_TX)):
+        raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row that is kept")
     qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TX, list(rule.widths), 1)
     out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
     slice_v, parts, warps = _slices(rule)
@@ -208,6 +217,7 @@ def conv_delta_step(
         rule.decay_bias_H,
         rule.norm_V,
         state_SHVK,
+        rows.slots_B,
         rows.slots_B,
         rows.slots_B,
         positions_T,
@@ -228,6 +238,8 @@ def conv_delta_step(
         TAPS=weight_CJ.shape[1],
         EACH=1,
         RAGGED=False,
+        KEPT=False,
+        STORE=True,
         CONV=True,
         PDL=pdl,
         num_warps=warps,
@@ -265,6 +277,7 @@ def delta_steps(
         state_SHVK,
         rows.slots_B,
         rows.ends_B if rows.ends_B is not None else rows.slots_B,
+        rows.slots_B if rows.kept_B is None else rows.kept_B,
         rows.slots_B,
         out_TV,
         qkv_TC.stride(0),
@@ -283,6 +296,8 @@ def delta_steps(
         TAPS=1,
         EACH=1 if ragged else tokens // count,
         RAGGED=ragged,
+        KEPT=rows.kept_B is not None,
+        STORE=not rows.frozen,
         CONV=False,
         PDL=pdl,
         num_warps=warps,

@@ -47,4 +47,8 @@ def token_rows(rows: StateRows, tokens: int) -> TokenRows:
     row_T = torch.searchsorted(ends_B, token_T, right=True)  # the number of rows for padding
     padding_T = row_T == count
     row_T = row_T.clamp(max=count - 1)
-    return TokenRows(row_T, token_T - starts_B[row_T], starts_B, ends_B, slots_B, padding_T, most)
+    offset_T = token_T - starts_B[row_T]
+    if rows.kept_B is not None:
+        ends_B = torch.minimum(ends_B, starts_B + rows.kept_B)
+        padding_T = padding_T | (token_T >= ends_B[row_T])
+    return TokenRows(row_T, offset_T, starts_B, ends_B, slots_B, padding_T, most)

@@ -41,6 +41,8 @@ def causal_conv(
         )
     if bias_C is not None:
         sum_TC = sum_TC + bias_C.to(wide)
+    if rows.frozen:
+        return F.silu(sum_TC).to(x_TC.dtype)
     last_B = (where.ends_B - 1).clamp(min=0)
     for back in range(taps):
         there_B1 = (where.lengths_B > back).unsqueeze(1)
@@ -78,7 +80,8 @@ def gated_delta(
         next_BHVK = next_BHVK + missing_BHV.unsqueeze(3) * k_BH1K
         out_THV[torch.where(there_B, token_B, tokens)] = (next_BHVK * q_BH1K).sum(3)
         now_BHVK = torch.where(there_B[:, None, None, None], next_BHVK, now_BHVK)
-    state_SHVK[where.slots_B] = now_BHVK
+    if not rows.frozen:
+        state_SHVK[where.slots_B] = now_BHVK
     return _normed_and_gated(out_THV[:tokens].to(qkv_TC.dtype), z_TV, rule)
 
 

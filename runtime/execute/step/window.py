@@ -6,11 +6,13 @@ proposer there is. Of the scheduler it needs nothing but a plan of width W.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
 
+import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, StepInputs
+from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.proposer import Proposer
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -18,14 +20,18 @@ from runtime.execute.step.proposer_feed import ProposerFeed
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_window
 from runtime.execute.step.tail import Tail
+from runtime.schedule.plan import PADDING_SLOT
 
 
 class WindowRole(RowRole):
-    """Up to ``width`` tokens a row and step, at least 2. ValueError for a model with slot state."""
+    """Up to ``width`` tokens a row and step, at least 2. ValueError for a model whose state cannot leave out tokens."""
 
     def __init__(self, parts: RoleParts, width: int, proposer: Proposer, name: str | None = None) -> None:
-        if parts.has_slot_state:
-            raise ValueError(f"windows of {width}: state of slots cannot be taken back where a row keeps fewer tokens")
+        if stuck := parts.model.irrevocable:
+            raise ValueError(
+                f"windows of {width}: state of slots cannot be taken back where a row keeps fewer tokens, by "
+                f"{', '.join(stuck)}"
+            )
         super().__init__(parts, name or f"window of {width}", width)
         self._proposer = proposer
         self._feed = ProposerFeed(parts)
@@ -50,15 +56,21 @@ class WindowRole(RowRole):
             query_len=self.width,
             max_kv_length=window.page_table_BP.shape[1] * parts.limits.block_size,
         )
+        # State takes tokens in when it is decided which of them are kept.
+        undecided: list[Callable[[Tensor], None]] = []
+        going_B = torch.where(columns.finished == 0, rows_B, PADDING_SLOT)
         inputs = StepInputs(
             token_ids_T=window.tokens_BW.reshape(-1),
             positions_T=window.position_BW.reshape(-1),
             kv_slots_T=window.kv_slots_BW.reshape(-1),
             attention=attention,
             real_T=window.live_BW.reshape(-1),
+            state=StateRows(going_B, undecided=undecided) if parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
         accepted = self._tail.finish_window(hidden_TN, window, variant)
+        for take_in in undecided:
+            take_in(accepted.count_B)
         if self._feed.on:
             self._feed.show_window(inputs, window, hidden_TN, accepted)

@@ -109,6 +109,40 @@ def decode_steps() -> None:
     close(states[1][1], states[0][1], "decode states")
 
 
+def windows() -> None:
+    """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
+    case = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(30, 30, 30))
+    kernels = InterpretedRecurrent()
+    made = [case.made(), case.made()]
+    at = [0, 0, 0]
+    for width, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))):
+        slots_B, kept_B = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
+        starts = [at[0], at[1], 0, at[2]]
+        of_row = zip((0, 1, 0, 2), starts, strict=True)
+        projected_TX = torch.cat([made[0].projected[sequence][start : start + width] for sequence, start in of_row])
+        positions_T = torch.cat([torch.arange(start, start + width) for start in starts])
+        found = []
+        for k, m in zip((REFERENCE, kernels), made, strict=True):
+            before = [bank[1:4].clone() for bank in (m.window_SJC, m.state_SHVK)]
+            given = (projected_TX, m.weight_CJ, m.window_SJC, m.rule, m.state_SHVK)
+            out = k.conv_gated_delta(*given, StateRows(slots_B, frozen=True), positions_T)
+            found.append(out.view(4, width, -1)[[0, 1, 3]])
+            assert torch.equal(m.window_SJC[1:4], before[0])
+            assert torch.equal(m.state_SHVK[1:4], before[1])
+            k.conv_gated_delta(*given, StateRows(slots_B, kept_B=kept_B), positions_T)
+        close(found[1], found[0], "a window")
+        at = [start + count for start, count in zip(at, kept, strict=True)]
+        assert torch.equal(made[0].window_SJC[1:4], made[1].window_SJC[1:4])
+        close(made[1].state_SHVK[1:4], made[0].state_SHVK[1:4], "what is kept of a window")
+    whole = case.made()
+    for sequence, count in enumerate(at):
+        given = (whole.projected[sequence][:count], whole.weight_CJ, whole.window_SJC, whole.rule, whole.state_SHVK)
+        rows = StateRows(torch.tensor([sequence + 1]), torch.tensor([count]))
+        REFERENCE.conv_gated_delta(*given, rows, torch.arange(count))
+    close(made[1].state_SHVK[1:4], whole.state_SHVK[1:4], "windows against the tokens that they kept")
+    assert torch.equal(made[1].window_SJC[1:4], whole.window_SJC[1:4])
+
+
 def ends() -> None:
     kernels = InterpretedRecurrent()
     x, y, hidden, gate = torch.randn(5, 70), torch.randn(5, 70), torch.randn(5, 70), torch.randn(70)
@@ -120,7 +154,7 @@ def main() -> None:
     assert all(module.BATCH_INVARIANT for module in (conv, delta_step, gates))
     assert not hasattr(delta_chunk, "BATCH_INVARIANT")
     began = time.perf_counter()
-    for part in (convolutions, recurrences, decode_steps, ends):
+    for part in (convolutions, recurrences, decode_steps, windows, ends):
         part()
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s")
 

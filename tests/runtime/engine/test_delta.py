@@ -18,13 +18,16 @@ from models.kernels.deterministic_reference import DeterministicReferenceKernels
 from models.kernels.interface import DeltaRule
 from runtime.engine import Engine
 from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, people, prompt
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import Logprobs, mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
+from tests.runtime.engine.test_lifecycle import ending
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
+from tests.runtime.engine.test_windows import windows
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -152,3 +155,20 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
         with rig(shape=FAMILIES["qwen3.5"], kernels=MultipliesByZero(), dtype=torch.float64) as engine:
             answers.append(outcome(run(engine, requests, act)))
     assert answers[0] != answers[1]
+
+
+# -- windows: state takes in the tokens that are kept ------------------------------------------------------------------
+
+
+@FAMILY
+@pytest.mark.parametrize(("widths", "depth"), [((3,), 0), ((2, 8), 2), ((32, 1), 4)], ids=str)
+def test_windows_give_the_tokens_of_single_steps(
+    family: str, widths: tuple[int, ...], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some proposals are right and some wrong; ends by length, by stop id in the middle of a window, penalties."""
+    over_model(family, monkeypatch)
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=1 + 7 * i)) for i, r in enumerate(people(6))]
+    life = windows(requests, widths, depth=depth)
+    assert life.counters["spec_num_accepted_tokens"] > 0
+    assert life.counters["spec_num_draft_tokens"] > life.counters["spec_num_accepted_tokens"]
+    windows(ending(4, people(6)), widths, depth=depth, right=10)
