@@ -30,7 +30,6 @@ from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_lifecycle import ending
-from tests.runtime.engine.test_sessions import converse, same_as_requests, talks
 
 ROOM: dict[str, Any] = {"blocks": 400}
 WIDTHS = [2, 3, 4, 5, 6, 7, 8, 16, 32]
@@ -137,17 +136,6 @@ def test_prefix_hits_and_chunked_prompts_are_in_the_history() -> None:
     life = speculating(requests, 5, depth=2, every=every, later=later, max_prefill_tokens=32)
     assert life.counters["prefix_hit_tokens"] > 0
     assert life.counters["mixed_steps"] > 0
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("quantum", [1, 3, 64])
-def test_sessions_with_proposals_say_what_requests_say(quantum: int, depth: int) -> None:
-    """A quantum may end within a window, and what is said next is in the history."""
-    them = talks(quantum)
-    how: dict[str, Any] = {"proposer": ngram(4), "speculation": Speculation(4)}
-    life = converse(them, depth=depth, rows=3, max_prefill_tokens=11, **how)
-    same_as_requests(them, life)
-    assert life.counters["spec_num_drafts"] > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
