@@ -17,9 +17,12 @@ help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
 	  printf '%-16s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP)  ## two ranks complete the demo prompts: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
+demo: $(STAMP)  ## two ranks complete the demo prompts, then again with a drafter: on two GPUs with NCCL, on a CPU with gloo; one GPU is one rank
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
 	  --model models/demo --input models/demo/prompts.jsonl --output out/demo.jsonl --overwrite --show 3
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) -m launch generate \
+	  --model models/demo --input models/demo/prompts.jsonl --output out/demo-drafted.jsonl --overwrite \
+	  --speculative-config '{"method": "mtp", "model": "models/demo/mtp", "num_speculative_tokens": 3}'
 
 install: $(STAMP)  ## a virtual environment in .venv with everything that the others need
 
@@ -52,6 +55,7 @@ test-portable: $(STAMP)  ## what computes floats, as other CPUs would: each vect
 
 fuzz: $(STAMP)  ## the long form of the scheduler fuzzer: 1,000,000 seeds on every core
 	$(BIN)/python -m tests.runtime.schedule.fuzz --seeds 1000000
+	$(BIN)/python -m tests.runtime.schedule.session_fuzz --seeds 200000
 
 test-kill: $(STAMP)  ## 300 kills of generate and of sweeps, 20,210 bad lines, 20,000 mutated weight files: ten minutes
 	$(BIN)/python -m tests.launch.generate.kill_anywhere --kills 240 --seed 1

@@ -71,7 +71,8 @@ def _multiplications(layer: DecoderLayer) -> int:
     """Of one token, in the matrix products of a layer on this rank."""
     if isinstance(layer.mlp, SparseMLP):
         mlp = layer.mlp
-        experts = _parameters(mlp.experts) * mlp.choices // len(mlp.all_E) + _parameters(mlp.shared)
+        held, everyones = mlp.experts.experts + mlp.experts.shared, mlp.experts.shared
+        experts = _parameters(mlp.experts) * (mlp.choices + everyones) // held + _parameters(mlp.shared)
         return _parameters(layer.mixer) + _parameters(mlp.router) + experts
     return _parameters(layer.mixer) + _parameters(layer.mlp)
 

@@ -38,6 +38,8 @@ _OF_BLOCK = {
     "mlp.experts.{}.up": "mixer.experts.{}.up_proj",
     "mlp.experts.{}.down": "mixer.experts.{}.down_proj",
     "mlp.experts": "mixer.experts",  # fused: up_proj and down_proj
+    "mlp.experts.shared.up": "mixer.shared_experts.up_proj",
+    "mlp.experts.shared.down": "mixer.shared_experts.down_proj",
     "mlp.shared.up": "mixer.shared_experts.up_proj",
     "mlp.shared.down": "mixer.shared_experts.down_proj",
 }

@@ -305,7 +305,8 @@ class Kernels(Protocol):
         (float32) are chosen, and weighed by their score alone.
 
         With several groups of E / groups consecutive experts, those of the groups count whose two best corrected scores
-        have the largest sum.
+        have the largest sum. ``local_E`` is as long as there are experts, the shared ones behind the others included;
+        results have choices + shared columns.
         """
         return route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E)
 

@@ -263,15 +263,11 @@ class NvidiaKernels(Kernels):
     ) -> Tensor:
         if not mamba2_triton.supports(weights, state_SHPM):
             return super().mamba2(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T)
-        tokens, count = len(projected_TZ), len(rows.slots_B)
-        ends_B = rows.ends_B
-        if ends_B is None and tokens == count:
+        if delta_step.one_token_a_row(rows, len(projected_TZ)):
             return mamba2_triton.step(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T, self.pdl)
-        if ends_B is None:
-            ends_B = torch.arange(1, count + 1, device=projected_TZ.device) * (tokens // count)
         _, xbc_TC, _ = weights.split(projected_TZ)
         xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
-        return mamba2_triton.scan(projected_TZ, xbc_TC, weights, state_SHPM, rows.slots_B, ends_B, self.pdl)
+        return mamba2_triton.scan(projected_TZ, xbc_TC, weights, state_SHPM, rows, self.pdl)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

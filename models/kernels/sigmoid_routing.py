@@ -17,7 +17,8 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class SigmoidRouting:
     """``choices`` experts a token, of the best ``top_groups`` of ``groups`` groups of consecutive experts. Weights are
-    scaled to a sum of 1 where ``renormalise``, then multiplied by ``scale``.
+    scaled to a sum of 1 where ``renormalise``, then multiplied by ``scale``. ``shared``: so many experts, numbered
+    behind those that are chosen from, serve every token with weight 1, as further choices behind its own.
     """
 
     choices: int
@@ -25,6 +26,7 @@ class SigmoidRouting:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    shared: int = 0
 
 
 def wide_linear(x_TN: Tensor, weight_EN: Tensor) -> Tensor:
@@ -57,4 +59,10 @@ def route_sigmoid(
     if load_E is not None:
         counted = real_T.to(load_E.dtype).repeat_interleave(routing.choices, output_size=experts_TC.numel())
         load_E.scatter_add_(0, experts_TC.flatten(), counted)
-    return weights_TC * routing.scale, torch.where(real_T[:, None], local_E[experts_TC], -1)
+    weights_TC = weights_TC * routing.scale
+    if routing.shared:
+        tokens, first = experts_TC.shape[0], logits_TE.shape[1]
+        everyone_S = torch.arange(first, first + routing.shared, device=experts_TC.device)
+        experts_TC = torch.cat((experts_TC, everyone_S.expand(tokens, -1)), 1)
+        weights_TC = torch.cat((weights_TC, weights_TC.new_ones(tokens, routing.shared)), 1)
+    return weights_TC, torch.where(real_T[:, None], local_E[experts_TC], -1)

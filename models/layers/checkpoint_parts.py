@@ -7,6 +7,7 @@ Does not know: any model, files (models/weights.py), or shard arithmetic (parall
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,7 @@ class CheckpointParts(nn.Module):
         for path, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 spelled = [names for form in module.forms() for names in self._spellings(path, form)]
-                found |= next((names for names in spelled if any(name in stored for name in names)), spelled[0])
+                found |= max(spelled, key=partial(_share, stored))
         return found
 
     def checkpoint_copies(self) -> dict[str, Shard]:
@@ -54,3 +55,8 @@ class CheckpointParts(nn.Module):
         numbers = [piece for piece in pieces if piece.isdigit()]
         found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
         return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
+
+
+def _share(stored: Container[str], names: Mapping[str, object]) -> float:
+    """Of ``names``, those that are in ``stored``."""
+    return sum(name in stored for name in names) / max(1, len(names))

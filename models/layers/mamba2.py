@@ -8,6 +8,7 @@ Shape letters as in models/kernels/recurrent/mamba2.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from models.block_pattern import Mamba2Shape
 from models.cache_layout import SlotState, StateBanks
 from models.config import ModelConfig
-from models.inputs import StepInputs
+from models.inputs import StateRows, StepInputs
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.layers.context import ModelContext
 from models.layers.conv_state import ConvState
@@ -31,7 +32,12 @@ class Mamba2(Mixer[StateBanks]):
 
     Each rank has whole heads. Groups are split as key/value heads are: with more ranks than groups each group's B and C
     are on several ranks, which hold its heads between them, and sum the squares that the group's norm needs.
+
+    Where it is decided later which tokens are kept, what the projection made of them is, too, and goes through
+    convolution and recurrence once more (masked replay).
     """
+
+    replays = True
 
     def __init__(self, config: ModelConfig, context: ModelContext, norm: RMSNorm) -> None:
         super().__init__()
@@ -84,9 +90,19 @@ class Mamba2(Mixer[StateBanks]):
         if inputs.state is None:
             raise ValueError("a step of a model with Mamba-2 layers needs StepInputs.state")
         projected_TZ, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.in_proj.weight, None)
-        out_TX = self.kernels.mamba2(
-            projected_TZ, self.weights, cache["window"], cache["state"], inputs.state, inputs.positions_T
-        )
+        rows, banks = inputs.state, (cache["window"], cache["state"])
+
+        def advance(rows: StateRows) -> Tensor:
+            return self.kernels.mamba2(projected_TZ, self.weights, *banks, rows, inputs.positions_T)
+
+        def take_in(kept_B: Tensor) -> None:
+            advance(replace(rows, undecided=None, kept_B=kept_B))
+
+        if rows.undecided is None:
+            out_TX = advance(rows)
+        else:
+            out_TX = advance(replace(rows, undecided=None, frozen=True))
+            rows.undecided.append(take_in)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         if self.split.ranks_a_group > 1:

@@ -24,7 +24,9 @@ from parallel.layers.experts import ExpertWeights, Router
 class SparseMLP(nn.Module):
     """sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)) of the normed input, [T, N] -> [T, N].
 
-    Without a gate it is down_e(relu(up_e(x))^2). ``shared``: an expert that serves every token, or None.
+    Without a gate it is down_e(relu(up_e(x))^2). ``shared``: an expert that serves every token, or None; where it is as
+    wide as some of the others together, it lies beside them as so many further choices of every token instead, which
+    saves its launches.
     Routing needs no communication: every rank has the same x (an all-reduce gives every rank the same bits), the same
     router and the same kernel. ``load_E`` int64, where set, counts the tokens of each expert (models/expert_load.py).
     Where groups with other tokens share the experts, each routes its own and sends the choice along.
@@ -40,7 +42,8 @@ class SparseMLP(nn.Module):
         self.kernels = context.kernels
         self.choices = experts.per_token
         self.renormalise = experts.renormalise
-        self.routing = _sigmoid_routing(experts)
+        beside = _shared_beside(experts, context)
+        self.routing = _sigmoid_routing(experts, beside)
         self.norm = norm
         self.router = Router(experts.count, hidden, context, bias=self.routing is not None)
         self.experts = ExpertWeights(
@@ -51,8 +54,9 @@ class SparseMLP(nn.Module):
             layer=layer,
             split=context.experts,
             gated=experts.activation == "swiglu",
+            shared=beside,
         )
-        self.shared = _shared_expert(experts, hidden, context)
+        self.shared = None if beside else _shared_expert(experts, hidden, context)
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
         self.load_E: Tensor | None = None
@@ -100,15 +104,24 @@ class SparseMLP(nn.Module):
         """What this rank's experts add to the sum."""
         experts = self.experts
         return self.kernels.expert_mlp(
-            hidden_TN, experts.gate_up, experts.down, weights_TC, local_TC, all_experts=experts.experts
+            hidden_TN, experts.gate_up, experts.down, weights_TC, local_TC, all_experts=experts.experts + experts.shared
         )
 
 
-def _sigmoid_routing(experts: RoutedExperts) -> SigmoidRouting | None:
+def _shared_beside(experts: RoutedExperts, context: ModelContext) -> int:
+    """As how many of the others a shared expert lies beside them: it is the sum of parts of its features, for each of
+    them by itself is squared. 0 where it does not.
+    """
+    parts, rest = divmod(experts.shared_size, experts.intermediate_size)
+    alike = experts.activation == "relu2" and experts.scoring == "sigmoid" and not rest
+    return parts if alike and not context.experts.whole else 0
+
+
+def _sigmoid_routing(experts: RoutedExperts, shared: int) -> SigmoidRouting | None:
     if experts.scoring != "sigmoid":
         return None
     return SigmoidRouting(
-        experts.per_token, experts.renormalise, experts.groups, experts.top_groups, float(experts.scale)
+        experts.per_token, experts.renormalise, experts.groups, experts.top_groups, float(experts.scale), shared
     )
 
 

@@ -72,6 +72,9 @@ class ExpertWeights(ShardedModule):
 
     Where they have no gate (``gated`` False), ``gate_up`` is up alone, [G, I, N].
     ``local_E`` int32 is each expert's index among the G, -1 for experts of other ranks. ``layer``: the layer number.
+    ``shared``: so many further experts of the same size, which serve every token, behind the others: numbers from
+    ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
+    every rank has a share of each expert, and without a gate.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
 
@@ -87,10 +90,16 @@ class ExpertWeights(ShardedModule):
         layer: int,
         split: ExpertSplit,
         gated: bool = True,
+        shared: int = 0,
     ) -> None:
         super().__init__()
+        if shared and (split.whole or gated):
+            raise ValueError(
+                "shared experts lie beside the others only where those are shares of experts without gates"
+            )
         self.placement = placement
         self.gated = gated
+        self.shared = shared
         self.exchange = split.exchange
         self.experts = experts
         self.intermediate = intermediate
@@ -104,10 +113,11 @@ class ExpertWeights(ShardedModule):
         else:
             self.share = even_share("intermediate features of an expert", intermediate, placement.size)
             self.start = placement.rank * self.share
-        self.gate_up = placement.parameter(len(self.held), (2 if gated else 1) * self.share, hidden)
-        self.down = placement.parameter(len(self.held), hidden, self.share)
+        self.gate_up = placement.parameter(len(self.held) + shared, (2 if gated else 1) * self.share, hidden)
+        self.down = placement.parameter(len(self.held) + shared, hidden, self.share)
         number = {expert: local for local, expert in enumerate(self.held)}
-        local = torch.tensor([number.get(expert, -1) for expert in range(experts)], dtype=torch.int32)
+        numbers = [number.get(expert, -1) for expert in range(experts)]
+        local = torch.tensor([*numbers, *range(experts, experts + shared)], dtype=torch.int32)
         self.register_buffer("local_E", local, persistent=False)
 
     def gather(self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +141,9 @@ class ExpertWeights(ShardedModule):
         """The sum of the group's terms, the same on every rank. One all-reduce, as in RowParallel."""
         return self.placement.collectives.all_reduce_before_norm(partial_TN)
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         """Three matrices an expert, two without a gate. Other ranks' experts have empty shards."""
-        found: dict[str, Shard] = {}
+        found: dict[str, Shard | ScatteredShard] = {**self._shared()}
         number = {expert: local for local, expert in enumerate(self.held)}
         for expert in range(self.experts):
             local = number.get(expert)
@@ -164,7 +174,19 @@ class ExpertWeights(ShardedModule):
             ranges = (here, slice(0, hidden), columns)
             down.append(Shard((self.experts, hidden, total), ranges, self.down[held]))
         first = "gate_up_proj" if self.gated else "up_proj"
-        return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down))}
+        return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down)), **self._shared()}
+
+    def _shared(self) -> dict[str, ScatteredShard]:
+        """Of the larger expert [shared * all I, N] and [N, shared * all I]; nothing without one."""
+        hidden, total, up, down = self.down.shape[1], self.shared * self.intermediate, [], []
+        for number in range(self.shared):
+            held, first = self.experts + number, number * self.intermediate + self.start
+            part, everything = slice(first, first + self.share), slice(0, hidden)
+            up.append(Shard((total, hidden), (part, everything), self.gate_up[held]))
+            down.append(Shard((hidden, total), (everything, part), self.down[held]))
+        if not up:
+            return {}
+        return {"shared.up.weight": ScatteredShard(tuple(up)), "shared.down.weight": ScatteredShard(tuple(down))}
 
     def _rows(self, target: Tensor | None) -> Shard:
         """The shard of a gate or up matrix [all I, N]."""

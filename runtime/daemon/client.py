@@ -257,7 +257,11 @@ class AsyncSlotSession(_Session):
 
 
 class AsyncSlotClient:
-    """SlotClient for asyncio: any number of tasks, each with sessions of its own. ``async with`` connects."""
+    """SlotClient for asyncio: any number of tasks, each with sessions of its own. ``async with`` connects.
+
+    One line waits for its answer at a time. So give SCHED_DRAIN and SCHED_PROBE, whose answer comes when they are over,
+    a connection whose other tasks can wait; MODE auto is answered at once.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.desk = _Desk()

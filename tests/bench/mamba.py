@@ -76,7 +76,7 @@ class MambaBench:
         ends = slots * (tokens // rows)
         return self.us(
             lambda _, state: mamba2_triton.scan(
-                projected, xbc, weights, state, slots, ends, True, block_p=block_p, chunk=chunk, warps=warps
+                projected, xbc, weights, state, StateRows(slots, ends), True, block_p=block_p, chunk=chunk, warps=warps
             )
         )
 

@@ -61,7 +61,7 @@ class RoutingRecorder(ReferenceKernels):
 
     def route_sigmoid(self, logits_TE: Tensor, bias_E: Tensor, routing: Any, *others: Any) -> tuple[Tensor, Tensor]:
         local_E, real_T, *_ = others
-        all_E = torch.arange(len(local_E), dtype=torch.int32)
+        all_E = torch.arange(len(local_E), dtype=torch.int32)  # the shared ones behind the others included
         weights_TC, ids_TC = super().route_sigmoid(logits_TE, bias_E, routing, all_E, real_T)
         self.weights.append(weights_TC)
         self.ids.append(ids_TC)

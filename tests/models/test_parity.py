@@ -123,7 +123,7 @@ MODELS |= {
         NEMOTRON
         | {"vocab_size": 41, "hidden_size": 24, "num_key_value_heads": 4, "head_dim": 4, "n_groups": 4}
         | {"layers_block_type": ["moe", MAMBA, "full_attention"], "n_routed_experts": 8, "num_experts_per_tok": 5}
-        | {"norm_topk_prob": False, "conv_kernel": 2},
+        | {"norm_topk_prob": False, "conv_kernel": 2, "moe_shared_expert_intermediate_size": 24},  # as of two others
     ),
 }
 """Gated delta nets: key heads that a group of 4 replicates, sizes that are no powers of 2, layers of both MLPs."""

@@ -132,7 +132,7 @@ def test_blocks_experts_and_mamba_are_read() -> None:
         intermediate_size=24,
         renormalise=True,
         layers=(1, 5),
-        shared_size=32,
+        shared_size=48,
         activation="relu2",
         scoring="sigmoid",
         groups=4,

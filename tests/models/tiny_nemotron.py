@@ -27,5 +27,5 @@ NEMOTRON: dict[str, object] = {
     "norm_topk_prob": True,
     "moe_intermediate_size": 24,
     "n_shared_experts": 1,
-    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,  # as of two others
 }

@@ -91,6 +91,7 @@ def _route_sigmoid_kernel(
     scale,
     E,
     CHOICES: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -135,14 +136,18 @@ def _route_sigmoid_kernel(
         left = tl.where(ids == best, none, left)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
+    everyone = choices >= CHOICES
+    weights = tl.where(everyone, 1.0, weights * scale)
+    chosen = tl.where(everyone, E + choices - CHOICES, chosen)
     real = tl.load(real_ptr + token) != 0
-    asked = choices < CHOICES
+    asked = choices < CHOICES + SHARED
     local = tl.load(local_ptr + chosen, mask=asked, other=-1)
-    where = token * CHOICES + choices
-    tl.store(weights_ptr + where, weights * scale, mask=asked)
+    where = token * (CHOICES + SHARED) + choices
+    tl.store(weights_ptr + where, weights, mask=asked)
     tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
     if COUNT:
-        tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=asked & real, sem="relaxed")
+        own = real & (choices < CHOICES)
+        tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=own, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tokens"])  # steps of any number of tokens run the same code
@@ -218,9 +223,9 @@ def route_sigmoid(
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """See the Kernels protocol; logits and bias are float32."""
-    tokens, experts = logits_TE.shape
-    weights_TC = torch.empty(tokens, routing.choices, dtype=torch.float32, device=logits_TE.device)
-    local_TC = torch.empty(tokens, routing.choices, dtype=torch.int32, device=logits_TE.device)
+    (tokens, experts), columns = logits_TE.shape, routing.choices + routing.shared
+    weights_TC = torch.empty(tokens, columns, dtype=torch.float32, device=logits_TE.device)
+    local_TC = torch.empty(tokens, columns, dtype=torch.int32, device=logits_TE.device)
     if tokens == 0:
         return weights_TC, local_TC
     block = triton.next_power_of_2(experts)
@@ -235,7 +240,8 @@ def route_sigmoid(
         routing.scale,
         experts,
         CHOICES=routing.choices,
-        BLOCK_C=triton.next_power_of_2(routing.choices),
+        SHARED=routing.shared,
+        BLOCK_C=triton.next_power_of_2(columns),
         BLOCK_E=block,
         GROUPS=routing.groups,
         BLOCK_G=triton.next_power_of_2(routing.groups),

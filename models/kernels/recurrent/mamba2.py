@@ -89,7 +89,8 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
         y_BHP = read_BHP + weights.d_H[:, None] * x_BHP
         y_THP.index_copy_(0, token_B.where(active_B, tokens), y_BHP)
         state_BHPM = next_BHPM.where(active_B[:, None, None, None], state_BHPM)
-    bank_SHPM.index_copy_(0, rows.slots_B, state_BHPM.where(live_B111, bank_SHPM[rows.slots_B]))
+    if not rows.frozen:
+        bank_SHPM.index_copy_(0, rows.slots_B, state_BHPM.where(live_B111, bank_SHPM[rows.slots_B]))
     return y_THP[:tokens].flatten(1)
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import StateRows
+from models.kernels.recurrent.conv import row_bounds
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 
 BATCH_INVARIANT = False  # a token's sums depend on how its prompt was cut
@@ -143,6 +144,7 @@ def _mamba2_scan_kernel(
     state_ptr,  # [S, H, P, M]
     slots_ptr,
     ends_ptr,
+    kept_ptr,
     out_ptr,  # [T, X]
     rows,
     H: tl.constexpr,
@@ -153,6 +155,10 @@ def _mamba2_scan_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ONE_BY_ONE: tl.constexpr,  # rows of up to so many tokens; 0: all rows
+    EACH: tl.constexpr,
+    RAGGED: tl.constexpr,
+    KEPT: tl.constexpr,
+    FROZEN: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,9 +166,9 @@ def _mamba2_scan_kernel(
     C: tl.constexpr = X + 2 * G * M
     Z: tl.constexpr = X + C + H
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, end = tl.load(slots_ptr + row), tl.load(ends_ptr + row)
-    start = tl.load(ends_ptr + row - 1, mask=row > 0, other=0)
-    count = (end - start).to(tl.int32)
+    slot = tl.load(slots_ptr + row)
+    start, end = row_bounds(ends_ptr, kept_ptr, row, EACH, RAGGED, KEPT)
+    count, start = end - start, start.to(tl.int64)
     dims, cols, here = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_Q)
     own, in_state = dims < P, cols < M
     if PDL:
@@ -216,7 +222,8 @@ def _mamba2_scan_kernel(
                 weighed = wide * (delta * tl.exp(total - summed))[:, None]
                 added = tl.dot(tl.trans(weighed), b.to(tl.float32), input_precision=PRECISION)
                 state = tl.exp(total) * state + added
-        tl.store(where, state, mask=there)
+        if not FROZEN:
+            tl.store(where, state, mask=there)
 
 
 @triton.jit
@@ -304,8 +311,7 @@ def scan(
     xbc_TC: Tensor,
     weights: Mamba2Weights,
     state_SHPM: Tensor,
-    slots_B: Tensor,
-    ends_B: Tensor,
+    rows: StateRows,
     pdl: bool,
     block_p: int = 32,
     chunk: int = _CHUNK,
@@ -314,10 +320,13 @@ def scan(
 ) -> Tensor:
     """Kernels.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
 
-    ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is.
+    ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. In windows, whose tokens are few
+    and shall be those of single steps, none is by default.
     """
+    slots_B, ends_B, kept_B = rows.slots_B, rows.ends_B, rows.kept_B
+    window = rows.frozen or kept_B is not None
     if one_by_one is None:
-        one_by_one = 0 if projected_TZ.dtype == torch.float32 else _ONE_BY_ONE
+        one_by_one = 0 if projected_TZ.dtype == torch.float32 or window else _ONE_BY_ONE
     heads, dim = weights.heads, weights.head_dim
     gated_TX = _gated(projected_TZ, weights)
     if len(projected_TZ) == 0:
@@ -331,7 +340,8 @@ def scan(
         weights.dt_bias_H,
         state_SHPM,
         slots_B,
-        ends_B,
+        slots_B if ends_B is None else ends_B,
+        slots_B if kept_B is None else kept_B,
         gated_TX,
         len(slots_B),
         H=heads,
@@ -342,11 +352,17 @@ def scan(
         BLOCK_P=block_p,
         BLOCK_M=max(16, triton.next_power_of_2(weights.state_size)),
         ONE_BY_ONE=one_by_one,
+        EACH=1 if ends_B is not None else len(projected_TZ) // len(slots_B),
+        RAGGED=ends_B is not None,
+        KEPT=kept_B is not None,
+        FROZEN=rows.frozen,
         PRECISION="ieee" if projected_TZ.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
     )
+    if kept_B is not None:  # the result is nobody's: it was read before it was decided
+        return gated_TX
     return _normed(gated_TX, weights, projected_TZ.dtype, pdl)
 
 

@@ -133,7 +133,8 @@ def mtp_state(
     seen = torch.ones(1, len(x), dtype=torch.bool)
     gate = None
     if config.get("attn_output_gate"):  # of each head: the rows of its query, then those of its gate
-        both_HDN = w[f"{layer}self_attn.q_proj.weight"].view(-1, 2, config["head_dim"], x.shape[1])
+        packed = w[f"{layer}self_attn.q_proj.weight"]
+        both_HDN = packed.view(-1, 2, config["head_dim"], packed.shape[1])
         w = {**w, f"{layer}self_attn.q_proj.weight": both_HDN[:, 0].flatten(0, 1)}
         gate = torch.sigmoid(y[-1] @ both_HDN[:, 1].flatten(0, 1).T).view(1, -1, config["head_dim"])
     mixed = attend(queries(w, layer, y[-1:], positions[-1:], config), k, v, seen)

@@ -175,7 +175,7 @@ def mamba(driver: CompilingDriver) -> None:
             projected = made(rows, inner + channels + heads)
             mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
         driver.where = f"Mamba-2 of {heads} heads, {dtype}, scan"
-        mamba2_triton.scan(projected, made(rows, channels), weights, state, numbers, numbers, True)
+        mamba2_triton.scan(projected, made(rows, channels), weights, state, StateRows(numbers, numbers), True)
 
 
 def rotation(driver: CompilingDriver) -> None:

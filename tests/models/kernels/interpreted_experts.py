@@ -50,6 +50,7 @@ def check_route_sigmoid(experts: int, routing: SigmoidRouting, count: bool) -> N
     logits[1], bias[: experts // 2] = 0.0, 0.25  # equal scores among experts and groups
     local = torch.randperm(experts, dtype=torch.int32)
     local[local >= experts // 2] = -1
+    local = torch.cat((local, torch.arange(experts, experts + routing.shared, dtype=torch.int32)))
     real = torch.arange(tokens) != 2
     mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
     weights, chosen = route_sigmoid(logits, bias, routing, local, real, mine, False)
@@ -58,9 +59,10 @@ def check_route_sigmoid(experts: int, routing: SigmoidRouting, count: bool) -> N
     assert torch.equal(chosen, expected[1]), (experts, routing)
     assert mine is None or theirs is None or torch.equal(mine, theirs)
     logits[3] = math.nan
-    weights, chosen = route_sigmoid(logits, bias, routing, torch.arange(experts, dtype=torch.int32), real, None, False)
-    assert weights[3].isnan().all()
-    assert len(set(chosen[3].tolist())) == routing.choices
+    numbers = torch.arange(experts + routing.shared, dtype=torch.int32)
+    weights, chosen = route_sigmoid(logits, bias, routing, numbers, real, None, False)
+    assert weights[3, : routing.choices].isnan().all()
+    assert len(set(chosen[3].tolist())) == routing.choices + routing.shared
     assert weights[[0, 1, 2, 4, 5]].isfinite().all()
 
 
@@ -127,7 +129,8 @@ def main() -> None:
         check_route(experts, choices, renormalise, count)
     for experts, count in product((16, 24), (True, False)):
         for groups, top_groups, renormalise in ((1, 1, True), (4, 2, False), (8, 3, True), (2, 2, True)):
-            check_route_sigmoid(experts, SigmoidRouting(5, renormalise, groups, top_groups, 2.5), count)
+            routing = SigmoidRouting(5, renormalise, groups, top_groups, 2.5, shared=groups % 3)
+            check_route_sigmoid(experts, routing, count)
     check_broken_token()
     for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (5000, 2, 3)]:
         check_lists(*shape)

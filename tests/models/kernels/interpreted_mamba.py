@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from models.inputs import StateRows
 from models.kernels.recurrent import mamba2_triton
@@ -63,7 +64,7 @@ def check_scan(
         assert rows.ends_B is not None
         _, xbc, _ = weights.split(projected)
         xbc = REFERENCE.causal_conv(xbc, weights.conv_CJ, weights.conv_bias_C, mine[0], rows, step.positions_T)
-        given = (projected, xbc, weights, mine[1], rows.slots_B, rows.ends_B, False)
+        given = (projected, xbc, weights, mine[1], rows, False)
         found = mamba2_triton.scan(*given, block_p=block_p, chunk=chunk, one_by_one=one_by_one)
         expected = REFERENCE.mamba2(projected, weights, *theirs, rows, step.positions_T)
         real = ~token_rows(rows, len(projected)).padding_T
@@ -80,11 +81,52 @@ def check_ghosts() -> None:
     projected[1:5] = math.nan
     slots, ends = torch.tensor([2, 0, 4]), torch.tensor([1, 5, 7])
     xbc = weights.split(projected)[1].contiguous()
-    mamba2_triton.scan(projected, xbc, weights, state, slots, ends, False)
+    mamba2_triton.scan(projected, xbc, weights, state, StateRows(slots, ends), False)
     assert state[[2, 4]].isfinite().all()
     assert not torch.equal(state[2], before[2])
     others = [1, 3, 5, 6, 7]
     assert torch.equal(state[others], before[others])
+
+
+def check_windows(weights: Mamba2Weights) -> None:
+    """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
+    window, state = banks(weights, torch.float32)
+    window[1:4], state[1:4] = 0, 0
+    mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
+    alone = window.clone(), state.clone()
+    sequences, at = torch.randn(3, 30, width(weights)), [0, 0, 0]
+    for size, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))):
+        slots, counts = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
+        places = [(0, at[0]), (1, at[1]), (0, 0), (2, at[2])]
+        projected = torch.cat([sequences[number][start : start + size] for number, start in places])
+        projected[2 * size : 3 * size] = math.nan
+        positions = torch.cat([torch.arange(start, start + size) for _, start in places])
+        found = []
+        for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_form, mine)):
+            before = windows.clone(), states.clone()
+            out = run(projected, weights, windows, states, StateRows(slots, frozen=True), positions)
+            found.append(out.view(4, size, -1)[[0, 1, 3]])
+            assert torch.equal(windows[1:4], before[0][1:4])
+            assert torch.equal(states[1:4], before[1][1:4])
+            run(projected, weights, windows, states, StateRows(slots, kept_B=counts), positions)
+        check(found[1], found[0], 1e-5, "a window")
+        for number, (start, count) in enumerate(zip(at, kept, strict=True)):
+            for position in range(start, start + count):
+                one, row = sequences[number][position : position + 1], StateRows(torch.tensor([number + 1]))
+                expected = REFERENCE.mamba2(one, weights, *alone, row, torch.tensor([position]))
+                check(found[1][number][position - start], expected[0], 1e-5, "a token of a window")
+        at = [start + count for start, count in zip(at, kept, strict=True)]
+        for form in (mine, theirs):
+            check(form[1][1:4], alone[1][1:4], 1e-5, "what is kept of a window")
+            assert torch.equal(form[0][1:4], alone[0][1:4])
+
+
+def triton_form(
+    projected: Tensor, weights: Mamba2Weights, window: Tensor, state: Tensor, rows: StateRows, positions: Tensor
+) -> Tensor:
+    xbc = weights.split(projected)[1]
+    xbc = REFERENCE.causal_conv(xbc, weights.conv_CJ, weights.conv_bias_C, window, rows, positions)
+    return mamba2_triton.scan(projected, xbc, weights, state, rows, False)
 
 
 def main() -> None:
@@ -102,6 +144,7 @@ def main() -> None:
     check_step(alone, torch.float32, None)
     check_scan(alone, torch.float32, 30, 16, 16)
     check_ghosts()
+    check_windows(random_weights(4, 12, 2, 10, 4, torch.float32))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,24 @@ Knows: the verbs as docs/daemon.md has them, and what each turn generates alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from runtime.daemon.desk import Desk
 from runtime.daemon.frames import Frame, Kind
+from runtime.daemon.session import Connection, SlotSession
+from runtime.daemon.verbs import Command
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener, is_refusal
 from tests.runtime.daemon.scripted import ScriptedEngine, ScriptedModel
@@ -23,9 +34,11 @@ PLACES = 4
 LONGEST = 40
 EOS = (3,)
 
-IDS = st.integers(1, 5)
+CHOICES = st.integers(0, 11)  # of whom a line is about: see ``pick``
+NEW_IDS = st.integers(1, 6)
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4)
-SMALL = st.integers(1, 9)
+TOTALS = st.integers(1, 24)
+QUANTA = st.integers(1, 4)
 
 
 @dataclass
@@ -61,6 +74,8 @@ class Expected:
 
 
 class Protocol(RuleBasedStateMachine):
+    desk: type[Desk] = Desk
+
     @initialize(depth=st.integers(0, 4), rows=st.integers(1, 3), blocks=st.sampled_from((30, 100)))
     def begin(self, depth: int, rows: int, blocks: int) -> None:
         self.engine = ScriptedEngine(
@@ -72,7 +87,7 @@ class Protocol(RuleBasedStateMachine):
             max_model_len=LONGEST,
         )
         self.engine.model_config = ScriptedModel(max_model_len=LONGEST, eos_token_ids=EOS)
-        self.client = Listener(self.engine)
+        self.client = Listener(self.engine, self.desk(self.engine))
         self.read = len(self.client.frames)
         self.sessions: dict[int, Expected] = {}
         self.epochs: dict[int, int] = {}
@@ -96,7 +111,12 @@ class Protocol(RuleBasedStateMachine):
         self.epochs[request] = self.epochs.get(request, 0) + 1
         return self.epochs[request]
 
-    @rule(request=IDS, prompt=TOKENS, total=SMALL, quantum=SMALL, keep=st.booleans())
+    def pick(self, choice: int) -> int:
+        """Mostly a session that there is."""
+        there = sorted(self.sessions)
+        return there[choice % len(there)] if there and choice < 10 else 1 + choice % 6
+
+    @rule(request=NEW_IDS, prompt=TOKENS, total=TOTALS, quantum=QUANTA, keep=st.booleans())
     def start(self, request: int, prompt: list[int], total: int, quantum: int, keep: bool) -> None:
         right = request not in self.sessions and len(self.sessions) < PLACES
         self.say(f"REQ {request} START {prompt} {total} {quantum} keep={int(keep)}", right=right)
@@ -109,8 +129,9 @@ class Protocol(RuleBasedStateMachine):
         self.next_engine_id += 1
         return self.next_engine_id - 1
 
-    @rule(request=IDS, tokens=SMALL, stale=st.sampled_from((False, False, False, True)))
-    def go_on(self, request: int, tokens: int, stale: bool) -> None:
+    @rule(choice=CHOICES, tokens=QUANTA, stale=st.sampled_from((False, False, False, True)))
+    def go_on(self, choice: int, tokens: int, stale: bool) -> None:
+        request = self.pick(choice)
         session = self.sessions.get(request)
         can = session is not None and not session.drained and session.phase != "complete"
         right = session is not None and can and session.granted < session.budget and not stale
@@ -124,8 +145,9 @@ class Protocol(RuleBasedStateMachine):
         session.granted = min(session.granted + tokens, session.budget)
         session.phase = "running"
 
-    @rule(request=IDS, said=TOKENS, total=SMALL, quantum=SMALL)
-    def extend(self, request: int, said: list[int], total: int, quantum: int) -> None:
+    @rule(choice=CHOICES, said=TOKENS, total=TOTALS, quantum=QUANTA)
+    def extend(self, choice: int, said: list[int], total: int, quantum: int) -> None:
+        request = self.pick(choice)
         session = self.sessions.get(request)
         room = 0 if session is None else LONGEST - len(session.known) - len(session.shown)
         right = session is not None and session.phase != "running" and len(said) < room
@@ -134,8 +156,9 @@ class Protocol(RuleBasedStateMachine):
             session.spoken_to(said, total, quantum, self.epoch_of(request))
             session.drained = self.draining or self.auto
 
-    @rule(request=IDS, parent=IDS)
-    def fork(self, request: int, parent: int) -> None:
+    @rule(request=NEW_IDS, choice=CHOICES)
+    def fork(self, request: int, choice: int) -> None:
+        parent = self.pick(choice)
         old = self.sessions.get(parent)
         right = old is not None and old.phase != "running" and request not in self.sessions
         right = right and len(self.sessions) < PLACES
@@ -146,8 +169,9 @@ class Protocol(RuleBasedStateMachine):
             child.shown, child.phase, child.from_parent = list(old.shown), old.phase, shown
             self.sessions[request] = child
 
-    @rule(request=IDS)
-    def cancel(self, request: int) -> None:
+    @rule(choice=CHOICES)
+    def cancel(self, choice: int) -> None:
+        request = self.pick(choice)
         right = request in self.sessions
         if right:
             self.epoch_of(request)
@@ -257,8 +281,45 @@ class Protocol(RuleBasedStateMachine):
         self.engine.check_all_is_back()
 
 
-TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(
+EVERY = settings(
     max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = EVERY
+
+
+# ---- desks that break the protocol ----
+
+
+class LetsStaleOnesGoOn(Desk):
+    def _continue(self, connection: Connection, command: Command) -> dict[str, Any]:
+        return super()._continue(connection, replace(command, epoch=None))
+
+
+class GrantsOneTooMany(Desk):
+    def _proceed(self, session: SlotSession, tokens: int) -> None:
+        super()._proceed(session, tokens + 1)
+
+
+class ShowsWhatWasCancelled(Desk):
+    """Tokens in flight of a session that is closed go to whoever has its id next."""
+
+    def _forget(self, session: SlotSession) -> None:
+        super()._forget(session)
+        self._by_engine[session.engine_id] = session
+
+
+class ForgetsWhoseTurnItIs(Desk):
+    """Sessions that are drained and come to the end of a quantum are granted no other."""
+
+    def grant(self) -> None:
+        self._ring.clear()
+        super().grant()
+
+
+@pytest.mark.parametrize("desk", [LetsStaleOnesGoOn, GrantsOneTooMany, ShowsWhatWasCancelled, ForgetsWhoseTurnItIs])
+def test_desks_that_break_the_protocol_are_found_out(desk: type[Desk]) -> None:
+    machine = type("Broken", (Protocol,), {"desk": desk})
+    with pytest.raises(Exception):  # noqa: B017, PT011  (hypothesis wraps what several examples raise in a group)
+        run_state_machine_as_test(machine, settings=settings(EVERY, max_examples=300, phases=[Phase.generate]))

@@ -183,6 +183,16 @@ def test_an_engine_that_fails_is_told_by_name(tmp_path: Path) -> None:
     assert [str(error) for error in failed] == ["the device is gone"]
 
 
+def test_another_user_s_client_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "slots.sock"
+    with served(path):
+        monkeypatch.setattr("runtime.daemon.server.os.getuid", lambda: 4711)
+        with pytest.raises((SlotError, OSError)):
+            SlotClient(path, timeout=PATIENCE_S)
+        monkeypatch.undo()
+        SlotClient(path, timeout=PATIENCE_S).close()
+
+
 def test_a_socket_that_a_dead_daemon_left_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "slots.sock"
     listen(path).close()

@@ -16,12 +16,15 @@ from torch import Tensor
 from models.layers.mamba2 import Mamba2
 from runtime.engine import Engine
 from tests.models.tiny_nemotron import NEMOTRON
+from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, oracle, people, prompt, same
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
+from tests.runtime.engine.test_lifecycle import ending
+from tests.runtime.engine.test_windows import windows
 
 
 def sharpen(engine: Engine) -> None:
@@ -124,6 +127,19 @@ def test_ranks_share_heads_and_replicate_groups(ranks: int) -> None:
         assert outcome(run(engine, requests)) == alone
         held = engine.executor.sizing.shape.layout.bytes_per_slot
     assert (held == full // 2) if ranks == 2 else (full // 4 < held < full // 2)
+
+
+@pytest.mark.parametrize(("widths", "depth"), [((3,), 0), ((2, 8), 2), ((32, 1), 4)], ids=str)
+def test_windows_give_the_tokens_of_single_steps(
+    widths: tuple[int, ...], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some proposals are right and some wrong: state takes in the tokens that are kept, and no others."""
+    over_model("nemotron-h", monkeypatch)
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=1 + 7 * i)) for i, r in enumerate(people(6))]
+    life = windows(requests, widths, depth=depth)
+    assert life.counters["spec_num_accepted_tokens"] > 0
+    assert life.counters["spec_num_draft_tokens"] > life.counters["spec_num_accepted_tokens"]
+    windows(ending(4, people(6)), widths, depth=depth, right=10)
 
 
 class _Frozen(dict[str, object]):

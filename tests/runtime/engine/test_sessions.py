@@ -17,10 +17,12 @@ from runtime.engine import Engine
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import Evicted, Notice, Parked, Refused, StepOutput
 from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.speculation import Speculation
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, oracle, prompt
 from tests.runtime.engine.rig import VOCABULARY, request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_speculation import ngram
 
 DEPTHS = (0, 1, 2, 4)
 MOST_TURNS = 2000
@@ -129,6 +131,8 @@ def _answer(engine: Engine, talk: Talk, notice: Parked) -> None:
     id_ = notice.request_id
     assert notice.tokens == len(talk.current)
     if notice.reason is FinishReason.NONE:
+        asked = talk.quantum * (1 + talk.early * (talk.epoch == 1))
+        assert len(talk.current) >= asked
         assert len(talk.current) % talk.quantum == 0
         engine.proceed(id_, talk.epoch, talk.quantum)
         return
@@ -188,6 +192,28 @@ def test_with_little_memory_parked_sessions_are_computed_again(depth: int, prefi
     assert life.counters["session_evictions"] > 0
 
 
+@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("width", [2, 6])
+def test_windows_end_where_quanta_end(depth: int, width: int) -> None:
+    """A quantum's end is the device's to keep, however many tokens a step could gain. Few tokens are allowed, so that
+    answers repeat themselves and proposals are kept."""
+    few = tuple(range(5, 9))
+    fields: dict[str, Any] = {"temperature": 0.6, "allowed_token_ids": few, "logprobs": 1, "stops": ()}
+    them = [
+        Talk(
+            request(i, [20 + i, *(few[j % 4] for j in range(i, i + 8))], max_tokens=30, **fields),
+            [((few[0], few[1]), 20), (few, 9)],
+            quantum=2 + 3 * i,
+            early=i,
+        )
+        for i in range(3)
+    ]
+    speculating: dict[str, Any] = {"proposer": ngram(width), "speculation": Speculation(width), "blocks": 400}
+    life = converse(them, depth=depth, rows=2, **speculating)
+    same_as_requests(them, life)
+    assert life.counters["spec_num_accepted_tokens"] > 10
+
+
 def test_every_rank_parks_and_goes_on_alike() -> None:
     them = talks(3)
     life = converse(them, over=lambda **limits: tensor_rig(2, **limits), depth=2, rows=3)
@@ -223,6 +249,21 @@ def test_a_fork_goes_on_from_where_its_parent_was_parked(depth: int) -> None:
     assert (len(shown[0]), shown[7]) == (17, shown[0][6:])
     assert [(notice.request_id, notice.tokens) for notice in notices[:2]] == [(0, 6), (7, 6)]
     assert sorted(notice.tokens for notice in notices[2:]) == [17, 17]
+
+
+def test_sessions_share_what_they_begin_with() -> None:
+    """A second session over the same 24 tokens computes its own end only, while the first is parked; so does a turn."""
+    stem = prompt(24, 0)
+    with rig(depth=2, max_sessions=2) as engine:
+        engine.start(request(0, (*stem, 7), max_tokens=5, stops=()), 2, keep=True)
+        rest(engine)
+        engine.start(request(1, (*stem, 9), max_tokens=5, stops=()), 2, keep=True)
+        rest(engine)
+        assert engine.counters["prefix_hit_tokens"] == 24
+        assert engine.counters["prefill_tokens"] == 25 + 1
+        engine.cancel(0)
+        engine.cancel(1)
+        rest(engine)
 
 
 def test_a_session_that_does_not_keep_ends_when_its_answer_is_complete() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.replicate import event_codec
 from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events
-from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
@@ -42,9 +42,13 @@ IDS = st.integers(0, 2**62 - 1)
 REQUESTS = st.builds(Request, IDS, TOKENS.map(packed), SAMPLING, TOKENS, st.integers(-(2**63), 2**63 - 1))
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Admit, REQUESTS),
+    st.builds(Admit, REQUESTS, COUNTS, st.booleans()),
     st.builds(Cancel, IDS, st.sampled_from(FinishReason)),
     st.builds(Pause, IDS),
     st.builds(Resume, IDS),
+    st.builds(Continue, IDS, COUNTS, COUNTS),
+    st.builds(Extend, IDS, COUNTS, TOKENS.map(packed), COUNTS, COUNTS),
+    st.builds(Branch, IDS, IDS),
 )
 PLAIN = Request(3, (1, 2, 3), SamplingParams(seed=5), (0,))
 
@@ -105,6 +109,12 @@ def test_bytes_that_are_no_tokens_are_refused(prompt: bytes) -> None:
     bad = msgspec.structs.replace(admit, request=msgspec.structs.replace(admit.request, prompt_token_ids=prompt))
     with pytest.raises(EventsRefused, match=f"request 3: prompt_token_ids are {len(prompt)} bytes"):
         decode_events(msgspec.msgpack.encode([bad]))
+
+
+@pytest.mark.parametrize("said", [(1, -1), (2**31,), (1.5,)])
+def test_a_turn_of_other_than_tokens_is_refused(said: Any) -> None:
+    with pytest.raises(EventsRefused, match=r"token_ids of request 3|request 3: token_ids"):
+        encode_events([Extend(3, 1, said, 4, 4)])
 
 
 def test_what_is_no_event_cannot_be_sent() -> None:

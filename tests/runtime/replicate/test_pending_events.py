@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.config import EngineConfig
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.replicate.pending_events import LEAST_PROMPT_TOKENS, LEAST_REQUESTS, PendingEvents, open_pending_events
-from runtime.schedule.plan import Admit, Cancel, Event, Pause, Resume
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Pause, Resume
 from tests.runtime.engine.rig import request, rig
 
 
@@ -47,6 +47,18 @@ def test_what_is_about_an_arrival_stays_behind_it_and_all_else_goes_first() -> N
     assert drained(outbox) == [[cancel, first], [second], [pause, resume, end, late]]
     outbox.put(Cancel(1))
     assert outbox.portion() == [Cancel(1)], "announced before: nobody is ahead of it"
+
+
+def test_a_fork_follows_its_parent_and_what_is_about_it_follows_the_fork() -> None:
+    outbox = PendingEvents(prompt_tokens=4, requests=10)
+    events: list[Event] = [arrival(0), arrival(1), Branch(2, 1), Continue(2, 1, 3), Branch(5, 9), Continue(5, 1, 1)]
+    for event in events:
+        outbox.put(event)
+    assert drained(outbox) == [
+        [Branch(5, 9), Continue(5, 1, 1), arrival(0)],
+        [arrival(1)],
+        [Branch(2, 1), Continue(2, 1, 3)],
+    ]
 
 
 def test_a_request_for_several_answers_is_told_once_and_counts_as_many() -> None:

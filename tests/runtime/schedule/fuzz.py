@@ -19,6 +19,7 @@ from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.slots import AccountingError
+from runtime.schedule.speculation import Speculation
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
 from tests.runtime.schedule.mixed_rules import MixedRules
@@ -126,7 +127,15 @@ def make_trace(seed: int) -> Trace:
         config = config_with(config, block_size=draw.choice((8, 16)))  # large enough that rows look early for a block
     if draw.random() < 0.4:
         events, breaks_at, poisons = _with_answers(events, breaks_at, poisons, draw)
+    if max(widths) > 1 and draw.random() < 0.5:
+        config = replace(config, speculation=_draw_policy(draw, max(widths)))
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
+
+
+def _draw_policy(draw: random.Random, width: int) -> Speculation:
+    """Windows in every step, up to some rows, or where they pay: of the fake device's rounds half the width is kept."""
+    costs = tuple((rows, draw.randrange(500 * width, 700 * width)) for rows in (1, 2, 4))
+    return draw.choice((Speculation(width), Speculation(width, draw.randrange(5)), Speculation(width, None, costs)))
 
 
 def _with_answers(
@@ -317,7 +326,7 @@ def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -
     )
     oracles = {"depth 0": serial}
     if config.limits.width > 1:
-        plain = replace(trace, config=config_with(config, widths=(1,)))
+        plain = replace(trace, config=config_with(replace(config, speculation=None), widths=(1,)))
         oracles["width 1"] = run(plain, build, check=False)
     requests = {
         answer.request_id: answer
@@ -331,7 +340,8 @@ def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -
         _compare(trace, request, ends)
         recomputed = deep.recomputed or oracles["depth 0"].recomputed
         undisturbed = not recomputed and request_id not in trace.cancelled and request_id not in trace.poisons
-        if undisturbed and len(set(config.widths)) == 1 and _ran(ends["this"]) and _ran(ends["depth 0"]):
+        fixed = len(set(config.widths)) == 1 and config.speculation is None
+        if undisturbed and fixed and _ran(ends["this"]) and _ran(ends["depth 0"]):
             gains, expected = (r.accepted.get(request_id, []) for r in (deep, oracles["depth 0"]))
             if gains != expected:
                 raise AssertionError(f"request {request_id} gained {gains} tokens a step, at depth 0 {expected}")

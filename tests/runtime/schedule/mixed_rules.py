@@ -93,7 +93,9 @@ class MixedRules:
         config, mixed = self._scheduler.config, self._mixed
         if not rows:
             return config.limits.max_prefill_tokens
-        width = plan.width if plan.decode_rows else self._scheduler.planner._width()
+        planner = self._scheduler.planner
+        alone = 1 if planner.speculation is not None else planner._width()  # of rows beside chunks, if there were any
+        width = plan.width if plan.decode_rows else alone
         decoding = len(rows) * width
         budget = decoding + config.limits.max_prefill_tokens
         if mixed.budgets:
