@@ -6,7 +6,7 @@ Does not know: any model, files (models/weights.py), or shard arithmetic (parall
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import ClassVar
 
 import torch
@@ -32,7 +32,7 @@ class CheckpointParts(nn.Module):
         for path, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 spelled = [names for form in module.forms() for names in self._spellings(path, form)]
-                found |= max(spelled, key=lambda names: sum(name in stored for name in names) / max(1, len(names)))
+                found |= spelled[max(range(len(spelled)), key=lambda n: _share_of(spelled[n], stored))]
         return found
 
     def checkpoint_copies(self) -> dict[str, Shard]:
@@ -54,3 +54,8 @@ class CheckpointParts(nn.Module):
         numbers = [piece for piece in pieces if piece.isdigit()]
         found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
         return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
+
+
+def _share_of(names: Collection[str], stored: Container[str]) -> float:
+    """How many of ``names`` are there: layouts may share some of theirs."""
+    return sum(name in stored for name in names) / max(1, len(names))
