@@ -55,6 +55,7 @@ test-portable: $(STAMP)  ## what computes floats, as other CPUs would: each vect
 
 fuzz: $(STAMP)  ## the long form of the scheduler fuzzer: 1,000,000 seeds on every core
 	$(BIN)/python -m tests.runtime.schedule.fuzz --seeds 1000000
+	$(BIN)/python -m tests.runtime.schedule.session_fuzz --seeds 200000
 
 test-kill: $(STAMP)  ## 300 kills of generate and of sweeps, 20,210 bad lines, 20,000 mutated weight files: ten minutes
 	$(BIN)/python -m tests.launch.generate.kill_anywhere --kills 240 --seed 1

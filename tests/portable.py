@@ -27,7 +27,14 @@ from pathlib import Path
 
 import torch
 
-FOLDERS = ("tests/models", "tests/runtime/engine", "tests/runtime/execute", "tests/parallel/comm", "tests/launch/bench")
+FOLDERS = (
+    "tests/models",
+    "tests/runtime/engine",
+    "tests/runtime/execute",
+    "tests/runtime/speculate",
+    "tests/parallel/comm",
+    "tests/launch/bench",
+)
 NO_FLOATS = ("tests/models/kernels/test_compiled_kernels.py",)  # compiles for another machine, and runs nothing
 THREADS = (1, 4)
 _WIDTHS_X86 = ("default", "avx2", "avx512")

@@ -10,20 +10,23 @@ begins again in a new session.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from launch.chat.options import ChatCommand
 from launch.errors import UsageError
 from runtime.daemon.client import SlotClient, SlotError, SlotSession
-from runtime.daemon.frames import Kind
+from runtime.daemon.frames import Frame, Kind
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.schedule.request import FinishReason
 
 _SHOWN_STATS = ("sessions", "prefill_tokens", "prefix_hit_tokens", "session_continues", "session_evictions", "steps")
-_HELP = "/stats counters, /new another conversation, /quit or end of file to leave"
+_HELP = "/stats counters, /new another conversation, Ctrl-C ends an answer, /quit leaves"
 
 
 def run(command: ChatCommand, typed: TextIO = sys.stdin, screen: TextIO = sys.stdout) -> int:
@@ -38,7 +41,10 @@ def run(command: ChatCommand, typed: TextIO = sys.stdin, screen: TextIO = sys.st
     with client:
         template = None if command.plain else ChatTemplate.from_folder(client.facts["model"])
         screen.write(f"{client.facts['model']}, {'its chat template' if template else 'plain text'}. {_HELP}\n")
-        _Conversation(client, command, template, screen).hold(_lines(typed, screen))
+        try:
+            _Conversation(client, command, template, screen).hold(_lines(typed, screen))
+        except KeyboardInterrupt:  # at the prompt
+            screen.write("\n")
     return 0
 
 
@@ -52,6 +58,20 @@ def _lines(typed: TextIO, screen: TextIO) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+@contextmanager
+def stops() -> Iterator[list[int]]:
+    """Ctrl-C only adds its number to the yielded list."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers nowhere else
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Conversation:
@@ -107,7 +127,7 @@ class _Conversation:
         else:
             self._session.extend(text, max_tokens=most, quantum=quantum)
         answer, tokens, first = "", 0, 0.0
-        for frame in self._session.answer():
+        for frame in self._until_stopped(self._session):
             if frame.kind is Kind.TOKEN:
                 first = first or time.monotonic() - began
                 tokens += len(frame.tokens)
@@ -124,6 +144,18 @@ class _Conversation:
         self._known += text + answer
         self._messages.append({"role": "assistant", "content": answer})
         return tokens, first
+
+    def _until_stopped(self, session: SlotSession) -> Iterator[Frame]:
+        """Quantum after quantum until the answer is complete, or Ctrl-C: then it ends with its quantum."""
+        with stops() as stopped:
+            while True:
+                yield from session.frames()
+                if session.finished:
+                    return
+                if stopped:
+                    self._screen.write(" [stopped]")
+                    return
+                session.proceed()
 
     def _stats(self) -> None:
         stats = self._client.command("STATS")

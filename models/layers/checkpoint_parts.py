@@ -6,7 +6,8 @@ Does not know: any model, files (models/weights.py), or shard arithmetic (parall
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,7 @@ class CheckpointParts(nn.Module):
         for path, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 spelled = [names for form in module.forms() for names in self._spellings(path, form)]
-                found |= spelled[max(range(len(spelled)), key=lambda n: _share_of(spelled[n], stored))]
+                found |= max(spelled, key=partial(_share, stored))
         return found
 
     def checkpoint_copies(self) -> dict[str, Shard]:
@@ -56,6 +57,6 @@ class CheckpointParts(nn.Module):
         return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
 
 
-def _share_of(names: Collection[str], stored: Container[str]) -> float:
-    """How many of ``names`` are there: layouts may share some of theirs."""
+def _share(stored: Container[str], names: Mapping[str, object]) -> float:
+    """Of ``names``, those that are in ``stored``."""
     return sum(name in stored for name in names) / max(1, len(names))

@@ -116,9 +116,9 @@ class Decoder(CheckpointParts):
     @cached_property
     def irrevocable(self) -> tuple[str, ...]:
         """Names of its mixers whose state cannot leave out tokens that were taken in, as windows need it."""
-        mixers = [mixer for layer in self.layers if (mixer := cast(DecoderLayer, layer).mixer) is not None]
-        stuck = {type(m).__name__ for m in mixers if isinstance(m.cache, SlotState) and not m.replays}
-        return tuple(sorted(stuck))
+        mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
+        keeping = [mixer for mixer in mixers if mixer is not None and isinstance(mixer.cache, SlotState)]
+        return tuple(sorted({type(mixer).__name__ for mixer in keeping if not mixer.replays}))
 
     @property
     def vocab_shard(self) -> VocabShard:

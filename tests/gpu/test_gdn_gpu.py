@@ -188,3 +188,39 @@ def test_no_step_synchronises(family: str) -> None:
         again = [Request(100 + r.request_id, r.prompt_token_ids, r.sampling, r.stop_token_ids) for r in requests]
         with no_synchronisation():
             assert len(run(engine, again)) == len(requests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_takes_in_what_is_kept(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
+    """State is as it was while a window is looked at, and then that of the tokens that were kept."""
+    case = DeltaCase(4, 8, 128, 128, (40, 40), dtype, device=DEVICE)
+    made, single = case.made(), case.made()
+    slots_B = torch.tensor([2, 0, 1], device=DEVICE)
+    at = [0, 0]
+    for width, kept in ((17, (4, 17)), (2, (1, 2)), (16, (0, 3))):
+        parts = [made.projected[1][at[1] : at[1] + width], made.projected[0][:width] * float("nan")]
+        parts.append(made.projected[0][at[0] : at[0] + width])
+        starts = (at[1], 0, at[0])
+        positions_T = torch.cat([torch.arange(start, start + width, device=DEVICE) for start in starts])
+        before = made.window_SJC[1:3].clone(), made.state_SHVK[1:3].clone()
+        given = (torch.cat(parts), made.weight_CJ, made.window_SJC, made.rule, made.state_SHVK)
+        kernels.conv_gated_delta(*given, StateRows(slots_B, frozen=True), positions_T)
+        assert torch.equal(made.window_SJC[1:3], before[0])
+        assert torch.equal(made.state_SHVK[1:3], before[1])
+        kept_B = torch.tensor([kept[1], 0, kept[0]], dtype=torch.int32, device=DEVICE)
+        kernels.conv_gated_delta(*given, StateRows(slots_B, kept_B=kept_B), positions_T)
+        for sequence, count in enumerate(kept):
+            rows = torch.tensor([sequence + 1], device=DEVICE)
+            for position in range(at[sequence], at[sequence] + count):
+                REFERENCE.conv_gated_delta(
+                    single.projected[sequence][position : position + 1],
+                    single.weight_CJ,
+                    single.window_SJC,
+                    single.rule,
+                    single.state_SHVK,
+                    StateRows(rows),
+                    torch.tensor([position], device=DEVICE),
+                )
+            at[sequence] += count
+        assert torch.equal(made.window_SJC[1:3], single.window_SJC[1:3])
+        assert off(made.state_SHVK[1:3], single.state_SHVK[1:3]) < BOUNDS[dtype]

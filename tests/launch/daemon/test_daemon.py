@@ -23,6 +23,7 @@ from launch.daemon.options import MAX_SESSIONS, DaemonCommand
 from launch.errors import UsageError
 from lockstride import SlotClient
 from runtime.daemon.frames import Kind
+from runtime.frontend.tokenizer import Tokenizer
 from tests.torchrun import started
 
 PATIENCE = 120.0
@@ -71,6 +72,7 @@ def test_two_ranks_talk_and_one_dies(tmp_path: Path) -> None:
         until(lambda: path.exists() or running.ended)
         with SlotClient(path, timeout=PATIENCE) as client:
             quanta_change_nothing(client)
+            text_and_log_probabilities_come_with_the_tokens(client)
             a_probe_finds_no_difference(client)
             a_turn_is_a_request_over_the_whole_talk(client)
             shown = talk(
@@ -104,6 +106,17 @@ def quanta_change_nothing(client: SlotClient) -> None:
             found.append(session.tokens())
         assert found[0] == found[1] == found[2]
         assert len(found[0]) == 24
+
+
+def text_and_log_probabilities_come_with_the_tokens(client: SlotClient) -> None:
+    session = client.start("def gcd(a, b):", max_tokens=16, quantum=5, temperature=0.0, text=True, logprobs=2)
+    frames = list(session.answer())
+    tokens = [token for frame in frames if frame.kind is Kind.TOKEN for token in frame.tokens]
+    entries = [entry for frame in frames if frame.kind is Kind.LOGPROBS for entry in frame.logprobs]
+    assert [entry.token_id for entry in entries] == tokens
+    assert all(entry.rank == 1 and entry.top[0] == (entry.token_id, entry.logprob) for entry in entries)
+    text = "".join(frame.text for frame in frames if frame.kind is Kind.TEXT)
+    assert text == Tokenizer.from_folder("models/demo").decode(tokens, ())
 
 
 def a_probe_finds_no_difference(client: SlotClient) -> None:

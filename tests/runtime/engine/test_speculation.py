@@ -30,6 +30,7 @@ from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_lifecycle import ending
+from tests.runtime.engine.test_sessions import converse, same_as_requests, talks
 
 ROOM: dict[str, Any] = {"blocks": 400}
 WIDTHS = [2, 3, 4, 5, 6, 7, 8, 16, 32]
@@ -138,6 +139,17 @@ def test_prefix_hits_and_chunked_prompts_are_in_the_history() -> None:
     assert life.counters["mixed_steps"] > 0
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("quantum", [1, 3, 64])
+def test_sessions_with_proposals_say_what_requests_say(quantum: int, depth: int) -> None:
+    """A quantum may end within a window, and what is said next is in the history."""
+    them = talks(quantum)
+    how: dict[str, Any] = {"proposer": ngram(4), "speculation": Speculation(4)}
+    life = converse(them, depth=depth, rows=3, max_prefill_tokens=11, **how)
+    same_as_requests(them, life)
+    assert life.counters["spec_num_drafts"] > 0
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_answers_of_several_ranks_are_those_of_one(ranks: int) -> None:
     shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64}
@@ -220,6 +232,39 @@ def test_what_is_proposed_too_late_shows_in_the_rounds_alone(mutant: MakePropose
     wrong = whole_lives(mutant, 2)
     assert wrong.rounds != right.rounds
     assert wrong.counters["spec_num_accepted_tokens"] < 0.9 * right.counters["spec_num_accepted_tokens"]
+
+
+class HistoryReader(NgramProposer):
+    """Writes down the histories that it proposes from."""
+
+    def __init__(self, parts: ProposerParts) -> None:
+        super().__init__(parts, 1, 2)
+        self.read: set[tuple[int, ...]] = set()
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        lives = zip(rows_B.tolist(), columns.length.tolist(), columns.finished.tolist(), strict=True)
+        self.read |= {tuple(self._history_SL[slot, :length].tolist()) for slot, length, over in lives if not over}
+        return super().propose(rows_B, columns, count)
+
+
+def test_a_history_is_prompt_and_answer_so_far() -> None:
+    """After prefills, plain steps and windows, mixed steps, prefix hits, forks and evictions."""
+    made: list[HistoryReader] = []
+
+    def make(parts: ProposerParts) -> Proposer:
+        made.append(HistoryReader(parts))
+        return made[-1]
+
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=50)) for r in repeating(6)]
+    requests[0] = replace(requests[0], request_id=90, sampling=replace(requests[0].sampling, n=3))
+    later = {4: [request(50 + i, (*requests[1].prompt_token_ids, 9), max_tokens=20, stops=()) for i in range(2)]}
+    limits: dict[str, Any] = {"blocks": 24, "rows": 6, "policy": {"most_rows": 5}, "later": later}
+    life = speculating(requests, 4, proposer=make, depth=2, every=[*requests, *later[4]], **limits)
+    assert min(life.counters[name] for name in ("evictions", "forks", "mixed_steps", "prefix_hit_tokens")) > 0
+    prompts = {answer.request_id: one.prompt_token_ids for one in [*requests, *later[4]] for answer in one.answers()}
+    whole = [(*prompts[i], *tokens) for i, (tokens, _) in life.answers.items()]
+    assert len(made[-1].read) > 60
+    assert all(any(text[: len(read)] == read for text in whole) for read in made[-1].read)
 
 
 # ---- what a proposer is shown ----

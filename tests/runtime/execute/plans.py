@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
+from runtime.schedule.plan import Chunk, Fork, SlotUpdate, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import SamplingParams
 
 
@@ -20,6 +20,7 @@ def decode_step(
     logprobs: int | None = None,
     slot_writes: tuple[SlotWrite, ...] = (),
     block_writes: tuple[tuple[int, int, int], ...] = (),
+    slot_updates: tuple[SlotUpdate, ...] = (),
 ) -> LaunchSpec:
     plan = StepPlan(
         step=step,
@@ -29,6 +30,7 @@ def decode_step(
         width=width,
         slot_writes=slot_writes,
         block_writes=block_writes,
+        slot_updates=slot_updates,
     )
     variant = SamplingVariant(logprobs=logprobs is not None, top_logprobs=logprobs or 0)
     return LaunchSpec(plan, "decode", bucket or len(slots), variant)

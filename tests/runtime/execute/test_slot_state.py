@@ -111,3 +111,19 @@ def test_seen_tables_wait_for_their_first_user_when_large(device: TwinDevice) ->
     assert late.need_seen() is first
     assert (at_once.late_seen_tables, late.late_seen_tables) == (0, 1)
     assert first.counts.shape == first.prompt.shape == (4, 100)
+
+
+def test_an_end_that_moves_revives_only_who_is_to_go_on(device: TwinDevice) -> None:
+    """Slot 1 is revived; slot 2 has been ended by a stop id in a step that the host has not read yet, and stays ended;
+    slot 3 runs. Nothing else of the records changes."""
+    tables = SlotTables(device, max_requests=4, max_blocks=2, vocab_size=8)
+    columns = tables.columns
+    columns.finished[1:4] = torch.tensor([int(FinishReason.LENGTH), int(FinishReason.STOP), int(FinishReason.NONE)])
+    columns.max_length[1:4] = torch.tensor([10, 20, 30], dtype=torch.int32)
+    before = columns.records.clone()
+    tables.move_ends(*torch.tensor([[1, 2, 3], [14, 24, 34], [1, 0, 0]]))
+    assert columns.max_length.tolist()[1:4] == [14, 24, 34]
+    assert columns.finished.tolist()[1:4] == [FinishReason.NONE, FinishReason.STOP, FinishReason.NONE]
+    columns.max_length[1:4] = torch.tensor([10, 20, 30], dtype=torch.int32)
+    columns.finished[1] = int(FinishReason.LENGTH)
+    assert torch.equal(columns.records, before)

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from runtime.execute.device.protocol import DeviceError
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
-from runtime.schedule.plan import Chunk, Fork
+from runtime.schedule.plan import Chunk, Fork, SlotUpdate
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.plans import decode_step, prefill_step, slot_write
 
@@ -154,6 +155,11 @@ def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice)
         (decode_step(9, (1,), slot_writes=(slot_write(0),)), r"step 9: a slot write names slots 0\.\.0, .* 1\.\.8"),
         (decode_step(9, (1,), slot_writes=(slot_write(9),)), r"step 9: a slot write names slots 9\.\.9"),
         (decode_step(9, (1,), slot_writes=(slot_write(2), slot_write(2))), "step 9: two slot writes for the same"),
+        (decode_step(9, (1,), slot_updates=(SlotUpdate(9, 5, True),)), r"step 9: a slot update names slots 9\.\.9"),
+        (
+            decode_step(9, (1,), slot_writes=(slot_write(2),), slot_updates=(SlotUpdate(2, 5, False),)),
+            "step 9: two slot updates or writes for the same place",
+        ),
         (decode_step(9, (1,), block_writes=((0, 0, 3),)), r"step 9: a block write names slots 0\.\.0"),
         (decode_step(9, (1,), block_writes=((1, 6, 3),)), "step 9: .*block 6 of a request.*has 6; see --max-model-len"),
         (decode_step(9, (1,), block_writes=((1, 2, 3), (1, 2, 4))), "step 9: two block writes for the same place"),
@@ -278,3 +284,15 @@ def test_without_the_copied_event_an_apply_reads_too_early(monkeypatch: pytest.M
         staging.apply(staged)
         with pytest.raises(DeviceError, match="index -1 is out of bounds"):  # what empty memory is filled with
             device.compute.synchronize()
+
+
+def test_ends_move_and_only_who_is_new_in_a_slot_begins_with_fresh_state(device: TwinDevice) -> None:
+    tables, staging = make_staging(device)
+    fresh: list[list[int]] = []
+    staging.on_seated = lambda slots_N: fresh.append(slots_N.tolist())
+    resumed = replace(slot_write(2, (1, 2, 3)), resumes=True)
+    run(device, staging, decode_step(1, (1, 2), slot_writes=(slot_write(1), resumed)))
+    run(device, staging, decode_step(2, (1, 2), slot_writes=(resumed,)))
+    run(device, staging, decode_step(3, (1, 2), slot_updates=(SlotUpdate(1, 77, False), SlotUpdate(2, 78, True))))
+    assert fresh == [[1]]
+    assert tables.columns.max_length.tolist()[1:3] == [77, 78]

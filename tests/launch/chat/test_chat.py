@@ -1,0 +1,39 @@
+"""What a person sees and types: Ctrl-C ends an answer with its quantum, and the session goes on from there."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+
+from launch.chat.command import _Conversation
+from launch.chat.options import ChatCommand
+from launch.cli import parse
+from runtime.daemon.client import SlotClient
+from runtime.daemon.frames import Kind
+from tests.runtime.daemon.test_server import IDS, PATIENCE_S, alone, served
+
+
+def test_ctrl_c_ends_an_answer_with_its_quantum(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+    command = ChatCommand("chat", path, 40, 4, None, None, plain=True)
+    screen = io.StringIO()
+    shown: list[int] = []
+    with served(path), SlotClient(path, timeout=PATIENCE_S) as client:
+        session = client.start(IDS, max_tokens=40, quantum=4, keep=True)
+        before = signal.getsignal(signal.SIGINT)
+        for frame in _Conversation(client, command, None, screen)._until_stopped(session):
+            if frame.kind is Kind.TOKEN:
+                shown += frame.tokens
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is before
+        assert shown == alone(0, IDS, 4)
+        assert screen.getvalue() == " [stopped]"
+        session.extend([5, 6], max_tokens=3, quantum=3)
+        assert session.tokens() == alone(0, (*IDS, *shown, 5, 6), 3)
+
+
+def test_the_command_line() -> None:
+    command = parse(["chat", "--connect", "x.sock", "--temperature", "0", "--plain"])
+    assert command == ChatCommand("chat", Path("x.sock"), 256, 32, 0.0, None, plain=True)
