@@ -312,6 +312,11 @@ def slot_state(driver: CompilingDriver) -> None:
             kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots, ends), positions)
             if tokens == rows:
                 kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots), positions)
+        window = torch.empty(8 * 16, channels + values + 2 * v_heads, dtype=dtype, device=META)
+        slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (8, 8 * 16))
+        kept = torch.empty(8, dtype=torch.int32, device=META)
+        for rows_of_window in (StateRows(slots, frozen=True), StateRows(slots, kept_B=kept)):
+            kernels.conv_gated_delta(window, filters, *banks, rows_of_window, positions)
         x = torch.empty(9, 2048, dtype=dtype, device=META)
         kernels.sigmoid_mul(x, x)
         kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))

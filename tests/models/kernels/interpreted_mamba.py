@@ -116,9 +116,9 @@ def check_windows(weights: Mamba2Weights) -> None:
                 expected = REFERENCE.mamba2(one, weights, *alone, row, torch.tensor([position]))
                 check(found[1][number][position - start], expected[0], 1e-5, "a token of a window")
         at = [start + count for start, count in zip(at, kept, strict=True)]
-        for kept_banks in (mine, theirs):
-            check(kept_banks[1][1:4], alone[1][1:4], 1e-5, "what is kept of a window")
-            assert torch.equal(kept_banks[0][1:4], alone[0][1:4])
+        for form in (mine, theirs):
+            check(form[1][1:4], alone[1][1:4], 1e-5, "what is kept of a window")
+            assert torch.equal(form[0][1:4], alone[0][1:4])
 
 
 def triton_form(
