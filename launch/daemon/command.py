@@ -22,7 +22,7 @@ from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, require_real_texts
 from runtime.daemon.server import DaemonEngine, Endpoint, SlotServer, listen
 from runtime.daemon.session import Connection
 from runtime.frontend.tokenizer import Tokenizer
@@ -54,6 +54,7 @@ def run(command: DaemonCommand, environ: Mapping[str, str], open_engine: OpenEng
     config = command.engine_config(check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous))
     if not config.max_sessions:
         raise UsageError("--max-sessions 0: a daemon without sessions does nothing; type --max-sessions 64")
+    require_real_texts(config, "daemon")
     defaults = sampling_defaults(Path(config.model), options.generation_config, {})
     config = warmed_for(config, defaults)
     if not rendezvous.topology.is_leader:

@@ -18,11 +18,12 @@ from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import Evicted, Notice, Parked, Refused, StepOutput
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, oracle, prompt
 from tests.runtime.engine.rig import VOCABULARY, request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.engine.test_speculation import ngram
 
 DEPTHS = (0, 1, 2, 4)
 MOST_TURNS = 2000
@@ -208,7 +209,9 @@ def test_windows_end_where_quanta_end(depth: int, width: int) -> None:
         )
         for i in range(3)
     ]
-    speculating: dict[str, Any] = {"proposer": ngram(width), "speculation": Speculation(width), "blocks": 400}
+    keys = {"method": "ngram", "num_speculative_tokens": width - 1, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    proposer = proposer_for(speculative_config(keys))
+    speculating: dict[str, Any] = {"proposer": proposer, "speculation": Speculation(width), "blocks": 400}
     life = converse(them, depth=depth, rows=2, **speculating)
     same_as_requests(them, life)
     assert life.counters["spec_num_accepted_tokens"] > 10
