@@ -79,8 +79,9 @@ lockstride_ranks() {
   MASTER_PORT=$(lockstride_free_port) || exit 2
   export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((per_rank < 8 ? per_rank : 8))}"
   # A rank that is lost makes the others end within seconds, and they say why. So srun waits for them: were they killed
-  # at once (--kill-on-bad-exit=1), that would be lost, and the job's exit code would be 143 instead of rank 0's.
-  step=(srun --nodes="$lockstride_nodes" --kill-on-bad-exit=0 --wait=120 --open-mode=append "${options[@]}")
+  # at once (--kill-on-bad-exit=1), that would be lost, and the job's exit code would be 143 instead of rank 0's. Those
+  # that are stopped, and cannot end, are killed after half a minute.
+  step=(srun --nodes="$lockstride_nodes" --kill-on-bad-exit=0 --wait=30 --open-mode=append "${options[@]}")
   case $LOCKSTRIDE_LAUNCHER in
   srun)
     step+=(--ntasks="$((lockstride_nodes * ranks))" --ntasks-per-node="$ranks" --cpus-per-task="$per_rank"
