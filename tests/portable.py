@@ -1,9 +1,9 @@
-"""Tests that compute floats, as other machines would run them: ``python -m tests.portable [-n WORKERS] [ARGUMENT]``.
+"""Tests that compute floats, as other machines would run them: ``python -m tests.portable [-n WORKERS] [--only TEXT]``.
 
 Runs FOLDERS once for each vector width that this CPU has and for 1 and 4 threads an operator, then once beside as many
 processes that never rest as there are workers. Other widths and threads sum in another order, so that the last bits of
-a product differ; a busy machine lets threads and ranks come in another order. GPUs are out of sight. Exit code 0 when
-all runs passed.
+a product differ; a busy machine lets threads and ranks come in another order. GPUs are out of sight. Further arguments
+are pytest's. Exit code 0 when all runs passed; ``--only busy`` makes those whose name has that in it.
 
 It runs with whatever Python it is started with. Test files that need a package which that one lacks are left out and
 named. Without pytest-xdist (or with ``-n 1``) the tests run one after the other.
@@ -101,6 +101,7 @@ def busy_loops(count: int) -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.portable", description=__doc__.splitlines()[0])
     parser.add_argument("-n", "--workers", type=int, default=2, help="tests at once, and busy loops (default: 2)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only runs with TEXT in their name: avx2, busy")
     options, pytest_arguments = parser.parse_known_args(arguments)
     asked = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     plain = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"torch {torch.__version__}, {capability.stdout.strip()}, {os.cpu_count()} cores", flush=True)
     for file, package in left_out.items():
         print(f"left out, without {package}: {file}", flush=True)
-    for run in runs_of(widths_of(capability.stdout.strip()), options.workers):
+    runs = runs_of(widths_of(capability.stdout.strip()), options.workers)
+    for run in (run for run in runs if options.only in run.label):
         print(f"== {run.label}", flush=True)
         began = time.monotonic()
         with busy_loops(run.busy):
