@@ -16,11 +16,14 @@ import pytest
 from models.drafters.load import load_own_mtp
 from models.layers.decoder import Decoder
 from parallel.layers.experts import ExpertSplit
+from runtime.engine import Engine
 from runtime.execute.proposer import Observed
 from runtime.speculate.mtp import MTPProposer
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_hybrid import on_banks
+from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.speculate.recorded import OwnLayer, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import people, sequences
 
@@ -30,8 +33,14 @@ FAMILY = pytest.mark.parametrize("family", FAMILIES)
 def drafted(drafter: OwnLayer, width: int, *, depth: int, count: int = 5, **how: Any) -> Life:
     """A life with windows, whose answers are those of the serial engine without."""
     requests = people(count)
-    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 8, "block_size": 4, "folder": drafter.folder} | how
-    life = live(requests, depth=depth, widths=(width,), proposer=drafter, blocks=400, **limits)
+    limits: dict[str, Any] = {
+        "rows": 3,
+        "max_prefill_tokens": 8,
+        "block_size": 4,
+        "blocks": 400,
+        "folder": drafter.folder,
+    } | how
+    life = live(requests, depth=depth, widths=(width,), proposer=drafter, **limits)
     same(life, live(requests, depth=0, folder=drafter.folder))
     return life
 
@@ -57,6 +66,21 @@ def test_two_ranks_guess_as_one(whole: bool, tmp_path: Path) -> None:
     assert drafter.rounds == of_one_rank
     held = drafter.recorder.inner._draft.layers[0].mlp.experts.gate_up.shape  # type: ignore[union-attr]
     assert held == ((4, 32, 24) if whole else (8, 16, 24))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_belongs_to_nobody_reaches_no_guess(depth: int, tmp_path: Path) -> None:
+    """NaN in the null slot, in free slots and in idle blocks before every turn; rows are evicted meanwhile."""
+    drafter = OwnLayer(FAMILIES["qwen3-next"], tmp_path)
+
+    def poison(engine: Engine, turn: int) -> None:
+        on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
+        fill_with_nan(engine, idle_blocks(engine))
+
+    limits: dict[str, Any] = {"rows": 5, "buckets": (3, 5), "blocks": 40}
+    life = drafted(drafter, 4, depth=depth, act=poison, **limits)
+    assert life.counters["evictions"] > 0
+    check_rounds(drafter, sequences(people(5), life))
 
 
 class OwnState(MTPProposer):
