@@ -210,8 +210,9 @@ def _read(folder: str | Path) -> tuple[Path, dict[str, Any]]:
 
 def _require_architecture(config: Mapping[str, Any], wanted: str) -> None:
     if config.get("architectures") != [wanted]:
+        own = '; for the layer in the target\'s own checkpoint leave "model" out' if wanted == MTP else ""
         raise ValueError(
-            f"'architectures' must be [{wanted!r}] for this kind of drafter, not {config.get('architectures')!r}"
+            f"'architectures' must be [{wanted!r}] for this kind of drafter, not {config.get('architectures')!r}{own}"
         )
 
 

@@ -261,6 +261,11 @@ def test_mtp_of_several_layers_is_refused() -> None:
         MTPConfig.from_dict(mtp_config(num_hidden_layers=2))
 
 
+def test_an_mtp_layers_folder_that_is_the_targets_is_refused_with_what_to_type() -> None:
+    with pytest.raises(ValueError, match=r"not \['Qwen3NextForCausalLM'\].*leave \"model\" out"):
+        MTPConfig.from_dict({**TARGET, **FAMILIES["qwen3-next"]})
+
+
 def test_errors_name_the_file(tmp_path: Path) -> None:
     write(tmp_path, dflash_config(block_size=1), {})
     with pytest.raises(ModelConfigError, match=r"config\.json: 'block_size' is 1"):
