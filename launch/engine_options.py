@@ -90,7 +90,12 @@ _ENGINE: dict[str, _Option] = {
         str,
     ),
     "speculative_method": _Option(f"its key method: {', '.join(METHODS)}", "word", str, alias="--spec-method"),
-    "speculative_model": _Option("its key model: folder of a drafter's weights", "folder", str, alias="--spec-model"),
+    "speculative_model": _Option(
+        "its key model: folder of a drafter's weights; without it mtp is the model's own layer",
+        "folder",
+        str,
+        alias="--spec-model",
+    ),
     "num_speculative_tokens": _Option(
         "its key num_speculative_tokens: proposals checked in one step", "tokens", alias="--spec-tokens"
     ),

@@ -21,6 +21,7 @@ from models.layers.rope import Rope, YarnRope, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, read_routed_experts
 
 MOST_LAYERS = 10_000
+MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -37,6 +38,8 @@ class ModelConfig:
     experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
     gated delta nets; None where all attend. ``blocks``: the kind of each layer where layers have one mixer or one MLP
     each, nothing is rotated then; empty where all have both. ``mamba``: of those that are Mamba-2.
+    ``mtp_layers``: layers of multi-token prediction that the config names, which are not among ``layers``;
+    ``mtp_own_embeddings``: they have an embedding of their own.
     """
 
     architecture: str
@@ -61,6 +64,8 @@ class ModelConfig:
     delta: GatedDeltaShape | None = None
     blocks: tuple[BlockKind, ...] = ()
     mamba: Mamba2Shape | None = None
+    mtp_layers: int = 0
+    mtp_own_embeddings: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's MLP is sparse."""
@@ -137,6 +142,8 @@ class ModelConfig:
             delta=delta,
             blocks=blocks,
             mamba=read_mamba2(config) if "mamba" in blocks else None,
+            mtp_layers=_mtp_layers(config),
+            mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
         )
 
 
@@ -189,6 +196,14 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("original_max_position_embeddings") is not None:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return parameters
+
+
+def _mtp_layers(config: Mapping[str, Any]) -> int:
+    """Qwen3.5 and DeepSeek-V3 have different keys for it; 0 where there is neither."""
+    key = next((key for key in MTP_KEYS if config.get(key) is not None), None)
+    if key is None or config[key] == 0:
+        return 0
+    return ConfigReader(config).size(key, most=MOST_LAYERS)
 
 
 def _max_length(rope: Rope, max_positions: int) -> int:

@@ -90,8 +90,12 @@ def fill(
     load_format: str = "safetensors",
     device: torch.device | str = "cpu",
     seed: int = 0,
+    prefix: str = "",
 ) -> Parts:
-    """Build a model of another kind than ``load_model`` does, with ``make``, and fill it in the same way."""
+    """Build a model of another kind than ``load_model`` does, with ``make``, and fill it in the same way.
+
+    Of the checkpoint only tensors whose names begin with ``prefix`` are looked at: the others are another model's.
+    """
     if load_format == "dummy":
         with torch.device(device):
             model = make()
@@ -99,7 +103,7 @@ def fill(
         return model
     if folder is None:
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
-    stored = locate_tensors(Path(folder))
+    stored = {name: file for name, file in locate_tensors(Path(folder)).items() if name.startswith(prefix)}
     with torch.device("meta"):
         skeleton = make()
     shapes = {name: shard.full_shape for name, shard in skeleton.checkpoint_shards(stored).items()}

@@ -92,7 +92,8 @@ def build_engine(
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     if config.speculation is not None:
-        check_drafter(config.speculation, model_config)
+        folder = Path(config.model)
+        check_drafter(config.speculation, model_config, target_folder=folder, load_format=config.load_format)
     dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
@@ -136,7 +137,10 @@ def build_engine(
             start_counting(model)
         proposer = None
         if config.speculation is not None:
-            proposer = proposer_for(config.speculation, load_format=config.load_format, seed=config.seed)
+            folder = Path(config.model)
+            proposer = proposer_for(
+                config.speculation, target_folder=folder, load_format=config.load_format, seed=config.seed
+            )
         loaded = time.perf_counter()
         log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
         executor = Executor(

@@ -28,6 +28,7 @@ MISSING_METHODS: Final = (
     "dspark",
 )
 WITH_WEIGHTS: Final = ("mtp", "dflash")  # methods that read a folder of weights: ``model``
+WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the target's own folder
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
 
@@ -43,7 +44,8 @@ class SpeculativeConfig:
     method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beside the
     model that guesses one token after the other, ``dflash`` a small model that guesses a block at once; ``synthetic``
     proposes any tokens, of which a scripted number is kept: for measurements only.
-    model: folder of the drafter's weights, for methods that have some.
+    model: folder of the drafter's weights, for methods that have some; without it ``mtp`` is a layer of the target's
+    own checkpoint.
     num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
     prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
     stands for both; without either both are 5.
@@ -96,7 +98,7 @@ class SpeculativeConfig:
             )
 
     def _check_model(self) -> None:
-        if self.method in WITH_WEIGHTS and self.model is None:
+        if self.method in WITH_WEIGHTS and self.method not in WITH_OWN_LAYER and self.model is None:
             raise SpeculativeConfigError(
                 f"{FLAG}: method {self.method!r} reads weights, but names no folder of them: type "
                 f'"model": "models/demo/{self.method}" for the demo model, or the folder of your drafter'

@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models.config import ModelConfig, ModelConfigError, read_json_object
+from models.config import MTP_KEYS, ModelConfig, ModelConfigError, read_json_object
 from models.config_reader import ConfigReader
+from models.registry import model_class
 
 DFLASH, MTP = "DFlashDraftModel", "MTPDraftModel"
 # What ModelConfig does not read of a drafter, or would refuse in a target.
 _OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
+OTHER_DRAFTERS = (
+    'type "model": the folder of an MTP layer for this target, or "method": "ngram", in --speculative-config'
+)
 _LATER_FORMS = ("conv_", "selector_", "projector_")
 _DFLASH_KEYS = frozenset(
     [
@@ -112,7 +116,8 @@ class DFlashConfig:
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """One multi-token-prediction layer. ``model``: its sizes. ``target_layers``: see DFlashConfig.
+    """One multi-token-prediction layer. ``model``: its sizes, those of the target where it is the target's own; with
+    experts its MLP is sparse. ``target_layers``: see DFlashConfig.
 
     ``zero_centred``: the checkpoint has its norms' weights less 1; ``output_gate``: every head's result is gated. Both
     as in Qwen3-Next, whose keys are ``norm_zero_centered`` (ours: there it goes without saying) and
@@ -123,6 +128,29 @@ class MTPConfig:
     target_layers: int | None = None
     zero_centred: bool = False
     output_gate: bool = False
+
+    @classmethod
+    def of_target(cls, target: ModelConfig) -> MTPConfig:
+        """The layer in the target's own checkpoint, ``mtp.*``: a layer of Qwen3-Next or Qwen3.5 with gated attention.
+
+        Raises ValueError where this target's checkpoints have none, or one that is not implemented.
+        """
+        if not model_class(target.architecture).has_mtp:
+            raise ValueError(
+                f"an MTP layer of {target.architecture} itself is not implemented, only those of Qwen3-Next and "
+                f"Qwen3.5 are; {OTHER_DRAFTERS}"
+            )
+        if target.mtp_layers > 1:
+            raise ValueError(
+                f"the target has {target.mtp_layers} MTP layers ({' or '.join(map(repr, MTP_KEYS))}), but only MTP of "
+                f"one layer is implemented; {OTHER_DRAFTERS}"
+            )
+        if target.mtp_own_embeddings:
+            raise ValueError(
+                "'mtp_use_dedicated_embeddings' is true, but only MTP layers that share the target's embedding are "
+                f"implemented; {OTHER_DRAFTERS}"
+            )
+        return cls(target, target.layers, zero_centred=True, output_gate=True)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> MTPConfig:
@@ -182,8 +210,9 @@ def _read(folder: str | Path) -> tuple[Path, dict[str, Any]]:
 
 def _require_architecture(config: Mapping[str, Any], wanted: str) -> None:
     if config.get("architectures") != [wanted]:
+        own = '; for the layer in the target\'s own checkpoint leave "model" out' if wanted == MTP else ""
         raise ValueError(
-            f"'architectures' must be [{wanted!r}] for this kind of drafter, not {config.get('architectures')!r}"
+            f"'architectures' must be [{wanted!r}] for this kind of drafter, not {config.get('architectures')!r}{own}"
         )
 
 

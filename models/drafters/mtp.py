@@ -1,6 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer that guesses the next token.
 
-It reads a token and the target's final hidden state of the token before it.
+It reads a token and the target's final hidden state of the token before it. Its attention sees everything, also where
+the target's layers are recurrent; its MLP is dense or has experts, as the target's.
 
 Knows: the layer, its checkpoint names, its two passes: entries of tokens whose successors are known, and one guess a
 row. Entry p is of the target's hidden state at position p and of the token at p + 1. Does not know: the target (its
@@ -10,6 +11,7 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
@@ -26,19 +28,32 @@ from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import DecoderLayer
 from models.layers.mlp import GatedMLP
+from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 
+SPARSE_NAMES = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.{}.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down": "mlp.experts.{}.down_proj",
+    "mlp.experts": "mlp.experts",  # fused: gate_up_proj and down_proj
+    "mlp.shared.gate_up.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.gate_up.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared.gate": "mlp.shared_expert_gate",
+}
+
 
 class MTPDraft(CheckpointParts):
-    """One layer of a dense target, split over ranks as its layers are; ``fc`` is whole on each."""
+    """One layer, split over ranks as its layers are; ``fc`` is whole on each."""
 
     checkpoint_names: ClassVar = {
         "fc": "mtp.fc",
         "embedding_norm": "mtp.pre_fc_norm_embedding",
         "hidden_norm": "mtp.pre_fc_norm_hidden",
         "norm": "mtp.norm",
-        **{f"layers.{{}}.{part}": f"mtp.layers.{{}}.{name}" for part, name in LAYER_NAMES.items()},
+        **{f"layers.{{}}.{part}": f"mtp.layers.{{}}.{name}" for part, name in (LAYER_NAMES | SPARSE_NAMES).items()},
     }
 
     def __init__(self, config: MTPConfig, context: ModelContext) -> None:
@@ -64,7 +79,12 @@ class MTPDraft(CheckpointParts):
             output_bias=sizes.attention_bias,
             output_gate=config.output_gate,
         )
-        self.layers = nn.ModuleList([DecoderLayer(attention, GatedMLP(sizes, context, norm(hidden)))])
+        mlp: GatedMLP | SparseMLP
+        if sizes.experts is None:
+            mlp = GatedMLP(sizes, context, norm(hidden))
+        else:  # its number is none of the target's layers, whose maps of experts are not for it
+            mlp = SparseMLP(sizes, context, norm(hidden), layer=sizes.layers)
+        self.layers = nn.ModuleList([DecoderLayer(attention, mlp)])
         self.norm = norm(hidden)
 
     @property
@@ -83,12 +103,13 @@ class MTPDraft(CheckpointParts):
     def forward(self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
         """Final-normed hidden states [T, N] of one token a row: for the target's head, and as the next guess's
         ``hidden``. ``embedded``: of the newest token; ``hidden``: the target's of the token before it, or what this
-        method returned for it. ``inputs.positions_T`` and its lengths are those of the token before it.
+        method returned for it. ``inputs.positions_T`` and its lengths are those of the token before it; an MLP with
+        experts needs ``inputs.real_T``, and of tokens that it leaves out the result is undefined.
         """
         attention = inputs.attention
         assert isinstance(attention, DecodeAttention)
         attention = self.kernels.plan_decode(attention, self._attention.heads, kv_layer)
-        step = StepInputs(inputs.token_ids_T, inputs.positions_T, inputs.kv_slots_T, attention)
+        step = replace(inputs, attention=attention)
         x_TN, residual_TN = self.layers[0](self._joined(embedded_TN, hidden_TN), None, step, kv_layer)
         return self.norm.add(x_TN, residual_TN)[0]
 

@@ -38,6 +38,7 @@ class Qwen3Next(Decoder):
         "layers.{}.mlp.shared.gate": "model.layers.{}.mlp.shared_expert_gate",
     }
     unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.",)
+    has_mtp: ClassVar[bool] = True
     interleaved: ClassVar[bool] = True  # as the checkpoint has the input projections of a delta net
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:

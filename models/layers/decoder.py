@@ -85,11 +85,13 @@ class Decoder(CheckpointParts):
     A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
     of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
-    ``unused_tensors`` belong to parts of a checkpoint that are not run.
+    ``unused_tensors`` belong to parts of a checkpoint that are not run with the model. ``has_mtp``: one of these may be
+    an MTP layer as Qwen3-Next has it, ``mtp.*``, which guesses for the model where it is asked to (models/drafters).
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
     unused_tensors: ClassVar[tuple[str, ...]] = ()
+    has_mtp: ClassVar[bool] = False
     cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
     embedding: VocabParallelEmbedding
     layers: nn.ModuleList
@@ -105,6 +107,7 @@ class Decoder(CheckpointParts):
         self.dtype = context.dtype
         self.collectives = context.collectives
         self.kernels = context.kernels
+        self.expert_split = context.experts
         self._shared = exchange is not None
         self._few_layers = False
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple, TypedDict
 
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig, MTPConfig
-from models.drafters.load import load_dflash, load_mtp
+from models.drafters.load import check_own_mtp, load_dflash, load_mtp, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
 from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
@@ -23,11 +24,26 @@ from runtime.speculate.synthetic import AnyTokens, scripted
 from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError
 
 
-def check_drafter(config: SpeculativeConfig, target: ModelConfig) -> None:
+def check_drafter(
+    config: SpeculativeConfig,
+    target: ModelConfig,
+    *,
+    target_folder: Path | None = None,
+    load_format: str = "safetensors",
+) -> None:
     """Before anything is loaded: ModelConfigError where the drafter's config.json is not one, or is of another target;
-    SpeculativeConfigError where it cannot guess as many tokens.
+    SpeculativeConfigError where it cannot guess as many tokens, or where ``config`` names no drafter and the target's
+    folder holds none.
     """
     if config.method not in _CONFIGS:
+        return
+    if config.model is None:
+        try:
+            check_own_mtp(target, target_folder, load_format=load_format)
+        except ValueError as error:
+            raise SpeculativeConfigError(
+                f"--speculative-config: method 'mtp' without \"model\" asks for the target's own layer: {error}"
+            ) from error
         return
     folder = _folder(config)
     drafter = _CONFIGS[config.method].from_folder(folder)
@@ -42,23 +58,40 @@ def check_drafter(config: SpeculativeConfig, target: ModelConfig) -> None:
             raise SpeculativeConfigError(str(error)) from error
 
 
-def proposer_for(config: SpeculativeConfig, *, load_format: str = "safetensors", seed: int = 0) -> MakeProposer:
+def proposer_for(
+    config: SpeculativeConfig, *, target_folder: Path | None = None, load_format: str = "safetensors", seed: int = 0
+) -> MakeProposer:
     """What makes the proposer of a checked ``config``, over caches that an executor has.
 
-    A drafter's weights are loaded when a proposer is first made, in ``load_format`` as the target's, with ``seed`` for
-    dummy ones; it raises as ``check_drafter`` then, and WeightsError.
+    A drafter's weights are loaded when a proposer is first made, from its own folder or, where ``config`` names none,
+    from ``target_folder``; in ``load_format`` as the target's, with ``seed`` for dummy ones. It raises as
+    ``check_drafter`` then, and WeightsError.
     """
-    make = _MAKERS[config.method](config, load_format, seed)
+    weights = _Weights(target_folder, load_format, seed)
+    make = _MAKERS[config.method](config, weights)
     rates = config.synthetic_acceptance_rates
     return scripted(make, rates) if config.synthetic and rates is not None else make
 
 
+class _How(TypedDict):
+    load_format: str
+    seed: int
+
+
+class _Weights(NamedTuple):
+    """As the arguments of ``proposer_for``."""
+
+    target_folder: Path | None
+    load_format: str
+    seed: int
+
+
 def _folder(config: SpeculativeConfig) -> Path:
-    assert config.model is not None  # a checked config of a method with weights has one
+    assert config.model is not None  # a checked config has one, but for a layer of the target's own
     return Path(config.model)
 
 
-def _ngram(config: SpeculativeConfig, load_format: str, seed: int) -> MakeProposer:
+def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     assert low is not None  # a checked config has both
     assert high is not None
@@ -69,27 +102,31 @@ def _ngram(config: SpeculativeConfig, load_format: str, seed: int) -> MakePropos
     return make
 
 
-def _mtp(config: SpeculativeConfig, load_format: str, seed: int) -> MakeProposer:
-    folder = _folder(config)
+def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+    how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
     def load(target: Decoder) -> MTPDraft:
-        return load_mtp(target, MTPConfig.from_folder(folder), folder, load_format=load_format, seed=seed)
+        if config.model is None:
+            return load_own_mtp(target, weights.target_folder, **how)
+        folder = _folder(config)
+        return load_mtp(target, MTPConfig.from_folder(folder), folder, **how)
 
     return lambda parts: MTPProposer(parts, load(parts.model))
 
 
-def _dflash(config: SpeculativeConfig, load_format: str, seed: int) -> MakeProposer:
+def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     folder = _folder(config)
+    how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
     def load(target: Decoder) -> DFlashDraft:
-        return load_dflash(target, DFlashConfig.from_folder(folder), folder, load_format=load_format, seed=seed)
+        return load_dflash(target, DFlashConfig.from_folder(folder), folder, **how)
 
     return lambda parts: DFlashProposer(parts, load(parts.model))
 
 
-def _any_tokens(config: SpeculativeConfig, load_format: str, seed: int) -> MakeProposer:
+def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return AnyTokens
 
 

@@ -52,7 +52,7 @@ class MTPProposer:
         for number in range(count):
             kv_slots_B = rows.kv_slots(number - 1) if number else rows.trash_slots()
             attention = rows.attention(rows.length_B - 1 + number, 1)
-            inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention)
+            inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention, real_T=rows.live_B)
             hidden_BN = self._draft(self._model.embedding(token_B), hidden_BN, inputs, self._kv_layer)
             token_B = likeliest(self._model, hidden_BN)
             guesses.append(token_B)

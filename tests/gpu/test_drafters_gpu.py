@@ -1,4 +1,5 @@
-"""Proposers with weights on a GPU: the demo's drafters give the tokens of single steps, captured and without a sync.
+"""Proposers with weights on a GPU: the demo's drafters and hybrids' own MTP layers give the tokens of single steps,
+captured and without a sync.
 
 In float32 they keep as many guesses as on a CPU, but for near-ties; in bfloat16 about as many.
 """
@@ -18,7 +19,10 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import gpu_rig
+from tests.gpu.test_gdn_gpu import shape
+from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.rig import request, run
+from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.speculate.demo_acceptance import DEMO, RECORD, WIDEST, acceptance, golden_rows
 
 pytestmark = pytest.mark.gpu
@@ -82,3 +86,39 @@ def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
         assert engine.counters["graph_captures_after_warmup"] == 0
         assert engine.counters["device_allocs_after_warmup"] == 0
         assert engine.counters["chain_breaks{start}"] == 1
+
+
+def own_layer(family: str, dtype: torch.dtype, depth: int = 2) -> Any:
+    """A hybrid and its own MTP layer, k = 3; both with dummy weights."""
+    keys = {"method": "mtp", "num_speculative_tokens": 3}
+    proposer = proposer_for(speculative_config(keys), load_format="dummy")
+    has_layer = {**shape(family), "mtp_num_hidden_layers": 1}
+    return gpu_rig("triton", depth=depth, dtype=dtype, shape=has_layer, widths=(4,), proposer=proposer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hybrids_own_layer_gives_the_same_tokens_at_every_depth(family: str) -> None:
+    """In float32, over windows of 4 tokens; one near-tie may fall the other way, as in test_gdn_gpu.py."""
+    requests, found = mixture(3), []
+    for depth in (0, 2):
+        with own_layer(family, torch.float32, depth) as engine:
+            found.append(outcome(run(engine, requests)))
+            assert engine.counters["spec_num_drafts"] > 0
+    assert sum(found[1][i] != found[0][i] for i in found[0]) <= 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_with_a_hybrids_own_layer_does_not_synchronise(family: str) -> None:
+    requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
+    with own_layer(family, torch.bfloat16) as engine:
+        for one in requests:
+            engine.add(one)
+        for _ in range(6):
+            engine.step()
+        with no_synchronisation():
+            for _ in range(5):
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        assert engine.counters["graph_captures_after_warmup"] == 0
+        assert engine.counters["device_allocs_after_warmup"] == 0

@@ -21,12 +21,15 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x_LHD: Tensor, positions_L: Tensor, theta: float) -> Tensor:
-    half = x_LHD.shape[-1] // 2
+def rotate(x_LHD: Tensor, positions_L: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """The leading part of every head."""
+    rotated, theta = int(x_LHD.shape[-1] * config.get("partial_rotary_factor", 1.0)), config["rope_theta"]
+    x_LHD, rest = x_LHD[..., :rotated], x_LHD[..., rotated:]
+    half = rotated // 2
     angles = positions_L[:, None].float() * theta ** (-torch.arange(half).float() / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x_LHD[..., :half], x_LHD[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 def keys_values(w: Weights, layer: str, x_LN: Tensor, positions_L: Tensor, config: Mapping[str, Any]) -> list[Tensor]:
@@ -34,15 +37,13 @@ def keys_values(w: Weights, layer: str, x_LN: Tensor, positions_L: Tensor, confi
     shape = (len(x_LN), config["num_key_value_heads"], config["head_dim"])
     k = (x_LN @ w[f"{layer}self_attn.k_proj.weight"].T).view(shape)
     k = norm(k, w[f"{layer}self_attn.k_norm.weight"], config["rms_norm_eps"])
-    return [rotate(k, positions_L, config["rope_theta"]), (x_LN @ w[f"{layer}self_attn.v_proj.weight"].T).view(shape)]
+    return [rotate(k, positions_L, config), (x_LN @ w[f"{layer}self_attn.v_proj.weight"].T).view(shape)]
 
 
 def queries(w: Weights, layer: str, x_WN: Tensor, positions_W: Tensor, config: Mapping[str, Any]) -> Tensor:
     shape = (len(x_WN), config["num_attention_heads"], config["head_dim"])
     q = (x_WN @ w[f"{layer}self_attn.q_proj.weight"].T).view(shape)
-    return rotate(
-        norm(q, w[f"{layer}self_attn.q_norm.weight"], config["rms_norm_eps"]), positions_W, config["rope_theta"]
-    )
+    return rotate(norm(q, w[f"{layer}self_attn.q_norm.weight"], config["rms_norm_eps"]), positions_W, config)
 
 
 def attend(q_WHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, seen_WL: Tensor) -> Tensor:
@@ -60,8 +61,23 @@ def attend(q_WHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, seen_WL: Tensor) -> Tens
 def rest_of_layer(w: Weights, layer: str, x_WN: Tensor, mixed_WHD: Tensor, config: Mapping[str, Any]) -> Tensor:
     x = x_WN + mixed_WHD.flatten(1) @ w[f"{layer}self_attn.o_proj.weight"].T
     y = norm(x, w[f"{layer}post_attention_layernorm.weight"], config["rms_norm_eps"])
-    gate, up = y @ w[f"{layer}mlp.gate_proj.weight"].T, y @ w[f"{layer}mlp.up_proj.weight"].T
-    return x + (torch.nn.functional.silu(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
+    if "num_experts" in config:
+        return x + torch.stack([sparse_mlp(w, f"{layer}mlp.", y_N, config) for y_N in y])
+    return x + mlp(w, f"{layer}mlp.", y)
+
+
+def mlp(w: Weights, name: str, y: Tensor) -> Tensor:
+    gate, up = y @ w[f"{name}gate_proj.weight"].T, y @ w[f"{name}up_proj.weight"].T
+    return (torch.nn.functional.silu(gate) * up) @ w[f"{name}down_proj.weight"].T
+
+
+def sparse_mlp(w: Weights, name: str, y_N: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Of one token: the likeliest experts, weighted to a sum of 1, and a shared one behind a gate of its own."""
+    scores, experts = (w[f"{name}gate.weight"] @ y_N).softmax(0).topk(config["num_experts_per_tok"])
+    out_N = torch.sigmoid(w[f"{name}shared_expert_gate.weight"][0] @ y_N) * mlp(w, f"{name}shared_expert.", y_N)
+    for score, expert in zip(scores / scores.sum(), experts.tolist(), strict=True):
+        out_N = out_N + score * mlp(w, f"{name}experts.{expert}.", y_N)
+    return out_N
 
 
 def dflash_block(w: Weights, config: Mapping[str, Any], features_LF: Tensor, embedded_WN: Tensor) -> Tensor:

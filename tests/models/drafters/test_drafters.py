@@ -13,7 +13,8 @@ from torch import Tensor
 from models.checkpoint import WeightsError
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.draft_config import BlockView, DFlashConfig, MTPConfig, default_layer_ids
-from models.drafters.load import load_dflash, load_mtp
+from models.drafters.load import load_dflash, load_mtp, load_own_mtp
+from models.drafters.mtp import MTPDraft
 from models.inputs import DecodeAttention, StepInputs
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
@@ -24,18 +25,22 @@ from tests.models.drafters.tiny_drafters import (
     SIZES,
     dflash_config,
     dflash_tensors,
+    fused_experts,
+    less_one,
     mtp_config,
     mtp_tensors,
+    own_mtp_config,
     write,
 )
+from tests.models.tiny_delta import FAMILIES
 
 PAGE = 4
 TARGET = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": False}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def target() -> Decoder:
-    config = ModelConfig.from_dict(TARGET)
+def target(keys: dict[str, Any] = TARGET) -> Decoder:
+    config = ModelConfig.from_dict(keys)
     return load_model(config, None, load_format="dummy", collectives=SingleRank(), kernels=ReferenceKernels(), seed=3)
 
 
@@ -91,9 +96,37 @@ def test_guesses_of_an_mtp_layer_are_the_oracles(tmp_path: Path, changes: dict[s
     """The layer's own hidden state takes the place of the target's from the second guess on."""
     model, config = target(), mtp_config(**changes)
     tensors = mtp_tensors(config)
-    less = 1.0 if config.get("norm_zero_centered") else 0.0
-    stored = {name: tensor - less * (tensor.dim() == 1) for name, tensor in tensors.items()}
+    stored = less_one(tensors) if config.get("norm_zero_centered") else tensors
     draft = load_mtp(model, MTPConfig.from_dict(config), write(tmp_path, config, stored))
+    _compare_guesses(model, draft, config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [("qwen3.5", False), ("qwen3.5-moe", False), ("qwen3.5-moe", True), ("qwen3-next", False), ("qwen3-next", True)],
+)
+def test_guesses_of_a_hybrids_own_mtp_layer_are_the_oracles(tmp_path: Path, family: str, fused: bool) -> None:
+    """Out of a checkpoint with other tensors; experts in either layout; a part of each head is rotated."""
+    config = own_mtp_config({**TARGET, **FAMILIES[family], "partial_rotary_factor": 0.4})
+    model, tensors = target(config), mtp_tensors(config)
+    stored = fused_experts(less_one(tensors)) if fused else less_one(tensors)
+    draft = load_own_mtp(model, write(tmp_path, config, {"model.norm.weight": torch.ones(24), **stored}))
+    _compare_guesses(model, draft, config, tensors)
+
+
+def test_a_layer_of_its_own_with_a_tensor_too_many_is_refused_by_name(tmp_path: Path) -> None:
+    config = own_mtp_config({**TARGET, **FAMILIES["qwen3.5"], "partial_rotary_factor": 0.4})
+    tensors = mtp_tensors(config)
+    tensors["mtp.embed_tokens.weight"] = torch.zeros(37, 24)
+    with pytest.raises(WeightsError, match=r"does not have.*mtp\.embed_tokens\.weight"):
+        load_own_mtp(target(config), write(tmp_path, config, tensors))
+    del tensors["mtp.embed_tokens.weight"], tensors["mtp.norm.weight"]
+    with pytest.raises(WeightsError, match=r"no file holds.*mtp\.norm\.weight"):
+        load_own_mtp(target(config), write(tmp_path, config, tensors))
+
+
+def _compare_guesses(model: Decoder, draft: MTPDraft, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Three rows, with entries appended and then guess after guess."""
     lengths, count = [2, 19, 8], 5
     caches, table_BP = paged(draft.cache_layout, len(lengths))
     generator = torch.Generator().manual_seed(5)
@@ -108,7 +141,9 @@ def test_guesses_of_an_mtp_layer_are_the_oracles(tmp_path: Path, changes: dict[s
         positions = torch.tensor(lengths) - 2 + number
         slots = torch.cat([kv_slots(table_BP, row, p[None]) for row, p in enumerate(positions)])
         attention = DecodeAttention(table_BP, (positions + 1).to(torch.int32), 1, 16 * PAGE)
-        states = draft(model.embedding(newest), states, StepInputs(newest, positions, slots, attention), caches[0])
+        real_T = torch.ones(len(lengths), dtype=torch.bool)
+        inputs = StepInputs(newest, positions, slots, attention, real_T=real_T)
+        states = draft(model.embedding(newest), states, inputs, caches[0])
         newest = model.logits(states).argmax(-1)
         guesses.append(newest)
     embedding, head = model.embedding.weight, model.lm_head.weight
@@ -224,6 +259,11 @@ def test_mtp_layers_of_other_targets_are_refused_with_both_values(of_target: dic
 def test_mtp_of_several_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="num_hidden_layers"):
         MTPConfig.from_dict(mtp_config(num_hidden_layers=2))
+
+
+def test_an_mtp_layers_folder_that_is_the_targets_is_refused_with_what_to_type() -> None:
+    with pytest.raises(ValueError, match=r"not \['Qwen3NextForCausalLM'\].*leave \"model\" out"):
+        MTPConfig.from_dict({**TARGET, **FAMILIES["qwen3-next"]})
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:

@@ -45,9 +45,23 @@ def mtp_config(**changes: Any) -> dict[str, Any]:
     return {**SIZES, "architectures": ["MTPDraftModel"], "num_hidden_layers": 1, "num_target_layers": 2} | changes
 
 
+def own_mtp_config(target: dict[str, Any]) -> dict[str, Any]:
+    """Of the MTP layer in the checkpoint of ``target``, a Qwen3-Next or Qwen3.5; its experts, if any, are the target's.
+
+    The keys are those that serial oracles and tensors ask for.
+    """
+    return {"rms_norm_eps": 1e-6, **target, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
+
+
 def layer_shapes(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, pairs = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    mlps = {f"{layer}mlp.": inner}
+    router: dict[str, tuple[int, ...]] = {}
+    if experts := config.get("num_experts"):
+        mlps = {f"{layer}mlp.experts.{number}.": config["moe_intermediate_size"] for number in range(experts)}
+        mlps[f"{layer}mlp.shared_expert."] = config["shared_expert_intermediate_size"]
+        router = {f"{layer}mlp.gate": (experts, hidden), f"{layer}mlp.shared_expert_gate": (1, hidden)}
     return {
         f"{layer}input_layernorm": (hidden,),
         f"{layer}post_attention_layernorm": (hidden,),
@@ -57,9 +71,12 @@ def layer_shapes(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...
         f"{layer}self_attn.o_proj": (hidden, queries),
         f"{layer}self_attn.q_norm": (dim,),
         f"{layer}self_attn.k_norm": (dim,),
-        f"{layer}mlp.gate_proj": (inner, hidden),
-        f"{layer}mlp.up_proj": (inner, hidden),
-        f"{layer}mlp.down_proj": (hidden, inner),
+        **router,
+        **{
+            f"{mlp}{name}": (hidden, width) if name == "down_proj" else (width, hidden)
+            for mlp, width in mlps.items()
+            for name in ("gate_proj", "up_proj", "down_proj")
+        },
     }
 
 
@@ -94,6 +111,25 @@ def mtp_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         rows, hidden = shapes["mtp.layers.0.self_attn.q_proj"]
         shapes["mtp.layers.0.self_attn.q_proj"] = (2 * rows, hidden)
     return random_tensors(shapes, seed)
+
+
+def less_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the weights of norms as zero-centred ones are stored."""
+    return {name: tensor - 1.0 * (tensor.dim() == 1) for name, tensor in tensors.items()}
+
+
+def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of one layer in two tensors, as transformers 5 writes them."""
+    mlp = "mtp.layers.0.mlp.experts."
+    found = {name: tensor for name, tensor in tensors.items() if not name.startswith(mlp)}
+    count = sum(name.startswith(mlp) for name in tensors) // 3
+    parts = {
+        part: torch.stack([tensors[f"{mlp}{number}.{part}_proj.weight"] for number in range(count)])
+        for part in ("gate", "up", "down")
+    }
+    found[f"{mlp}gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+    found[f"{mlp}down_proj"] = parts["down"]
+    return found
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -13,17 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.cache_layout import CacheView, SlotState
+from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, MTPConfig
 from models.drafters.load import load_dflash, load_mtp
-from models.inputs import PrefillAttention, StepInputs
+from models.inputs import PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
 from models.layers.layer_tap import LayerTap
 from runtime.execute.proposer import Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.dflash import DFlashProposer
+from runtime.speculate.methods import proposer_for
 from runtime.speculate.mtp import MTPProposer
+from runtime.speculative_config import speculative_config
 from tests.models.drafters import serial_oracle
-from tests.models.drafters.tiny_drafters import dflash_config, dflash_tensors, mtp_config, mtp_tensors, write
+from tests.models.drafters.tiny_drafters import (
+    dflash_config,
+    dflash_tensors,
+    less_one,
+    mtp_config,
+    mtp_tensors,
+    own_mtp_config,
+    write,
+)
+from tests.models.tiny_checkpoint import full_tensors
 from tests.runtime.engine.rig import TINY
 
 VOCABULARY = 9  # one random guess of nine is right
@@ -119,14 +132,39 @@ class Drafter:
         return tuple((out_WN[1:] @ head.T).argmax(-1).tolist())
 
 
+class OwnLayer(Drafter):
+    """A target of ``shape`` whose own checkpoint holds an MTP layer: all tensors in one folder."""
+
+    def __init__(self, shape: Mapping[str, object], folder: Path) -> None:
+        self.kind, self.folder = "mtp", folder
+        self.config = own_mtp_config({**TINY, **SHAPE, **shape})
+        self.tensors = mtp_tensors(self.config)
+        write(folder, self.config, full_tensors(ModelConfig.from_dict(self.config)) | less_one(self.tensors))
+        self.recorder: Recorder | None = None
+
+    def __call__(self, parts: ProposerParts) -> Recorder:
+        config = speculative_config({"method": "mtp", "num_speculative_tokens": max(1, parts.limits.width - 1)})
+        recorder = Recorder(proposer_for(config, target_folder=self.folder)(parts), parts.model)
+        if parts.model.collectives.rank == 0:
+            self.recorder = recorder
+        return recorder
+
+
 def target_states(target: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(final-normed hidden states, features) of all tokens, computed at once over a cache of their own."""
     length = len(tokens)
-    caches = [torch.zeros(kv.shape(2, length), dtype=kv.dtype) for kv in target.cache_layout.paged]
+    caches: list[CacheView] = []
+    for layer in target.cache_layout.layers:
+        if isinstance(layer, SlotState):
+            caches.append({name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in layer.tensors.items()})
+        else:
+            caches.append(None if layer is None else torch.zeros(layer.shape(2, length), dtype=layer.dtype))
     place = torch.arange(length)
     attention = PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,))
     tap = LayerTap((0, 1))
-    hidden = target.forward(StepInputs(torch.tensor(tokens), place, length + place, attention), caches, tap)
+    state = StateRows(torch.tensor([1]), torch.tensor([length]))
+    inputs = StepInputs(torch.tensor(tokens), place, length + place, attention, state=state)
+    hidden = target.forward(inputs, caches, tap)
     return hidden, tap.features_TF
 
 

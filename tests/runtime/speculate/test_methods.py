@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import pytest
+import torch
 
 from models.config import ModelConfig, ModelConfigError
 from parallel.comm.collectives import SingleRank
@@ -16,7 +17,8 @@ from runtime.config import EngineConfig
 from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfigError, speculative_config
 from tests.models.drafters.tiny_drafters import write
-from tests.runtime.engine.rig import request, rig, run, tiny_folder
+from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.rig import TINY, request, rig, run, tiny_folder
 from tests.runtime.speculate.recorded import DFLASH, MTP, SHAPE
 
 SHAPES = Path("models/shapes")
@@ -54,10 +56,100 @@ def test_more_guesses_than_a_block_has_are_refused() -> None:
 
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
 def test_methods_with_weights_ask_for_a_folder(method: str) -> None:
-    with pytest.raises(SpeculativeConfigError, match=rf'type "model": "models/demo/{method}"'):
-        speculative_config({"method": method, "num_speculative_tokens": 3})
+    if method == "dflash":
+        with pytest.raises(SpeculativeConfigError, match='type "model": "models/demo/dflash"'):
+            speculative_config({"method": method, "num_speculative_tokens": 3})
     with pytest.raises(ModelConfigError, match=r"holds no config\.json"):
         check_drafter(speculative_config(asking(method, SHAPES)), ModelConfig.from_folder(EIGHT_B))
+
+
+LoadFormat = Literal["safetensors", "dummy"]
+OWN = {"method": "mtp", "num_speculative_tokens": 3}
+NEXT = {**TINY, **FAMILIES["qwen3-next"]}
+PLAIN: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "layer_types": None}
+SAFETENSORS: Final = "safetensors"
+DUMMY: Final = "dummy"
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensors", "load_format", "message"),
+    [
+        ({}, ["model.norm.weight"], SAFETENSORS, r"holds no MTP layer: none .* named mtp\.\*.*\"model\": the folder"),
+        (
+            {},
+            ["mtp.layers.0.mlp.gate.weight", "mtp.layers.1.mlp.gate.weight"],
+            SAFETENSORS,
+            r"holds 2 MTP layers \(mtp\.layers\.0, 1\).*only MTP of one layer",
+        ),
+        ({}, [], DUMMY, 'put "mtp_num_hidden_layers": 1 there'),
+        ({"mtp_num_hidden_layers": 0}, [], DUMMY, 'put "mtp_num_hidden_layers": 1 there'),
+        ({"mtp_num_hidden_layers": 2}, [], DUMMY, r"has 2 MTP layers.*only MTP of one layer"),
+        ({"num_nextn_predict_layers": 3}, ["mtp.norm.weight"], SAFETENSORS, r"has 3 MTP layers"),
+        (
+            {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": True},
+            [],
+            DUMMY,
+            r"'mtp_use_dedicated_embeddings' is true",
+        ),
+        (
+            PLAIN,
+            ["mtp.norm.weight"],
+            SAFETENSORS,
+            r"an MTP layer of Qwen3ForCausalLM itself is not implemented",
+        ),
+    ],
+)
+def test_targets_without_a_layer_of_their_own_are_refused(
+    shape: dict[str, Any],
+    tensors: list[str],
+    load_format: LoadFormat,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    """At the start of an engine, before anything is loaded, with what to type."""
+    folder = write(tmp_path, NEXT | shape, {name: torch.zeros(1) for name in tensors})
+    config = EngineConfig(model=str(folder), load_format=load_format, device="cpu", speculative_config=OWN)
+    with pytest.raises(SpeculativeConfigError, match=message) as error:
+        build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
+    assert '"method": "ngram"' in str(error.value), "what to type"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scripted_acceptance_over_a_targets_own_layer_without_weights(family: str) -> None:
+    keys = {**OWN, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    proposer = proposer_for(speculative_config(keys), load_format="dummy", seed=1)
+    requests = [request(i, range(1, 6 + i), max_tokens=31, stops=()) for i in range(3)]
+    shape = {**FAMILIES[family], "mtp_num_hidden_layers": 1}
+    with rig(depth=2, widths=(4,), proposer=proposer, shape=shape, max_model_len=64) as engine:
+        finished = run(engine, requests)
+        engine.stop()
+        counters = dict(engine.counters)
+    assert all(len(one.token_ids) == 31 for one in finished.values())
+    assert counters["spec_num_accepted_tokens"] == 2 * counters["spec_num_drafts"] == 3 * 20
+
+
+def test_an_engine_is_built_over_a_targets_own_layer(tmp_path: Path) -> None:
+    """From the options alone; what the layer keeps is in the sum of memory."""
+    folder = write(tmp_path, NEXT | {"mtp_num_hidden_layers": 1}, {})
+    bytes_per_token = []
+    for asked in (None, OWN):
+        config = EngineConfig(
+            model=str(folder),
+            load_format="dummy",
+            device="cpu",
+            max_num_seqs=2,
+            max_model_len=64,
+            num_blocks=20,
+            speculative_config=asked,
+        )
+        engine = build_engine(
+            config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu"
+        )
+        try:
+            bytes_per_token.append(engine.executor.sizing.shape.layout.bytes_per_token)
+        finally:
+            engine.close()
+    assert bytes_per_token[1] == 2 * bytes_per_token[0] > 0, "one layer of three attends, and the one beside them"
 
 
 @pytest.mark.parametrize("method", ["dflash", "mtp"])

@@ -1,0 +1,116 @@
+"""The MTP layer of a hybrid model's own checkpoint, in engines on the twin: the tokens of W = 1, and every round's
+guesses those of an oracle without pages, slots or recurrent state between rounds.
+
+Gated attention, zero-centred norms, experts and a shared one: what the layer has beside that of test_drafted.py, where
+every kind of life is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.drafters.load import load_own_mtp
+from models.layers.decoder import Decoder
+from parallel.layers.experts import ExpertSplit
+from runtime.engine import Engine
+from runtime.execute.proposer import Observed
+from runtime.speculate.mtp import MTPProposer
+from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.lives import Life, live, same
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_hybrid import on_banks
+from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
+from tests.runtime.speculate.recorded import OwnLayer, Recorder, check_rounds
+from tests.runtime.speculate.test_drafted import people, sequences
+
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def drafted(drafter: OwnLayer, width: int, *, depth: int, count: int = 5, **how: Any) -> Life:
+    """A life with windows, whose answers are those of the serial engine without."""
+    requests = people(count)
+    limits: dict[str, Any] = {
+        "rows": 3,
+        "max_prefill_tokens": 8,
+        "block_size": 4,
+        "blocks": 400,
+        "folder": drafter.folder,
+    } | how
+    life = live(requests, depth=depth, widths=(width,), proposer=drafter, **limits)
+    same(life, live(requests, depth=0, folder=drafter.folder))
+    return life
+
+
+@FAMILY
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rounds_guess_what_the_oracle_does(family: str, depth: int, tmp_path: Path) -> None:
+    """Prompts in chunks of 8 tokens, rows that come and go, blocks of 4 tokens."""
+    drafter = OwnLayer(FAMILIES[family], tmp_path)
+    life = drafted(drafter, 4, depth=depth)
+    assert check_rounds(drafter, sequences(people(5), life)) >= 5 * 23 / 4
+    assert life.counters["spec_num_accepted_tokens"] > 5, "windows of which more than a token was kept"
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shares", "whole experts"])
+def test_two_ranks_guess_as_one(whole: bool, tmp_path: Path) -> None:
+    """The layer is split as its target is: heads, the shared expert, and experts either way."""
+    drafter = OwnLayer(FAMILIES["qwen3-next"], tmp_path)
+    drafted(drafter, 4, depth=0, count=3)
+    of_one_rank = drafter.rounds
+    split = ExpertSplit(whole=whole)
+    drafted(drafter, 4, depth=2, count=3, over=partial(tensor_rig, 2), experts=split)
+    assert drafter.rounds == of_one_rank
+    held = drafter.recorder.inner._draft.layers[0].mlp.experts.gate_up.shape  # type: ignore[union-attr]
+    assert held == ((4, 32, 24) if whole else (8, 16, 24))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_belongs_to_nobody_reaches_no_guess(depth: int, tmp_path: Path) -> None:
+    """NaN in the null slot, in free slots and in idle blocks before every turn; rows are evicted meanwhile."""
+    drafter = OwnLayer(FAMILIES["qwen3-next"], tmp_path)
+
+    def poison(engine: Engine, turn: int) -> None:
+        on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
+        fill_with_nan(engine, idle_blocks(engine))
+
+    limits: dict[str, Any] = {"rows": 5, "buckets": (3, 5), "blocks": 40}
+    life = drafted(drafter, 4, depth=depth, act=poison, **limits)
+    assert life.counters["evictions"] > 0
+    check_rounds(drafter, sequences(people(5), life))
+
+
+class OwnState(MTPProposer):
+    """The state before the newest token's."""
+
+    def observe(self, observed: Observed) -> None:
+        before = self._hidden_SN.clone()
+        super().observe(observed)
+        if observed.advanced is not None:
+            self._hidden_SN.copy_(before)
+
+
+class Ungated(MTPProposer):
+    """The shared expert counts half, whatever its gate says."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        mlp: Any = self._draft.layers[0].mlp
+        mlp.shared.gate.weight.data.zero_()
+
+
+@pytest.mark.parametrize("mutant", [OwnState, Ungated])
+def test_mutants_are_seen_in_the_guesses_only(mutant: type[MTPProposer], tmp_path: Path) -> None:
+    class Mutated(OwnLayer):
+        def __call__(self, parts: Any) -> Recorder:
+            model: Decoder = parts.model
+            self.recorder = Recorder(mutant(parts, load_own_mtp(model, self.folder)), model)
+            return self.recorder
+
+    drafter = Mutated(FAMILIES["qwen3.5-moe"], tmp_path)
+    life = drafted(drafter, 4, depth=2)
+    with pytest.raises(AssertionError, match="tokens known"):
+        check_rounds(drafter, sequences(people(5), life))
