@@ -466,7 +466,10 @@ class Desk:
                 if session is not None:
                     self._gained(session, tokens, output, row)
                 for probe in self._probes:
-                    probe.gained(engine_id, tokens)
+                    if probe.has(engine_id):
+                        columns = output.logprobs
+                        scores = [] if columns is None else row_logprobs(columns, row, tokens, 0)
+                        probe.gained(engine_id, tokens, [entry.logprob for entry in scores])
         for notice in output.notices:
             session = self._by_engine.get(notice.request_id)
             if session is not None:

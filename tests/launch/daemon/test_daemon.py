@@ -132,6 +132,7 @@ def a_probe_finds_no_difference(client: SlotClient) -> None:
     before = client.command("LIST_REQUESTS")
     answer = client.command("SCHED_PROBE")
     assert (answer["sessions"], answer["tokens"], answer["mismatches"]) == (3, 6, 0)
+    assert 0 <= answer["logprob_difference"] < 1e-3, "float32"
     assert client.command("LIST_REQUESTS") == before
     for session in sessions:
         session.close()

@@ -30,16 +30,16 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder("models/demo")
 
 
-def listener(tokenizer: Tokenizer, **limits: int | str) -> Listener:
+def listener(tokenizer: Tokenizer, **limits: int | str) -> Listener[ScriptedEngine]:
     engine = ScriptedEngine(**limits)
     return Listener(engine, Desk(engine, tokenizer))
 
 
-def text_of(client: Listener, request: int) -> str:
+def text_of(client: Listener[ScriptedEngine], request: int) -> str:
     return "".join(frame.text for frame in client.of(request, Kind.TEXT))
 
 
-def until_done(client: Listener, request: int, quantum: int) -> None:
+def until_done(client: Listener[ScriptedEngine], request: int, quantum: int) -> None:
     client.settle()
     while not client.of(request, Kind.DONE):
         client.ask(f"REQ {request} CONTINUE {quantum}")
