@@ -284,9 +284,12 @@ class Engine:
         said = checked_turn(token_ids, max_tokens, quantum, self.model_config)
         self._outbox.put(Extend(request_id, epoch, said, max_tokens, quantum))
 
-    def fork(self, request_id: int, parent: int) -> None:
-        """A new parked session that knows what the parked session ``parent`` knows."""
-        self._outbox.put(Branch(request_id, parent))
+    def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None:
+        """A new parked session that knows what the parked session ``parent`` knows.
+
+        ``scored``: with log-probabilities of its tokens, even where its parent does without.
+        """
+        self._outbox.put(Branch(request_id, parent, scored))
 
     def bind_thread(self) -> None:
         """Called first by a thread other than the one that made the engine, before it takes turns: one thread does."""

@@ -123,6 +123,8 @@ class _Conversation:
         if self._session is None:
             wanted = {"temperature": self._command.temperature, "seed": self._command.seed}
             options: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+            if self._command.stop:
+                options["stop"] = self._command.stop
             self._session = self._client.start(text, max_tokens=most, quantum=quantum, keep=True, text=True, **options)
         else:
             self._session.extend(text, max_tokens=most, quantum=quantum)

@@ -24,11 +24,12 @@ class ChatCommand:
     temperature: float | None
     seed: int | None
     plain: bool
+    stop: tuple[str, ...] = ()
 
 
 def chat_command(given: dict[str, Any]) -> ChatCommand:
     """From what argparse found."""
-    return ChatCommand("chat", **given)
+    return ChatCommand("chat", **{**given, "stop": tuple(given["stop"])})
 
 
 def add_chat_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,4 +71,11 @@ def add_chat_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "--plain",
         action="store_true",
         help="say what is typed as it is, without the model's chat template (default: off) [switch]",
+    )
+    chat.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="an answer ends where it comes to this text, which is not shown; may be repeated (default: none) [text]",
     )

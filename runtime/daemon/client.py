@@ -42,8 +42,14 @@ def _line(verb: str, request: int | None = None, slot: int | None = None, *argum
     words: list[object] = [] if request is None else ["REQ", request]
     words += [] if slot is None else ["SLOT", slot]
     words += [verb, *(argument for argument in arguments if argument is not None)]
-    words += [f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in options.items()]
+    words += [f"{name}={_value(value)}" for name, value in options.items()]
     return " ".join(map(str, words))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str | list | tuple):
+        return json.dumps(value)
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _prompt(prompt: Prompt) -> str:
@@ -180,7 +186,7 @@ class SlotClient:
     def start(
         self, prompt: Prompt, *, max_tokens: int, quantum: int, slot: int | None = None, **options: Any
     ) -> SlotSession:
-        """A new session. ``options``: keep, text, seed, temperature and the others of the verb START."""
+        """A new session. ``options``: keep, text, seed, temperature, stop and the others of the verb START."""
         request = self.desk.new_request()
         answer = self.command(_line("START", request, slot, _prompt(prompt), max_tokens, quantum, **options))
         return SlotSession(self, request, quantum, answer)

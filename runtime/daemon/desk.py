@@ -35,7 +35,7 @@ from runtime.schedule.request import FinishReason, Request, SamplingParams
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _FOLLOWED_BY_TOKENS = ("START", "CONTINUE", "EXTEND", "SCHED_STEP", "SCHED_BATCH_STEP")
-_NOT_SAMPLING = ("keep", "text", "priority")
+_NOT_SAMPLING = ("keep", "text", "priority", "stop_ids")
 
 
 class Desk:
@@ -90,8 +90,7 @@ class Desk:
         self._connections.remove(connection)
         connection.lost = connection.lost or "closed"
         for session in list(connection.sessions.values()):
-            self._forget(session)
-            self._engine.cancel(session.engine_id)
+            self._end(session)
         for probe in [probe for probe in self._probes if probe.connection is connection]:
             self._probes.remove(probe)
             probe.close()
@@ -143,7 +142,11 @@ class Desk:
         seed = options.get("seed")
         given = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
         given["seed"] = drawn_seed(self._engine.config.seed, f"session {self._next_id}") if seed is None else seed
+        if "stop_ids" in options:
+            given["stop_token_ids"] = options["stop_ids"]
         sampling = replace(self._defaults, max_tokens=command.total, **given)
+        if sampling.stop and self._tokenizer is None:
+            raise BadLine("stop strings are found in text, but the model folder has no tokenizer: give stop_ids")
         stop_ids = stop_ids_of(sampling, self._model.eos_token_ids)
         engine_id, keep = self._take_id(), bool(options.get("keep"))
         asked = Request(engine_id, token_ids, sampling, stop_ids, options.get("priority", 0))
@@ -158,8 +161,7 @@ class Desk:
             quantum=command.quantum,
             length=len(token_ids),
             keep=keep,
-            logprobs=sampling.logprobs,
-            stop_ids=stop_ids,
+            asked=asked,
             wants_text=bool(options.get("text")) and self._tokenizer is not None,
         )
         self._open(session)
@@ -170,9 +172,25 @@ class Desk:
         session.phase, session.shown, session.leaving = Phase.RUNNING, 0, False
         session.wanted = session.boundary = min(session.quantum, session.budget)
         session.drained = session.connection.auto or session.connection.draining
-        if session.wants_text and self._tokenizer is not None:
-            session.ids += token_ids
-            session.text = TextStream(self._tokenizer, context=session.ids)
+        session.known += token_ids
+        session.text = self._text_of(session)
+
+    def _text_of(self, session: SlotSession) -> TextStream | None:
+        """The text of its turn so far, where somebody reads it or a stop string is looked for in it."""
+        stop, known = session.asked.sampling.stop, session.known
+        if self._tokenizer is None or not (session.wants_text or stop):
+            session.known = []
+            return None
+        answer_at = len(known) - session.shown
+        text = TextStream(self._tokenizer, stop, self._least(session), known[:answer_at])
+        for token in known[answer_at:]:
+            if token not in session.asked.stop_token_ids:
+                text.push(token)
+        return text
+
+    @staticmethod
+    def _least(session: SlotSession) -> int:
+        return min(session.asked.sampling.min_tokens, session.budget)
 
     def _continue(self, connection: Connection, command: Command) -> dict[str, Any]:
         session = self._named(connection, command)
@@ -196,15 +214,35 @@ class Desk:
         if not token_ids or room < 1:
             most = self._model.max_model_len
             raise BadLine(f"{session.length} tokens and {len(token_ids)} new ones; max_model_len is {most}")
-        self._engine.extend(session.engine_id, session.engine_epoch, token_ids, command.total, command.quantum)
         session.remember()
+        if session.let_go:
+            self._take_back(session, token_ids, command)
+        else:
+            self._engine.extend(session.engine_id, session.engine_epoch, token_ids, command.total, command.quantum)
+            session.engine_epoch += 1
         self._leave_ring(session)
-        session.engine_epoch += 1
         session.epoch = self._next_epoch(connection, session.request)
         session.budget, session.quantum = min(command.total, room), command.quantum
         session.length += len(token_ids)
         self._begin_turn(session, token_ids)
         return {"epoch": session.epoch, "tokens": len(token_ids)}
+
+    def _take_back(self, session: SlotSession, token_ids: tuple[int, ...], command: Command) -> None:
+        """A session that the engine had let go begins there again: with all that its client saw, and what it says."""
+        asked, most = session.asked, command.total
+        sampling = replace(asked.sampling, max_tokens=most, min_tokens=min(asked.sampling.min_tokens, most))
+        known = (*session.known, *token_ids)
+        engine_id = self._take_id()
+        again = replace(asked, request_id=engine_id, prompt_token_ids=known, sampling=sampling)
+        self._engine.start(again, command.quantum, keep=session.keep)
+        session.engine_id, session.engine_epoch, session.let_go = engine_id, 1, False
+        self._by_engine[engine_id] = session
+
+    def _let_go(self, session: SlotSession) -> None:
+        """What the engine knows of it beyond its stop string is nothing that its client was told."""
+        self._engine.cancel(session.engine_id, FinishReason.STOP)
+        del self._by_engine[session.engine_id]
+        session.let_go = True
 
     def _fork(self, connection: Connection, command: Command) -> dict[str, Any]:
         parent = self._session(connection, command.other)
@@ -213,7 +251,8 @@ class Desk:
         request = self._new_id(connection, command.request)
         place = self._new_place(command.place)
         engine_id = self._take_id()
-        self._engine.fork(engine_id, parent.engine_id)
+        if not parent.let_go:
+            self._engine.fork(engine_id, parent.engine_id)
         child = SlotSession(
             connection,
             request,
@@ -224,18 +263,17 @@ class Desk:
             parent.quantum,
             parent.length,
             parent.keep,
-            parent.logprobs,
-            parent.stop_ids,
+            parent.asked,
             parent.wants_text,
-            ids=list(parent.ids),
+            known=list(parent.known),
             phase=parent.phase,
             shown=parent.shown,
             wanted=parent.shown,
             boundary=parent.shown,
-            forking=True,
+            forking=not parent.let_go,
+            let_go=parent.let_go,
         )
-        if child.wants_text and self._tokenizer is not None:
-            child.text = TextStream(self._tokenizer, context=child.ids)
+        child.text = self._text_of(child)
         self._open(child)
         return {"place": place, "epoch": child.epoch, "tokens": child.length}
 
@@ -264,8 +302,7 @@ class Desk:
         """Now, for its client; the engine hears of it next. What is in flight of it is dropped."""
         session.epoch = self._next_epoch(session.connection, session.request)
         session.connection.send(Kind.CLOSED, session, why.encode())
-        self._forget(session)
-        self._engine.cancel(session.engine_id)
+        self._end(session)
         self._drained_to_the_end(session.connection)
 
     # ---- quanta ----
@@ -429,7 +466,10 @@ class Desk:
                 if session is not None:
                     self._gained(session, tokens, output, row)
                 for probe in self._probes:
-                    probe.gained(engine_id, tokens)
+                    if probe.has(engine_id):
+                        columns = output.logprobs
+                        scores = [] if columns is None else row_logprobs(columns, row, tokens, 0)
+                        probe.gained(engine_id, tokens, [entry.logprob for entry in scores])
         for notice in output.notices:
             session = self._by_engine.get(notice.request_id)
             if session is not None:
@@ -449,21 +489,39 @@ class Desk:
     def _gained(self, session: SlotSession, tokens: tuple[int, ...], output: StepOutput, row: int) -> None:
         connection = session.connection
         session.before = None
+        shown = ""
+        if session.text is not None:
+            for at, token in enumerate(tokens):
+                shown += "" if token in session.asked.stop_token_ids else session.text.push(token)
+                if session.text.stopped:
+                    tokens = tokens[: at + 1]
+                    break
+            session.known += tokens
         session.shown += len(tokens)
         session.length += len(tokens)
-        if session.logprobs is not None and output.logprobs is not None:
-            entries = row_logprobs(output.logprobs, row, tokens, session.logprobs)
+        logprobs = session.asked.sampling.logprobs
+        if logprobs is not None and output.logprobs is not None:
+            entries = row_logprobs(output.logprobs, row, tokens, logprobs)
             connection.send(Kind.LOGPROBS, session, pack_logprobs(entries))
         connection.send(Kind.TOKEN, session, pack_ids(tokens))
         connection.send_ids(tokens)
-        if session.text is not None:
-            session.ids += tokens
-            shown = "".join(session.text.push(token) for token in tokens if token not in session.stop_ids)
-            if shown:
-                connection.send(Kind.TEXT, session, shown.encode("utf-8", "replace"))
+        if shown and session.wants_text:
+            connection.send(Kind.TEXT, session, shown.encode("utf-8", "replace"))
         while session.drained and session.boundary <= session.shown and session.boundary < session.budget:
             connection.send(Kind.QUANTUM_DONE, session, pack_count(session.boundary))
             session.boundary += session.quantum
+        if session.text is not None and session.text.stopped:
+            self._stopped(session)
+
+    def _stopped(self, session: SlotSession) -> None:
+        """By a stop string. The engine does not know yet, and may have more tokens of it: nobody is told those."""
+        session.wanted = session.boundary = session.shown
+        self._let_go(session)
+        if session.keep:
+            session.phase = Phase.COMPLETE
+        else:
+            self._forget(session)
+        self._complete(session, FinishReason.STOP)
 
     def _noticed(self, session: SlotSession, notice: Parked | Refused | Evicted) -> None:
         connection = session.connection
@@ -489,21 +547,27 @@ class Desk:
         connection = session.connection
         connection.send(Kind.ERROR, session, f"{notice.verb.upper()}: {notice.detail}".encode())
         if notice.verb == "Extend":
-            session.go_back()
-            if session.text is not None and self._tokenizer is not None:
-                session.text = TextStream(self._tokenizer, context=session.ids)
-            connection.epochs[session.request] = session.epoch
-            session.drained = False
-            connection.end_command()
+            self._go_back(session)
         elif notice.verb == "Branch":
             self._close(session, f"the fork was refused: {notice.detail}")
+
+    def _go_back(self, session: SlotSession) -> None:
+        """To where it was before an EXTEND that is refused."""
+        session.go_back()
+        session.text = self._text_of(session)
+        session.connection.epochs[session.request] = session.epoch
+        session.drained = False
+        session.connection.end_command()
+        self._drained_to_the_end(session.connection)
 
     def _complete(self, session: SlotSession, reason: FinishReason) -> None:
         connection = session.connection
         if session.text is not None:
             rest = session.text.finish()
-            if rest:
+            if rest and session.wants_text:
                 connection.send(Kind.TEXT, session, rest.encode("utf-8", "replace"))
+            if session.text.stopped:  # by the rest of a character that never became whole
+                reason = FinishReason.STOP
         connection.send(Kind.DONE, session, pack_done(reason, session.shown))
         if not session.drained:
             connection.end_command()
@@ -512,6 +576,12 @@ class Desk:
 
     def _ended(self, session: SlotSession, finished: Finished) -> None:
         connection = session.connection
+        if finished.reason is FinishReason.REJECTED and session.before is not None:  # taken back, and refused
+            connection.send(Kind.ERROR, session, f"EXTEND: {finished.detail or finished.reason.label}".encode())
+            del self._by_engine[session.engine_id]
+            session.let_go = True
+            self._go_back(session)
+            return
         self._forget(session)
         if finished.reason in _COMPLETE:
             self._complete(session, finished.reason)
@@ -540,8 +610,14 @@ class Desk:
     def _forget(self, session: SlotSession) -> None:
         self._leave_ring(session)
         self._places[session.place] = None
-        del self._by_engine[session.engine_id]
+        if not session.let_go:
+            del self._by_engine[session.engine_id]
         del session.connection.sessions[session.request]
+
+    def _end(self, session: SlotSession) -> None:
+        self._forget(session)
+        if not session.let_go:
+            self._engine.cancel(session.engine_id)
 
     def _next_epoch(self, connection: Connection, request: int) -> int:
         epoch = connection.epochs[request] = connection.epochs.get(request, 0) + 1

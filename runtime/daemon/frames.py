@@ -70,7 +70,10 @@ PAYLOADS: Final[dict[Kind, tuple[str, str]]] = {
     Kind.ACK: ("UTF-8 JSON", "one for each line that was understood; its answer, or an empty object"),
     Kind.ERROR: ("UTF-8", "a line that was refused, or a session's verb that came too late"),
     Kind.QUANTUM_DONE: ("i32 tokens", "the quantum is over; so many tokens of this turn so far. CONTINUE goes on"),
-    Kind.DONE: ("i32 finish reason, i32 tokens", "the turn's answer is complete: 1 by a stop id, 2 by its budget"),
+    Kind.DONE: (
+        "i32 finish reason, i32 tokens",
+        "the turn's answer is complete: 1 by a stop id or a stop string, 2 by its budget",
+    ),
     Kind.EVICTED: ("i32 tokens", "memory was short: the next quantum computes so many tokens again first"),
     Kind.CLOSED: ("UTF-8", "the session is no more, and why"),
     Kind.STATS: ("UTF-8 JSON", "the answer to STATS"),

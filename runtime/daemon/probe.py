@@ -1,12 +1,14 @@
 """SCHED_PROBE: the same tokens of some sessions drawn in one batch and one by one, on forks, and compared.
 
-Knows: the forks, and when each pass is over. Does not know: the sessions themselves, which it never touches: a fork has
-blocks, state and counts of its own, so nothing is committed.
+A token of both passes is compared as long as those before it are equal: what is drawn, and where that is equal, too,
+how likely the model finds it. Knows: the forks, and when each pass is over. Does not know: the sessions themselves,
+which it never touches: a fork has blocks, state and counts of its own, so nothing is committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind, pack_json
@@ -32,10 +34,11 @@ class Probe:
         for parent, tokens in parents:
             pair = take_id(), take_id()
             for fork in pair:
-                engine.fork(fork, parent)
+                engine.fork(fork, parent, scored=True)
                 self._wanted[fork] = tokens
             self._pairs.append(pair)
         self._gained: dict[int, list[int]] = {fork: [] for fork in self._wanted}
+        self._scores: dict[int, list[float]] = {fork: [] for fork in self._wanted}
         self._begun: set[int] = set()
         self._running: set[int] = set()
         self._alone = [alone for _, alone in self._pairs]
@@ -55,9 +58,13 @@ class Probe:
         self._running.add(fork)
         self._engine.proceed(fork, 1, self._wanted[fork])
 
-    def gained(self, fork: int, tokens: tuple[int, ...]) -> None:
-        if fork in self._gained:
-            self._gained[fork] += tokens
+    def has(self, fork: int) -> bool:
+        return fork in self._wanted
+
+    def gained(self, fork: int, tokens: tuple[int, ...], scores: Sequence[float]) -> None:
+        """``scores``: log-probabilities of the tokens; empty where the engine tells none."""
+        self._gained[fork] += tokens
+        self._scores[fork] += scores
 
     def noticed(self, notice: Parked | Refused | Evicted) -> None:
         fork = notice.request_id
@@ -97,12 +104,22 @@ class Probe:
             self.close()
             connection.send(Kind.ERROR, None, f"SCHED_PROBE: {self._failed}".encode())
         else:
-            compared = [(self._gained[batched], self._gained[alone]) for batched, alone in self._pairs]
-            answer = {
-                "verb": "SCHED_PROBE",
-                "sessions": len(compared),
-                "tokens": sum(len(batched) for batched, _ in compared),
-                "mismatches": sum(batched != alone for batched, alone in compared),
-            }
-            connection.send(Kind.ACK, None, pack_json(answer))
+            connection.send(Kind.ACK, None, pack_json({"verb": "SCHED_PROBE", **self._found()}))
         connection.end_command()
+
+    def _found(self) -> dict[str, int | float | None]:
+        tokens, mismatches, differences = 0, 0, list[float]()
+        for pair in self._pairs:
+            batched, alone = (self._gained[fork] for fork in pair)
+            equal = len(list(takewhile(lambda both: both[0] == both[1], zip(batched, alone, strict=False))))
+            differs = equal < max(len(batched), len(alone))
+            tokens += equal + differs
+            mismatches += differs
+            scores = zip(*(self._scores[fork][:equal] for fork in pair), strict=True)
+            differences += [abs(one - other) for one, other in scores]
+        return {
+            "sessions": len(self._pairs),
+            "tokens": tokens,
+            "mismatches": mismatches,
+            "logprob_difference": max(differences, default=None),
+        }

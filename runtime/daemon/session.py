@@ -11,6 +11,7 @@ from enum import Enum
 
 from runtime.daemon.frames import END_OF_COMMAND, Frame, Kind, encode, pack_ids
 from runtime.frontend.tokenizer import TextStream
+from runtime.schedule.request import Request
 
 
 class Phase(Enum):
@@ -26,7 +27,8 @@ class SlotSession:
     ``length``: all tokens it knows. ``epoch`` is the client's, and grows over sessions with the same id;
     ``engine_epoch`` counts this one's turns. ``forking``: its engine has not said yet that it is there. ``leaving``:
     what it was granted is its last for now: another gets its row. ``before``: what to go back to when an EXTEND is
-    refused.
+    refused. ``asked``: what it was begun with. ``known``: all its token ids, where ``text`` is made of them; the prompt
+    of this turn is all but the last ``shown``. ``let_go``: it came to a stop string, and the engine has it no more.
     """
 
     connection: Connection
@@ -38,11 +40,10 @@ class SlotSession:
     quantum: int
     length: int
     keep: bool
-    logprobs: int | None
-    stop_ids: tuple[int, ...]
+    asked: Request
     wants_text: bool = False
     text: TextStream | None = None
-    ids: list[int] = field(default_factory=list)  # all that it knows, where text is wanted
+    known: list[int] = field(default_factory=list)
     phase: Phase = Phase.RUNNING
     shown: int = 0
     wanted: int = 0
@@ -51,7 +52,8 @@ class SlotSession:
     drained: bool = False
     leaving: bool = False
     forking: bool = False
-    before: tuple[Phase, int, int, int, int, int, int] | None = None
+    let_go: bool = False
+    before: tuple[Phase, int, int, int, int, int, int, int] | None = None
 
     @property
     def left(self) -> int:
@@ -65,13 +67,14 @@ class SlotSession:
 
     def remember(self) -> None:
         """Before an EXTEND that the engine may refuse."""
-        self.before = self.phase, self.shown, self.wanted, self.budget, self.boundary, self.length, len(self.ids)
+        counts = self.shown, self.wanted, self.budget, self.boundary, self.length, len(self.known), self.engine_epoch
+        self.before = self.phase, *counts
 
     def go_back(self) -> None:
         if self.before is not None:
-            self.phase, self.shown, self.wanted, self.budget, self.boundary, self.length, known = self.before
-            del self.ids[known:]
-            self.engine_epoch -= 1
+            self.phase, self.shown, self.wanted, self.budget, self.boundary, self.length, known, turn = self.before
+            del self.known[known:]
+            self.engine_epoch = turn
             self.epoch += 1
             self.before = None
 

@@ -65,6 +65,17 @@ class _Words:
         self.text = self.text.strip()
         return first
 
+    def value(self) -> str:
+        """The next word, or all of a text or list in JSON, with its blanks."""
+        if self.text[:1] not in ('"', "["):
+            return self.word()
+        try:
+            end = json.JSONDecoder().raw_decode(self.text)[1]
+        except (ValueError, RecursionError) as error:
+            raise BadLine(f"{self.text[:40]!r} is no JSON: {error}") from error
+        found, self.text = self.text[:end], self.text[end:].strip()
+        return found
+
     def number(self, what: str, low: int = 0, high: int = MAX_NUMBER) -> int:
         found = self.word()
         if not (found.isascii() and found.isdigit() and len(found) <= 10 and low <= int(found) <= high):
@@ -119,6 +130,21 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
+def _texts(text: str) -> tuple[str, ...]:
+    found = json.loads(text)
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not all(type(one) is str for one in texts):
+        raise ValueError("a text, or a list of texts")
+    return tuple(texts)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(type(token) is int and 0 <= token <= MAX_NUMBER for token in found):
+        raise ValueError("a list of token ids")
+    return tuple(found)
+
+
 OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "keep": (_flag, "1: the session is parked, not closed, when its answer is complete, so that EXTEND can follow"),
     "text": (_flag, "1: TEXT frames, too"),
@@ -132,6 +158,8 @@ OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "frequency_penalty": (float, ""),
     "min_tokens": (int, "of each turn"),
     "ignore_eos": (_flag, "1: the model's own end ids do not stop it"),
+    "stop": (_texts, 'JSON, "text" or ["text", ...]: the token that completes one of them is the last of the answer'),
+    "stop_ids": (_ids, "JSON, [token, ...]: as the model's own end ids, and with them"),
     "logprobs": (int, "LOGPROBS frames, with so many likely tokens beside each"),
     "priority": (int, "smaller ones run earlier"),
 }
@@ -140,9 +168,12 @@ OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
 def _options(words: _Words) -> dict[str, Any]:
     found: dict[str, Any] = {}
     while words.text:
-        name, given, value = words.word().partition("=")
+        name, given, rest = words.text.partition("=")
         if not given or name not in OPTIONS or name in found:
+            name = words.word().partition("=")[0]
             raise BadLine(f"{name[:40]!r} is no option, or is there twice: {', '.join(OPTIONS)}, each as name=value")
+        words.text = rest
+        value = words.value()
         try:
             found[name] = OPTIONS[name][0](value)
         except ValueError:
@@ -274,8 +305,8 @@ VERBS: Final[dict[str, Verb]] = {
     ),
     "SCHED_PROBE": Verb(
         "[max]",
-        "two tokens of each such session in one batch and alone, on forks of it, compared; commits nothing. ACK comes "
-        "at the end",
+        "two tokens of each such session in one batch and alone, on forks of it, compared: tokens that differ, and "
+        "the largest difference of log-probabilities before them; commits nothing. ACK comes at the end",
         "",
         "`SCHED_BATCH_PROBE [max]`",
         _maybe_other,

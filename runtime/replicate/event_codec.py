@@ -111,6 +111,7 @@ class _Extend(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class _Branch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
     request_id: _Id
     parent: _Id
+    scored: bool
 
 
 _Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch
@@ -192,7 +193,7 @@ def _to_wire(event: Event) -> _Wire:
         said = _pack_tokens(event.request_id, "token_ids", event.token_ids)
         return _Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
     if isinstance(event, Branch):
-        return _Branch(event.request_id, event.parent)
+        return _Branch(event.request_id, event.parent, event.scored)
     raise EventsRefused(f"{type(event).__name__} is no event that can be sent")
 
 
@@ -235,4 +236,4 @@ def _from_wire(event: _Wire) -> Event:
     if isinstance(event, _Extend):
         said = _unpack_tokens(event.token_ids)
         return Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
-    return Branch(event.request_id, event.parent)
+    return Branch(event.request_id, event.parent, event.scored)

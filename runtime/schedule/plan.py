@@ -84,10 +84,14 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A new session ``request_id`` that knows what the parked session ``parent`` knows, and is parked as that is."""
+    """A new session ``request_id`` that knows what the parked session ``parent`` knows, and is parked as that is.
+
+    ``scored``: it asks for log-probabilities of its tokens even where its parent does not.
+    """
 
     request_id: int
     parent: int
+    scored: bool = False
 
 
 Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch

@@ -55,7 +55,7 @@ class Sessions:
         elif isinstance(event, Extend):
             self._extend(sequence, sequence.session, event)
         else:
-            self._branch(sequence, sequence.session, event.request_id)
+            self._branch(sequence, sequence.session, event)
 
     def _refusal(self, event: Continue | Extend | Branch, sequence: SequenceState | None) -> str | None:
         """Why ``event`` cannot be; None where it can."""
@@ -143,13 +143,15 @@ class Sessions:
             session.extends, sequence.prefilled = True, known - 1
         self._go_on(sequence, session)
 
-    def _branch(self, parent: SequenceState, session: Session, request_id: int) -> None:
+    def _branch(self, parent: SequenceState, session: Session, event: Branch) -> None:
         """It holds nothing yet: what it shares with its parent is found in the prefix index once it goes on."""
         resources = self._resources
         resources.counters.session_forks += 1
-        child = resources.copy_of(parent, request_id)
+        child = resources.copy_of(parent, event.request_id)
+        if event.scored and child.request.sampling.logprobs is None:
+            child.request = replace(child.request, sampling=replace(child.request.sampling, logprobs=0))
         child.session = replace(session, epoch=1, revive=False)
-        resources.sessions[request_id] = child
+        resources.sessions[event.request_id] = child
         self._park(child, child.session)
 
     # ---- landing ----

@@ -1,4 +1,5 @@
-"""`launch generate` on two hosts with two ranks each, started as a person would: torchrun on either, static rendezvous.
+"""`launch generate` or `daemon` on two hosts with two ranks each, started as a person would: torchrun on either, with
+static rendezvous.
 
 Knows: how the two launchers are started and told of each other, the job's processes, sockets and files. Does not know:
 what the link does meanwhile (hosts.py), what must come of it (test_two_nodes.py).
@@ -12,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -48,12 +50,12 @@ def write_files(folder: Path, requests: int, tokens: int) -> None:
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def options(folder: Path, more: Sequence[str] = ()) -> list[str]:
-    """`generate` over the files of ``folder``."""
+def options(folder: Path, more: Sequence[str] = (), command: str = "generate") -> list[str]:
+    """`generate` over the files of ``folder``, or another command over its model; ``more``: its own options."""
+    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl"} if command == "generate" else {}
     given = {
+        **files,
         "model": folder / "model",
-        "input": folder / "in.jsonl",
-        "output": folder / "out.jsonl",
         "bundles": folder / "bundles",
         "load-format": "dummy",
         "device": "cpu",
@@ -63,7 +65,7 @@ def options(folder: Path, more: Sequence[str] = ()) -> list[str]:
         "num-blocks": 200,
         "decode-buckets": 8,
     }
-    return ["generate", *(text for name, value in given.items() for text in (f"--{name}", str(value))), *more]
+    return [command, *(text for name, value in given.items() for text in (f"--{name}", str(value))), *more]
 
 
 def answers_alone(folder: Path) -> dict[str, Any]:
@@ -113,9 +115,10 @@ class TwoNodeJob:
             launcher.wait(PATIENCE)
         shutil.rmtree(self.sockets, ignore_errors=True)
 
-    def start(self, *more: str, pace: str = "quick", interface: str = INTERFACE) -> None:
-        """Both launchers; ``more`` are options of generate, ``interface`` is the network of the activations."""
-        program = [str(ROOT / "tests" / "network" / "rank.py"), pace, str(self.folder), *options(self.folder, more)]
+    def start(self, *more: str, pace: str = "quick", interface: str = INTERFACE, command: str = "generate") -> None:
+        """Both launchers; ``more`` are options of the command, ``interface`` is the network of the activations."""
+        words = options(self.folder, more, command)
+        program = [str(ROOT / "tests" / "network" / "rank.py"), pace, str(self.folder), *words]
         place = ["--master-addr", self.hosts.address(0), "--master-port", str(self.port)]
         place += ["--nnodes", str(len(HOSTS)), "--nproc-per-node", str(RANKS), "--start-method", "fork", "--run-path"]
         for host in HOSTS:
@@ -182,6 +185,15 @@ class TwoNodeJob:
         assert outcome.codes == (0, 0), "\n".join(outcome.said)
         assert outcome.left == ()
         assert answers_of(self.folder / "out.jsonl") == expected
+
+    def wait_until_it_listens(self, path: Path) -> None:
+        """At a Unix socket; hosts share their files."""
+
+        def listens() -> bool:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+                return asking.connect_ex(str(path)) == 0
+
+        self._wait_for(listens, str(path))
 
     def _wait_for(self, condition: Any, what: str) -> None:
         until = time.monotonic() + PATIENCE

@@ -1,6 +1,6 @@
 """One rank of a job on two hosts, as `launch` would run it, and slow enough to be watched where that is asked.
 
-    torchrun ... tests/network/rank.py PACE FOLDER generate --model ...
+    torchrun ... tests/network/rank.py PACE FOLDER generate --model ...    (or daemon)
 
 With PACE "slow" rank 1 notes in FOLDER when it has come to decoding (NOTE), and takes its time from there on.
 """

@@ -117,6 +117,9 @@ def text_and_log_probabilities_come_with_the_tokens(client: SlotClient) -> None:
     assert all(entry.rank == 1 and entry.top[0] == (entry.token_id, entry.logprob) for entry in entries)
     text = "".join(frame.text for frame in frames if frame.kind is Kind.TEXT)
     assert text == Tokenizer.from_folder("models/demo").decode(tokens, ())
+    stop = text[len(text) // 2 :][:3]
+    stopped = client.start("def gcd(a, b):", max_tokens=16, quantum=16, temperature=0.0, text=True, stop=["~~~~", stop])
+    assert "".join(frame.text for frame in stopped.answer() if frame.kind is Kind.TEXT) == text[: text.index(stop)]
 
 
 def a_probe_finds_no_difference(client: SlotClient) -> None:
@@ -129,6 +132,7 @@ def a_probe_finds_no_difference(client: SlotClient) -> None:
     before = client.command("LIST_REQUESTS")
     answer = client.command("SCHED_PROBE")
     assert (answer["sessions"], answer["tokens"], answer["mismatches"]) == (3, 6, 0)
+    assert 0 <= answer["logprob_difference"] < 1e-3, "float32"
     assert client.command("LIST_REQUESTS") == before
     for session in sessions:
         session.close()

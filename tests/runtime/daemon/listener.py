@@ -5,21 +5,22 @@ Knows: the desk's three calls. Does not know: what a test wants to see.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from runtime.daemon.desk import Desk
 from runtime.daemon.frames import Frame, FrameReader, Kind
+from runtime.daemon.server import DaemonEngine
 from runtime.daemon.session import Connection
-from tests.runtime.daemon.scripted import ScriptedEngine
 
+Served = TypeVar("Served", bound=DaemonEngine)
 MOST_TURNS = 2000
 LATE = ("SCHED_DRAIN", "SCHED_PROBE")  # they are answered when they are over
 
 
-class Listener:
+class Listener(Generic[Served]):
     """``frames``: all that came, in order."""
 
-    def __init__(self, engine: ScriptedEngine, desk: Desk | None = None) -> None:
+    def __init__(self, engine: Served, desk: Desk | None = None) -> None:
         self.engine = engine
         self.desk = Desk(engine) if desk is None else desk
         self.connection = Connection()

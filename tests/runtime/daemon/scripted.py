@@ -72,8 +72,8 @@ class ScriptedEngine:
         said = checked_turn(token_ids, max_tokens, quantum, self.model_config)
         self._events.append(Extend(request_id, epoch, said, max_tokens, quantum))
 
-    def fork(self, request_id: int, parent: int) -> None:
-        self._events.append(Branch(request_id, parent))
+    def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None:
+        self._events.append(Branch(request_id, parent, scored))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._events.append(Cancel(request_id, reason))

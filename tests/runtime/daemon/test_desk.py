@@ -212,7 +212,9 @@ def test_the_probe_commits_nothing() -> None:
     probed = client.frames[-1]
     assert probed.kind is Kind.ACK
     # The scripted device draws by the id of whoever asks, and forks have ids of their own: each pair differs.
-    assert probed.answer == {"verb": "SCHED_PROBE", "sessions": 2, "tokens": 4, "mismatches": 2}
+    assert probed.answer == {
+        "verb": "SCHED_PROBE", "sessions": 2, "tokens": 2, "mismatches": 2, "logprob_difference": None
+    }  # fmt: skip
     assert client.ask("LIST_REQUESTS") == before
     assert len(engine.scheduler.resources.sessions) == 2, "the forks are gone"
     for request in (1, 2):

@@ -73,6 +73,8 @@ def test_a_talk_over_a_socket(tmp_path: Path) -> None:
         with pytest.raises(SlotError, match="its answer is complete"):
             chat.proceed()
         fork.close()
+        stopped = client.start(IDS, max_tokens=9, quantum=4, stop_ids=(alone(2, IDS, 9)[3],))
+        assert stopped.tokens() == alone(2, IDS, 4)
         assert [listed["request"] for listed in client.command("LIST_REQUESTS")["requests"]] == [1]
         assert client.command("STATS")["sessions"] == 1
 

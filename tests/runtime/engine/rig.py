@@ -173,6 +173,7 @@ def rig(
         decode_buckets=buckets or (rows,),
         prefix_caching=prefix_caching,
         prefill_burst=prefill_burst,
+        max_sessions=max_sessions,
     )
     model_config = ModelConfig.from_folder(folder) if folder else ModelConfig.from_dict({**TINY, **(shape or {})})
     device = device or TwinDevice()

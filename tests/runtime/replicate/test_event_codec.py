@@ -48,7 +48,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Resume, IDS),
     st.builds(Continue, IDS, COUNTS, COUNTS),
     st.builds(Extend, IDS, COUNTS, TOKENS.map(packed), COUNTS, COUNTS),
-    st.builds(Branch, IDS, IDS),
+    st.builds(Branch, IDS, IDS, st.booleans()),
 )
 PLAIN = Request(3, (1, 2, 3), SamplingParams(seed=5), (0,))
 
