@@ -120,10 +120,9 @@ class LinePeek(msgspec.Struct):
         return self.custom_id is not None or self.url is not None or bool(self.body)
 
 
-_COPIED = (
-    *("min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs"),
-)
+# Fields that have another form here than in SamplingParams, or none at all in one of the two.
+_CONVERTED = {"max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "priority"}
+_COPIED = tuple(name for name in SamplingFields.__struct_fields__ if name not in _CONVERTED)
 
 
 def sampling_params(

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from launch.api.schema import SamplingFields
 from launch.serve.errors import undecodable, unsupported
 
 _Typed = TypeVar("_Typed")
@@ -24,29 +25,10 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """What both routes share. Names and meanings are OpenAI's and, beyond those, vLLM's."""
+class Body(SamplingFields, kw_only=True, forbid_unknown_fields=False):
+    """What both routes share; sampling is said as in lines of `generate`. Unknown fields are ignored."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: int | None = None

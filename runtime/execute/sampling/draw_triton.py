@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.traits import H200
+
 NO_CANDIDATE = -(2**63)
 # Numbers and pointers that make no other code by being 1 or divisible by 16, so that any number of rows, and parameters
 # as columns of records or as tensors of their own, run what was compiled once.
@@ -29,7 +31,7 @@ ANY_POINTER = [f"{name}_ptr" for name in (*COLUMNS, "token", "ok", "count", "fin
 EXACT = {"enable_fp_fusion": False}  # a * b + c must round twice, as it does in torch
 _BLOCK = 2048
 _CANDIDATES = 128  # that one program of conclude reads at least: as many as rows of 262,144 logits are cut into
-_PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
+_PROGRAMS = 4 * H200.multiprocessors
 PURPOSE_STEP = 0xDA942042E4DD58B5
 
 
