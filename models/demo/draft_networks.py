@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,27 +62,42 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
+    def heads(self, x_BLN: Tensor, place_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return heads_of(self.self_attn, self.input_layernorm(x_BLN), rotary_table(place_L, self.self_attn.shape))
+
     def finish(self, x_BLN: Tensor, mixed_BLHD: Tensor) -> Tensor:
         x_BLN = x_BLN + self.self_attn.o_proj(mixed_BLHD.flatten(2))
         out: Tensor = x_BLN + self.mlp(self.post_attention_layernorm(x_BLN))
         return out
 
 
+class GuessLayer(Protocol):
+    """The decoder layer of an MTP, in pieces."""
+
+    def heads(self, x_BLN: Tensor, place_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the stream ``x`` at positions ``place``: queries [B, L, H, D], keys and values [B, L, K, D]."""
+        ...
+
+    def finish(self, x_BLN: Tensor, mixed_BLHD: Tensor) -> Tensor:
+        """The stream behind the layer, where attention gave ``mixed``."""
+        ...
+
+
 class MTP(nn.Module):
     """One layer that reads a token and the target's final hidden state of the token before it, and guesses the next.
 
-    Names as in Qwen3-Next checkpoints without their ``mtp.``; norms are plain. DeepSeek-V3 (2024), section 2.2.
+    Names as in Qwen3-Next checkpoints without their ``mtp.``; norms are plain unless ``norm`` says otherwise, and
+    ``layer`` is the decoder layer, a GuessLayer (a DraftLayer where it is left out). DeepSeek-V3 (2024), section 2.2.
     """
 
-    def __init__(self, draft: DraftShape) -> None:
+    def __init__(self, shape: Shape, layer: nn.Module | None = None, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
-        shape = draft.target
         self.shape = shape
-        self.pre_fc_norm_embedding = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.pre_fc_norm_hidden = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.pre_fc_norm_embedding = norm(shape.hidden_size, shape.rms_norm_eps)
+        self.pre_fc_norm_hidden = norm(shape.hidden_size, shape.rms_norm_eps)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([DraftLayer(shape)])
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList([layer or DraftLayer(shape)])
+        self.norm = norm(shape.hidden_size, shape.rms_norm_eps)
         spread(shape, self)
 
     def passes(self, embedded_BLN: Tensor, hidden_BLN: Tensor, count: int) -> list[Tensor]:
@@ -92,11 +108,9 @@ class MTP(nn.Module):
         of each later pass its own place.
         """
         length = embedded_BLN.shape[1]
-        layer = self.layers[0]
-        assert isinstance(layer, DraftLayer)
+        layer = cast(GuessLayer, self.layers[0])
         group = self.shape.num_attention_heads // self.shape.num_key_value_heads
         place_L = torch.arange(length, device=embedded_BLN.device)
-        angles = rotary_table(place_L, self.shape)
         before_BLN = shifted(hidden_BLN)
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -104,7 +118,7 @@ class MTP(nn.Module):
         for number in range(count):
             both = torch.cat((self.pre_fc_norm_embedding(embedded_BLN), self.pre_fc_norm_hidden(before_BLN)), -1)
             x_BLN = self.fc(both)
-            q, k, v = heads_of(layer.self_attn, layer.input_layernorm(x_BLN), angles)
+            q, k, v = layer.heads(x_BLN, place_L)
             keys.append(k.repeat_interleave(group, 2))
             values.append(v.repeat_interleave(group, 2))
             scale = self.shape.head_dim**-0.5

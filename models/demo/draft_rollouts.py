@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,19 @@ class Rollouts:
     tokens_BL: Tensor
     real_BL: Tensor
     prompt: int
+
+
+class Continues(Protocol):
+    """A model as drafters see it: what ``Target`` says of its methods."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def states(self, tokens_BL: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]: ...
 
 
 class Target:
@@ -96,15 +109,9 @@ class Target:
                 x_BLN = x_BLN + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
                 x_BLN = x_BLN + layer.mlp(layer.post_attention_layernorm(x_BLN))
             logits_BV = self.logits(self.network.model.norm(x_BLN[:, -1])).float()
-            if temperature:
-                drawn_B = torch.multinomial((logits_BV / temperature).softmax(-1), 1)[:, 0]
-            else:
-                drawn_B = logits_BV.argmax(-1)
-            tokens_BL[:, end] = drawn_B
+            tokens_BL[:, end] = drawn(logits_BV, temperature)
             begin = end
-        ended_BL = torch.isin(tokens_BL, self.ends).to(torch.int64)
-        ended_BL[:, :prompt] = 0
-        return Rollouts(tokens_BL, ended_BL.cumsum(1) - ended_BL == 0, prompt)
+        return up_to_the_end(tokens_BL, prompt, self.ends)
 
     @property
     def _layers(self) -> list[DecoderLayer]:
@@ -116,6 +123,20 @@ class Target:
         q = rotate(attention.q_norm(attention.q_proj(x_BLN).view(heads)), *angles)
         k = rotate(attention.k_norm(attention.k_proj(x_BLN).view(heads)), *angles)
         return [x.transpose(1, 2) for x in (q, k, attention.v_proj(x_BLN).view(heads))]
+
+
+def drawn(logits_BV: Tensor, temperature: float) -> Tensor:
+    """Tokens [B]; the likeliest where ``temperature`` is 0."""
+    if not temperature:
+        return logits_BV.argmax(-1)
+    return torch.multinomial((logits_BV / temperature).softmax(-1), 1)[:, 0]
+
+
+def up_to_the_end(tokens_BL: Tensor, prompt: int, ends: Tensor) -> Rollouts:
+    """Real up to the first of ``ends`` behind the prompt."""
+    ended_BL = torch.isin(tokens_BL, ends).to(torch.int64)
+    ended_BL[:, :prompt] = 0
+    return Rollouts(tokens_BL, ended_BL.cumsum(1) - ended_BL == 0, prompt)
 
 
 def prompts(store: TokenStore, rows: int, lengths: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from models.demo.corpus import collect, find_sources
 from models.demo.draft_networks import MTP, DFlash, DraftShape
-from models.demo.draft_rollouts import Rollouts, Target, prompts
+from models.demo.draft_rollouts import Continues, Rollouts, Target, prompts
 from models.demo.folder import write_json
 from models.demo.network import Qwen3, Shape
 from models.demo.tokens import END_OF_TEXT, TURN_END, TokenStore, as_documents
@@ -38,6 +39,7 @@ from models.demo.train import smoke_corpus
 FOLDER = Path(__file__).parent
 PROMPT_TOKENS = (8, 24, 64, 128)
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7)  # of rollouts, by turns
+Batch = TypeVar("Batch")
 LATER_GUESS_WEIGHT = 0.85  # of a guess, to the power of how many come before it in its round
 
 
@@ -80,7 +82,7 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
 # ---- what each drafter is asked, and what it should have said ----
 
 
-def mtp_guesses(target: Target, mtp: MTP, rollouts: Rollouts, passes: int) -> tuple[Tensor, Tensor]:
+def mtp_guesses(target: Continues, mtp: MTP, rollouts: Rollouts, passes: int) -> tuple[Tensor, Tensor]:
     """(logits [B, L, P, V], counted [B, L, P]): entry (q, j) is the guess of the token at q + 1 + j by pass 1 + j of a
     round that begins at q."""
     tokens_BL = rollouts.tokens_BL
@@ -105,7 +107,7 @@ def _ahead(x_BL: Tensor, places: int) -> Tensor:
 
 
 def dflash_guesses(
-    target: Target, dflash: DFlash, rollouts: Rollouts, anchors_BA: Tensor
+    target: Continues, dflash: DFlash, rollouts: Rollouts, anchors_BA: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits [B, A, W - 1, V], tokens that they should be [B, A, W - 1], counted): a block begins at each anchor."""
     tokens_BL, draft = rollouts.tokens_BL, dflash.draft
@@ -156,14 +158,14 @@ class Clock:
 
 def fit(
     drafter: nn.Module,
-    loss_of: Callable[[Rollouts], Tensor],
-    batches: Iterator[Rollouts],
+    loss_of: Callable[[Batch], Tensor],
+    batches: Iterator[Batch],
     settings: Settings,
     minutes: float,
     name: str,
 ) -> list[dict[str, float]]:
     """Adam with a cosine over the time; returns the loss curve."""
-    matrices = [p for p in drafter.parameters() if p.dim() == 2]
+    matrices = [p for p in drafter.parameters() if p.dim() >= 2]
     vectors = [p for p in drafter.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
@@ -207,7 +209,9 @@ def some_anchors(rollouts: Rollouts, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def measure(target: Target, mtp: MTP, dflash: DFlash, held_out: Sequence[Rollouts], passes: int) -> dict[str, object]:
+def measure(
+    target: Continues, mtp: MTP, dflash: DFlash | None, held_out: Sequence[Rollouts], passes: int
+) -> dict[str, object]:
     """Acceptance of rounds that begin anywhere in greedy rollouts of prompts that were not trained on."""
     found: dict[str, list[Tensor]] = {}
     for rollouts in held_out:
@@ -215,6 +219,8 @@ def measure(target: Target, mtp: MTP, dflash: DFlash, held_out: Sequence[Rollout
             some = Rollouts(rollouts.tokens_BL[part : part + 16], rollouts.real_BL[part : part + 16], rollouts.prompt)
             logits, counted = mtp_guesses(target, mtp, some, passes)
             _add(found, "mtp", acceptance(logits, mtp_answers(some.tokens_BL, passes), counted))
+            if dflash is None:
+                continue
             rows, length = some.tokens_BL.shape
             anchors = torch.arange(some.prompt, length - 1, 3, device=some.tokens_BL.device).expand(rows, -1)
             _add(found, "dflash", acceptance(*dflash_guesses(target, dflash, some, anchors)))
@@ -320,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     layers = target.shape.num_hidden_layers
     draft = DraftShape(target.shape, layers=2, target_layer_ids=tuple(sorted({1, layers // 2, layers - 1})))
-    mtp, dflash = MTP(draft).to(device), DFlash(draft).to(device)
+    mtp, dflash = MTP(draft.target).to(device), DFlash(draft).to(device)
     sizes = [sum(p.numel() for p in drafter.parameters()) for drafter in (mtp, dflash)]
     say(f"parameters: {sizes[0]} MTP, {sizes[1]} DFlash")
 
