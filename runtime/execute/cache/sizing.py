@@ -21,11 +21,12 @@ class CacheMemoryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """This rank's share of the caches of all models that serve ``slots`` sequences."""
+    """This rank's share of the caches of all models that serve ``slots`` sequences, with ``snapshots`` of state."""
 
     layout: CacheLayout
     block_size: int
     slots: int
+    snapshots: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -34,18 +35,25 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """State of all slots in all layers, that of the null slot included."""
-        return self.layout.state_bytes(self.slots)
+        """State of all slots in all layers, that of the null slot and all snapshots included."""
+        return self.layout.state_bytes(self.slots + self.snapshots)
 
     def state_lines(self) -> list[str]:
         """One line a kind of slot state."""
         kinds = [(kind, layers) for kind, layers in self.layout.kinds if isinstance(kind, SlotState)]
         rows = 1 + self.slots
-        return [
+        lines = [
             f"  - state of slots               {_size(layers * rows * kind.bytes_per_slot)}  "
             f"{layers} layers x {rows} slots x ({kind}), the null slot included"
             for kind, layers in kinds
         ]
+        if self.snapshots and kinds:
+            each = self.layout.bytes_per_slot
+            lines.append(
+                f"  - snapshots of state           {_size(self.snapshots * each)}  "
+                f"{self.snapshots} x {each:,} B, for prefixes"
+            )
+        return lines
 
     def block_lines(self) -> list[str]:
         """One line a kind of paged layer."""
@@ -171,7 +179,7 @@ def _checked(sizing: CacheSizing, num_blocks: int) -> CacheSizing:
         held = num_blocks * shape.block_size - (sizing.tokens_needed - sizing.max_model_len)
         shorter = f"--max-model-len {held}" if held > 1 else "a smaller model or a larger device"
         if shape.state_bytes:
-            shorter += ", a lower --max-num-seqs"
+            shorter += ", a lower --max-num-seqs" + (" or --num-snapshots" if shape.snapshots else "")
         remedy = f"--num-blocks {needed}" if sizing.given else "a larger --memory-fraction"
         raise CacheMemoryError(
             f"one request of --max-model-len {sizing.max_model_len} needs {needed} KV blocks, there are {num_blocks}: "
