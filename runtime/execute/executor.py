@@ -18,7 +18,7 @@ import torch
 
 from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
-from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
+from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache, snapshots_that_fit
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
@@ -49,8 +49,6 @@ SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait 
 _ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
 _COST_RUNS = 2
 _READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
-SNAPSHOT_SHARE = 0.25  # of what slots leave for caches: snapshots of recurrent state, unless --num-snapshots says so
-SNAPSHOTS_PER_ROW = 4  # at most
 CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
 
 
@@ -369,16 +367,16 @@ class Executor:
 
     def _snapshots_of(self, shape: CacheShape, peak: int) -> int:
         """As many as were asked for, or as a share of the memory for caches holds; the same number on every rank."""
-        config, each = self._config, shape.layout.bytes_per_slot
-        if not each or config.snapshots is not None:
-            return config.snapshots or 0 if each else 0
-        left = CPU_KV_BYTES
-        if self.device.torch_device.type != "cpu":
-            memory = self.device.memory_info()
-            used = memory.total - memory.free
-            left = int(memory.total * config.memory_fraction) - used - peak - shape.state_bytes
-        wanted = min(SNAPSHOTS_PER_ROW * config.limits.rows, int(left * SNAPSHOT_SHARE) // each)
-        return config.agree_min(max(0, wanted))
+        config, limits = self._config, self._config.limits
+        if not shape.layout.has_slot_state or config.snapshots is not None:
+            return config.snapshots or 0 if shape.layout.has_slot_state else 0
+        if self.device.torch_device.type == "cpu":
+            return config.agree_min(snapshots_that_fit(CPU_KV_BYTES, shape, limits.rows, blocks=0))
+        memory = self.device.memory_info()
+        used = memory.total - memory.free
+        left = int(memory.total * config.memory_fraction) - used - peak - shape.state_bytes
+        blocks = config.num_blocks or -(-(limits.max_model_len + limits.tokens_ahead) // limits.block_size)
+        return config.agree_min(snapshots_that_fit(left, shape, limits.rows, blocks))
 
     def _count_standing_fallbacks(self) -> None:
         """Those that every step takes from now on, counted once; of prefill attention each step is counted."""

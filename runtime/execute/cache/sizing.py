@@ -13,6 +13,8 @@ from runtime.execute.device.protocol import MemoryInfo
 
 _GIB = 1 << 30
 _MIB = 1 << 20
+SNAPSHOT_SHARE = 0.25  # of what slots leave for caches: snapshots of recurrent state, unless --num-snapshots says so
+SNAPSHOTS_PER_ROW = 4  # at most
 
 
 class CacheMemoryError(ValueError):
@@ -157,6 +159,16 @@ def size_cache(
         history_bytes,
     )
     return _checked(sizing, _fitting(sizing) if num_blocks is None else num_blocks)
+
+
+def snapshots_that_fit(left: int, shape: CacheShape, rows: int, blocks: int) -> int:
+    """How many snapshots of state to keep where nobody says it; ``shape`` has some.
+
+    A share of the ``left`` bytes that slots leave for caches, as far as ``blocks`` and the trash block leave it:
+    those that were asked for, or that one request of the longest length needs.
+    """
+    spare = left - (1 + blocks) * shape.block_bytes
+    return max(0, min(SNAPSHOTS_PER_ROW * rows, min(int(left * SNAPSHOT_SHARE), spare) // shape.layout.bytes_per_slot))
 
 
 def _fitting(sizing: CacheSizing) -> int:
