@@ -112,6 +112,16 @@ _ENGINE: dict[str, _Option] = {
         get_args(PrefillWanted),
     ),
     "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
+    "num_snapshots": _Option(
+        "snapshots of recurrent state that prefixes are continued from, for models that keep such state; omit to take "
+        "a share of the memory; 0: no prefix caching for them",
+        "snapshots",
+    ),
+    "snapshot_interval": _Option(
+        "KV blocks after which a prompt leaves a snapshot, beside the one at its last full block; each may cost it a "
+        "step; 0: nowhere else",
+        "blocks",
+    ),
     "deterministic": _Option(
         "the same tokens and log-probabilities for a request, bit for bit, whatever else runs: batch, order, chunks, "
         "prefix hits, evictions, chain depth; slower",
@@ -157,6 +167,8 @@ _DERIVED_DEFAULTS = {
     "chain_depth": "the least that keeps the GPU busy, measured at start-up; 2 on cpu",
     "horizon": "the least that hides a record's way to the slowest rank, measured at start-up",
     "num_blocks": "sized from --memory-fraction of the memory",
+    "num_snapshots": "a quarter of what slots leave for caches, at most 4 a row",
+    "snapshot_interval": "as many as --max-num-batched-tokens holds",
     "itl_target_ms": "8 times the smallest step, or twice the decode step",
     "timeline": "not written",
     "speculative_config": "off",

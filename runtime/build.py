@@ -44,7 +44,7 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
-from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy, StepLimits
 from runtime.schedule.scheduler import Scheduler
 from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfig
@@ -260,6 +260,7 @@ def _executor_config(
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
+        snapshots=config.num_snapshots if config.prefix_caching else 0,
         slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
 
@@ -298,7 +299,7 @@ def _schedule(
     config: EngineConfig, limits: StepLimits, executor: Executor, mixed: MixedSteps | None
 ) -> SchedulerConfig:
     if config.prefix_caching and not executor.restores_prefixes:
-        log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
+        log.info("prefix caching is off: the model keeps state of fixed size, and there is no room for snapshots of it")
     return SchedulerConfig(
         limits=limits,
         blocks=executor.sizing.num_blocks,
@@ -308,4 +309,14 @@ def _schedule(
         mixed=mixed,
         max_sessions=config.max_sessions,
         session_policy=config.session_policy,
+        snapshots=_snapshot_policy(config, executor.snapshots),
     )
+
+
+def _snapshot_policy(config: EngineConfig, count: int) -> SnapshotPolicy | None:
+    if not count:
+        return None
+    interval = config.snapshot_interval
+    if interval is None:
+        interval = max(1, config.max_prefill_tokens // config.block_size)
+    return SnapshotPolicy(count, interval)

@@ -56,6 +56,8 @@ _RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "tensor_parallel": (1, None),
     "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
     "num_blocks": (1, None),
+    "num_snapshots": (0, None),
+    "snapshot_interval": (0, None),
     "max_waiting": (1, None),
     "max_sessions": (0, 65_535),
     "prefill_burst": (1, None),
@@ -107,6 +109,9 @@ class EngineConfig:
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
     deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
+    num_snapshots: snapshots of recurrent state for prefix caching, of a model that keeps some; None takes a share of
+    the memory. snapshot_interval: blocks after which a prompt leaves one; None: as many as a step's token budget holds;
+    0: nowhere but at its last full block, and where the prefix ends that it has in common with another.
     max_waiting: requests that may queue. max_sessions: sessions there may be, each with a slot of its own beside
     those of other requests. session_policy: what becomes of parked ones when memory is short (SchedulerConfig).
     horizon: L, steps by which the leader announces events ahead; None takes the least that hides what a record takes
@@ -149,6 +154,8 @@ class EngineConfig:
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
     prefix_caching: bool = True
+    num_snapshots: int | None = None
+    snapshot_interval: int | None = None
     deterministic: bool = False
     max_waiting: int = 100_000
     max_sessions: int = 0

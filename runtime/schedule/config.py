@@ -116,6 +116,32 @@ class MixedSteps:
         return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """Snapshots of recurrent state, of a model that keeps some: without one, the KV of a prefix cannot be continued.
+
+    ``count``: snapshots there is memory for. ``interval``: a prompt's chunk ends at every so many blocks, to leave one
+    there (0: nowhere but at the last full block, and where the KV that others left ends). ``worth``: tokens that a
+    snapshot must lie behind the one before it, since each costs its prompt a step. Raises ValueError for others.
+    """
+
+    count: int
+    interval: int = 0
+    worth: int = 256
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.interval < 0 or self.worth < 1:
+            raise ValueError(
+                f"count is {self.count}, interval {self.interval} and worth {self.worth}: numbers of snapshots, blocks "
+                "and tokens, at least 1, 0 and 1"
+            )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Everything above as the digest folds it."""
+        return self.count, self.interval, self.worth
+
+
 # What parked sessions do when memory is short: they are recomputed later, the oldest is closed, or nothing new begins
 # that could make it so.
 SessionPolicy = Literal["evict", "close", "refuse"]
@@ -132,7 +158,8 @@ class SchedulerConfig:
     decode. ``max_waiting``: requests that may queue. ``speculation``: decode steps have its width or 1, as
     speculation.py decides, and mixed steps 1; ``widths`` count for nothing then. ``max_sessions``: sessions there may
     be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
-    ``rows``. ``session_policy``: what becomes of those that are parked when memory is short.
+    ``rows``. ``session_policy``: what becomes of those that are parked when memory is short. ``snapshots``: of a model
+    that keeps recurrent state; it needs them for prefix caching, and others have none.
     Raises ValueError for widths outside 1 to ``limits.width``, for mixed buckets that all decode rows would fill, for
     too few slots, and for another policy.
     """
@@ -148,6 +175,7 @@ class SchedulerConfig:
     speculation: Speculation | None = None
     max_sessions: int = 0
     session_policy: SessionPolicy = "evict"
+    snapshots: SnapshotPolicy | None = None
 
     def __post_init__(self) -> None:
         rows, width = self.limits.rows, self.limits.width

@@ -81,6 +81,7 @@ def dense(driver: CompilingDriver) -> None:
     driver.where = "a fork"
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
+    copy_blocks(torch.empty(1, dtype=torch.int64, device=META), pairs, 300, words=32 * 128 * 128, halves=36)
     same_bits(driver, "8b")
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)

@@ -36,7 +36,7 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
-from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, SnapshotPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
@@ -103,6 +103,7 @@ class RigLimits(TypedDict, total=False):
     proposer: MakeProposer | None
     speculation: Speculation | None
     folder: Path | None
+    snapshots: SnapshotPolicy | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -151,13 +152,15 @@ def rig(
     proposer: MakeProposer | None = None,
     speculation: Speculation | None = None,
     folder: Path | None = None,
+    snapshots: SnapshotPolicy | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
-    has them, both or neither. ``folder``: a model with weights in place of the tiny one.
+    has them, both or neither. ``snapshots``: of a model with state in slots. ``folder``: a model with weights in place
+    of the tiny one.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -205,6 +208,7 @@ def rig(
             else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
+            snapshots=0 if snapshots is None else snapshots.count,
         ),
         further_roles=further_roles,
         proposer=proposer,
@@ -223,6 +227,7 @@ def rig(
             max_sessions=max_sessions,
             session_policy=session_policy,
             speculation=speculation,
+            snapshots=snapshots,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
