@@ -39,7 +39,7 @@ class WindowRole(RowRole):
         tree = parts.limits.tree if width == parts.limits.width else 0
         if tree and parts.has_slot_state:
             raise ValueError(f"trees of {tree} tokens: state of slots takes tokens in one after the other")
-        super().__init__(parts, name or f"window of {width}", width)
+        super().__init__(parts, name or (f"tree of {tree}" if tree else f"window of {width}"), width)
         self._tokens = tree or width  # of a row, that go through the model
         self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)])
         self._proposer = proposer

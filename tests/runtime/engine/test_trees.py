@@ -23,6 +23,8 @@ from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.slot_state import SlotColumns
 from runtime.execute.step import step_io
 from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.resources import Resources
+from runtime.schedule.sequence import SequenceState
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
@@ -208,14 +210,30 @@ def test_scripted_acceptance_keeps_as_many_of_a_tree_as_of_a_chain() -> None:
 # ---- mutants: what must not stay unseen ----
 
 
-def wrong_text(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: object) -> None:
+def wrong_text(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: object, depth: int = 2, **limits: Any
+) -> None:
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):
-        trees(some(5), (6, 16), depth=2)
+        trees(some(5), (6, 16), depth=depth, **limits)
 
 
 def test_entries_that_are_not_moved_show(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_text(monkeypatch, EntryMover, "move", lambda *_: None)
+
+
+def test_blocks_for_the_longest_path_alone_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant reserves what a chain of W writes; the last nodes of a tree then go where nobody finds them."""
+
+    def reservation(resources: Resources, sequence: SequenceState) -> int:
+        limits = resources.limits
+        return min(sequence.landed_tokens + limits.width, sequence.max_length - 2 + limits.width)
+
+    def wake_at(resources: Resources, sequence: SequenceState) -> int:
+        return len(sequence.blocks) * resources.limits.block_size + 2 - resources.limits.width
+
+    monkeypatch.setattr(Resources, "_wake_at_latest", wake_at)
+    wrong_text(monkeypatch, Resources, "reservation", reservation, depth=0, block_size=4)
 
 
 def test_a_node_that_sees_a_sibling_shows(monkeypatch: pytest.MonkeyPatch) -> None:
