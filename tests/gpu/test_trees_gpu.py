@@ -107,6 +107,30 @@ def test_torch_moves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(layer, expected)
 
 
+@ENGINES
+@pytest.mark.parametrize(("rows", "new"), [(1, 32), (8, 33), (32, 32), (64, 16)])
+def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
+    """As 8B has it, with a list of splits (from 32 rows on) and without."""
+    from models.inputs import DecodeAttention
+    from models.kernels.nvidia import NvidiaKernels
+    from models.kernels.reference import ReferenceKernels
+
+    torch.manual_seed(rows)
+    heads, kv_heads, dim, page, pages = 32, 8, 128, 16, 100
+    kernels = NvidiaKernels("cuda", prefill="triton")
+    kv = torch.randn(2, 1 + rows * pages, page, kv_heads, dim, device="cuda").to(torch.bfloat16)
+    table = (1 + torch.randperm(rows * pages, device="cuda")).view(rows, pages).to(torch.int32)
+    lengths = torch.randint(new, pages * page, (rows,), device="cuda", dtype=torch.int32)
+    parents = (torch.rand(rows, new - 1, device="cuda") * torch.arange(1, new, device="cuda")).long()
+    seen = lay_out_in_torch(parents, new).seen_BN
+    inputs = DecodeAttention(table, lengths, new, pages * page, tree_BQ=seen)
+    q = torch.randn(rows * new, heads, dim, device="cuda").to(torch.bfloat16)
+    expected = ReferenceKernels().decode_attention(q, kv, inputs, dim**-0.5).float()
+    for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
+        found = kernels.decode_attention(q, kv, planned, dim**-0.5).float()
+        assert float((found - expected).norm() / expected.norm()) < 1e-2
+
+
 # ---- engines ----
 
 
