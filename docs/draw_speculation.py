@@ -30,6 +30,7 @@ STAGES = {  # by the call: the stage, and what it does
     "accept": ("accept", "guesses that are what was drawn before them, and one token more"),
     "write_back_window": ("commit", "last token, length, end by slot; the result ring"),
     "remember": ("history", "the tokens gained, into the slot's history"),
+    "move": ("compact", "of a tree: the KV of its accepted path, to where a chain's would be"),
     "show_window": ("observe", "true hidden states of the tokens kept, to the proposer"),
 }
 

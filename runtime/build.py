@@ -92,6 +92,12 @@ def build_engine(
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     if config.speculation is not None:
+        top_k = config.speculation.tree_top_k or 0
+        if top_k > served.vocab_size:
+            raise ConfigError(
+                f"tree_top_k is {top_k}, but the vocabulary of {config.model} has {served.vocab_size} ids: type "
+                f'"tree_top_k": {served.vocab_size} or less'
+            )
         folder = Path(config.model)
         check_drafter(config.speculation, model_config, target_folder=folder, load_format=config.load_format)
     dtype = _dtype(config, model_config)
@@ -206,6 +212,16 @@ def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimi
         raise ConfigError(
             f"speculative_config is {config}, but {', '.join(model.irrevocable)} of {model.config.architecture} keeps "
             "state of fixed size that cannot be taken back where a proposal is refused: leave out --speculative-config"
+        )
+    if config.tree_size is not None and model.cache_layout.has_slot_state:
+        raise ConfigError(
+            f"tree_size is {config.tree_size}, but {model.config.architecture} keeps state of fixed size, which takes "
+            "tokens in one after the other and not along the branches of a tree: leave out tree_size"
+        )
+    if limits.window >= limits.max_model_len and config.tree_size is not None:
+        raise ConfigError(
+            f"tree_size is {config.tree_size}, so that a step has as many tokens a request, but max_model_len is "
+            f"{limits.max_model_len}: type a longer --max-model-len, or a smaller tree_size"
         )
     if config.width >= limits.max_model_len:
         raise ConfigError(

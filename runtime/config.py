@@ -219,11 +219,25 @@ class EngineConfig:
         except SpeculativeConfigError as error:
             raise ConfigError(str(error)) from None
         object.__setattr__(self, "speculative_config", settled)
+        if settled is not None and settled.tree_size is not None:
+            self._check_tree(settled)
         if settled is not None and self.data_parallel > 1 and settled.method in WITH_WEIGHTS:
             raise ConfigError(
                 f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: a drafter's own "
                 "exchanges between groups are not agreed on: leave out --data-parallel-size, or type "
                 '"method": "ngram"'
+            )
+
+    def _check_tree(self, config: SpeculativeConfig) -> None:
+        if self.deterministic:
+            raise ConfigError(
+                f"deterministic is on, but tree_size is {config.tree_size}: attention over a tree adds keys in another "
+                "order than single steps do: leave out tree_size or --deterministic"
+            )
+        if self.data_parallel > 1:
+            raise ConfigError(
+                f"data_parallel is {self.data_parallel}, but tree_size is {config.tree_size}: groups do not agree on "
+                "the tokens of trees: leave out tree_size or --data-parallel-size"
             )
 
     @property
@@ -297,7 +311,8 @@ class EngineConfig:
         """
         given = {limit: getattr(self, option) for option, limit in _STEP_LIMITS.items()}
         given |= {"max_model_len": max_model_len, "depth": depth if self.chain_depth is None else self.chain_depth}
-        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs + self.max_sessions)
+        tree = 0 if self.speculation is None else self.speculation.tree_size or 0
+        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs + self.max_sessions, tree=tree)
 
     def with_few_slots(self, limits: StepLimits) -> StepLimits:
         """The same for a model that keeps state in slots: rows and a few more, at least two, and one a session."""

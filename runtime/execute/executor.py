@@ -49,7 +49,7 @@ SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait 
 _ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
 _COST_RUNS = 2
 _READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
-CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
+CPU_KV_BYTES = 896 << 20  # of the 1 GiB that the twin counts; a CPU shares its memory with everything else
 
 
 class Executor:

@@ -529,7 +529,8 @@ class Resources:
         """KV entries to hold blocks for: landed + (D+1)*W tokens (law 4), or all it can ever write, if fewer.
 
         W is the largest width of any step, not that of the step being planned: the D steps behind it run over the same
-        blocks, and may be wider. An upper bound of both is ``max_model_len - 2 + W`` entries.
+        blocks, and may be wider. Of a draft tree the last step writes more entries than W. An upper bound of both is
+        ``max_model_len - 2 + limits.window`` entries.
         """
         return min(sequence.landed_tokens + self.limits.tokens_ahead, self._most_kv(sequence.max_length))
 
@@ -581,17 +582,17 @@ class Resources:
 
     def _wake_at_latest(self, sequence: SequenceState) -> int:
         capacity = len(sequence.blocks) * self.limits.block_size
-        return min(capacity + 2 - self.limits.width, sequence.max_length)
+        return min(capacity + 2 - self.limits.window, sequence.max_length)
 
     def _early(self, sequence: SequenceState) -> int:
         """In tokens: 0 to not quite half a block."""
         return sequence.slot % self._spread
 
     def _most_kv(self, max_length: int) -> int:
-        """KV entries that live rows can ever write. The newest token has none yet, so a live row of width W starts at
-        most at position max_length - 2, and writes W entries from there.
+        """KV entries that live rows can ever write. The newest token has none yet, so a live row starts at most at
+        position max_length - 2, and writes a window from there: W entries, or those of a draft tree.
         """
-        return max_length - 2 + self.limits.width
+        return max_length - 2 + self.limits.window
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""

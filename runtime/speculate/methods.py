@@ -6,6 +6,7 @@ Knows: the methods there are, and which of them read a drafter's folder. Does no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -16,11 +17,12 @@ from models.drafters.draft_config import DFlashConfig, MTPConfig
 from models.drafters.load import check_own_mtp, load_dflash, load_mtp, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
-from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
+from runtime.execute.proposer import BranchingProposer, MakeProposer, Proposer, ProposerParts
 from runtime.speculate.dflash import DFlashProposer, require_blocks
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculate.synthetic import AnyTokens, scripted
+from runtime.speculate.tree import branching
 from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError
 
 
@@ -68,9 +70,17 @@ def proposer_for(
     ``check_drafter`` then, and WeightsError.
     """
     weights = _Weights(target_folder, load_format, seed)
-    make = _MAKERS[config.method](config, weights)
+    make: MakeProposer
+    if config.tree_size is None:
+        make = _MAKERS[config.method](config, weights)
+    else:
+        assert config.tree_top_k is not None  # a checked config has both
+        make = branching(_BRANCHING[config.method](config, weights), config.tree_top_k)
     rates = config.synthetic_acceptance_rates
     return scripted(make, rates) if config.synthetic and rates is not None else make
+
+
+_MakeBranching = Callable[[ProposerParts], BranchingProposer]
 
 
 class _How(TypedDict):
@@ -102,7 +112,7 @@ def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return make
 
 
-def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _mtp(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
@@ -115,7 +125,7 @@ def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return lambda parts: MTPProposer(parts, load(parts.model))
 
 
-def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _dflash(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
     folder = _folder(config)
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
@@ -126,9 +136,14 @@ def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return lambda parts: DFlashProposer(parts, load(parts.model))
 
 
-def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
     return AnyTokens
 
 
 _CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig]] = {"mtp": MTPConfig, "dflash": DFlashConfig}
-_MAKERS = {"ngram": _ngram, "mtp": _mtp, "dflash": _dflash, "synthetic": _any_tokens}
+_BRANCHING: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeBranching]] = {
+    "mtp": _mtp,
+    "dflash": _dflash,
+    "synthetic": _any_tokens,
+}
+_MAKERS: dict[str, Callable[[SpeculativeConfig, _Weights], MakeProposer]] = {"ngram": _ngram, **_BRANCHING}

@@ -16,6 +16,7 @@ computed it, whatever follows in the other: that changes which tokens are guesse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -24,10 +25,10 @@ from torch import Tensor
 from models.cache_layout import CacheLayout, SlotState, StateBanks
 from models.drafters.mtp import MTPDraft
 from models.inputs import StepInputs
-from runtime.execute.proposer import Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Candidates, Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.likeliest import likeliest
+from runtime.speculate.likeliest import likeliest, likeliest_few
 
 
 class MTPProposer:
@@ -46,17 +47,37 @@ class MTPProposer:
         self._hidden_SN = cast(StateBanks, banks)["hidden"]
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        guesses: list[Tensor] = []
+
+        def guess(hidden_BN: Tensor) -> Tensor:
+            guesses.append(likeliest(self._model, hidden_BN))
+            return guesses[-1]
+
+        self._ask(rows_B, columns, count, guess)
+        return Proposed(torch.stack(guesses, 1))
+
+    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
+        """Of each place behind the likeliest tokens before it, whichever of them a path takes."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def guess(hidden_BN: Tensor) -> Tensor:
+            found.append(likeliest_few(self._model, hidden_BN, top_k))
+            return found[-1][0][:, 0]
+
+        self._ask(rows_B, columns, count, guess)
+        ids, logprobs = zip(*found, strict=True)
+        return Candidates(torch.stack(ids, 1), torch.stack(logprobs, 1))
+
+    def _ask(self, rows_B: Tensor, columns: SlotColumns, count: int, guess: Callable[[Tensor], Tensor]) -> None:
+        """``guess``: from the layer's state [B, N] at each of ``count`` places in turn, the token [B] to go on with."""
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
         hidden_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
-        guesses = []
         for number in range(count):
             kv_slots_B = rows.kv_slots(number - 1) if number else rows.trash_slots()
             attention = rows.attention(rows.length_B - 1 + number, 1)
             inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention, real_T=rows.live_B)
             hidden_BN = self._draft(self._model.embedding(token_B), hidden_BN, inputs, self._kv_layer)
-            token_B = likeliest(self._model, hidden_BN)
-            guesses.append(token_B)
-        return Proposed(torch.stack(guesses, 1))
+            token_B = guess(hidden_BN)
 
     def observe(self, observed: Observed) -> None:
         hidden_TN = observed.hidden_TN

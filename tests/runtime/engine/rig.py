@@ -104,6 +104,7 @@ class RigLimits(TypedDict, total=False):
     speculation: Speculation | None
     folder: Path | None
     snapshots: SnapshotPolicy | None
+    tree: int
 
 
 class RigPlace(TypedDict, total=False):
@@ -153,6 +154,7 @@ def rig(
     speculation: Speculation | None = None,
     folder: Path | None = None,
     snapshots: SnapshotPolicy | None = None,
+    tree: int = 0,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
@@ -160,7 +162,7 @@ def rig(
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
     has them, both or neither. ``snapshots``: of a model with state in slots. ``folder``: a model with weights in place
-    of the tiny one.
+    of the tiny one. ``tree``: tokens of trees, of which a row gains a path as long as the width.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -192,7 +194,7 @@ def rig(
     )
     widest = max(widths) if speculation is None else speculation.width
     slots = 2 * rows + max_sessions
-    limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens)
+    limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens, tree)
     executor = Executor(
         device,
         model,
