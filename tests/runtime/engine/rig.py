@@ -36,6 +36,7 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
+from runtime.plan_late import PlanLate
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
@@ -103,6 +104,7 @@ class RigLimits(TypedDict, total=False):
     proposer: MakeProposer | None
     speculation: Speculation | None
     folder: Path | None
+    late: PlanLate | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -151,6 +153,7 @@ def rig(
     proposer: MakeProposer | None = None,
     speculation: Speculation | None = None,
     folder: Path | None = None,
+    late: PlanLate | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
@@ -158,6 +161,7 @@ def rig(
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
     has them, both or neither. ``folder``: a model with weights in place of the tiny one.
+    ``late``: how turns are put off, where a front end does so.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -230,7 +234,9 @@ def rig(
     shared = None if groups is None else DpStepSync(groups, assignment)
     router = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
-    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw)
+    engine = Engine(
+        config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw, late=late
+    )
     try:
         yield engine
         engine.stop()
