@@ -96,6 +96,8 @@ def stations(
     names = ("began", "sent", "arrived", "read", "added", "planned", "landed", "told", "received")
     found: dict[str, list[float]] = {f"{a} > {b}": [] for a, b in pairwise(names)}
     for one, request in list(zip(journal.requests, requests, strict=True))[skip:]:
+        if one.failed:
+            continue
         row = by_key[tuple(request.prompt[:KEY_IDS])]
         row |= {"began": one.began, "sent": one.sent, "received": one.moments[0]}
         for a, b in pairwise(names):
@@ -126,11 +128,12 @@ def main(words: list[str]) -> int:
     print(f"{'ms':22} {'mean':>8} {'median':>8} {'p90':>8}")
     print(f"{'engine: TTFT':22}", shown([1e3 * one.ttft for one in plain.requests[skip:]]))
     print(f"{'engine: ITL':22}", shown([1e3 * gap for one in plain.requests[skip:] for gap in one.gaps]))
-    print(f"{'server: TTFT':22}", shown([1e3 * one.ttft for one in journal.requests[skip:]]))
+    print(f"{'server: TTFT':22}", shown([1e3 * one.ttft for one in journal.requests[skip:] if not one.failed]))
     print(f"{'server: ITL':22}", shown([1e3 * gap for one in journal.requests[skip:] for gap in one.gaps]))
     for name, times in stations(journal, requests, rows, skip).items():
         print(f"{name:22}", shown(times))
     print(f"seconds: {plain.seconds:.2f} and {journal.seconds:.2f}; failed {len(journal.requests) - len(journal.good)}")
+    print(*{one.error for one in journal.requests if one.failed}, sep="\n")
     print(counters)
     return 0
 
