@@ -624,3 +624,21 @@ def test_a_request_that_comes_while_a_turn_is_put_off_is_in_it() -> None:
         assert fake.added_at == [0, 0]
 
     run(body, fake)
+
+
+def test_a_client_that_left_while_it_waited_for_its_turn_costs_the_engine_nothing() -> None:
+    """Clients may come and leave faster than requests are read: those that are gone must not pile up."""
+
+    async def body(client: Client) -> None:
+        asked = json.dumps({"prompt": PROMPT, "max_tokens": 4, "seed": 1}).encode()
+        gone = asyncio.Event()
+        async with client.app._in_turn:
+            waits = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone))
+            await client.until(lambda: bool(client.app._in_turn._waiters))
+            gone.set()
+        reply = await waits
+        assert reply.status == 0, "nobody reads an answer"
+        assert (await client.post("/v1/completions", asked)).status == 200
+        assert len(client.fake.added) == 1
+
+    run(body)
