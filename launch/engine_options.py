@@ -141,6 +141,11 @@ _ENGINE: dict[str, _Option] = {
         "many steps may a record travel without a rank that waits; a single rank needs none",
         "steps",
     ),
+    "plan_late": _Option(
+        "serving: plan the next step shortly before the one in flight ends, so that requests that arrive meanwhile are "
+        "in it; off: as soon as the one before that has ended",
+        "switch",
+    ),
     "control_timeout_s": _Option("silence after which a rank counts as lost and the job ends", "seconds", number),
     "seed": _Option("base seed for requests without one, and for dummy weights", "number"),
     "warm": _Option(
@@ -165,6 +170,7 @@ _DERIVED_DEFAULTS = {
     "expert_parallel": "off; on with --data-parallel-size",
     "max_model_len": "the model's own limit",
     "chain_depth": "the least that keeps the GPU busy, measured at start-up; 2 on cpu",
+    "plan_late": "on with cuda, off on cpu",
     "horizon": "the least that hides a record's way to the slowest rank, measured at start-up",
     "num_blocks": "sized from --memory-fraction of the memory",
     "num_snapshots": "a quarter of what slots leave for caches, at most 4 a row",

@@ -44,6 +44,7 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
+from runtime.plan_late import PlanLate
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy, StepLimits
 from runtime.schedule.scheduler import Scheduler
 from runtime.speculate.methods import check_drafter, proposer_for
@@ -181,7 +182,8 @@ def build_engine(
     at_end = _at_end(load_report(config, model, split), executor, model)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
-    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+    late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
+    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late)
 
 
 def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:

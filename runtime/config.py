@@ -116,6 +116,8 @@ class EngineConfig:
     those of other requests. session_policy: what becomes of parked ones when memory is short (SchedulerConfig).
     horizon: L, steps by which the leader announces events ahead; None takes the least that hides what a record takes
     to the slowest rank.
+    plan_late: where requests come from another thread or process, a turn waits for them until the step in flight is
+    about to end (plan_late.py); on for GPUs, a CPU shares its cores with the host.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
     symmetric_all_reduce: small sums and exchanges between GPUs go through memory that they share, not NCCL, where that
@@ -161,6 +163,7 @@ class EngineConfig:
     max_sessions: int = 0
     session_policy: SessionPolicy = "evict"
     horizon: int | None = None
+    plan_late: bool = _FILLED_IN
     control_timeout_s: float = 10.0
     seed: int = 0
     warm: tuple[str, ...] = ("greedy",)
@@ -205,6 +208,8 @@ class EngineConfig:
             object.__setattr__(self, "decode_buckets", default_buckets(self.max_num_seqs))
         if self.expert_parallel is _FILLED_IN:
             object.__setattr__(self, "expert_parallel", self.data_parallel > 1)
+        if self.plan_late is _FILLED_IN:
+            object.__setattr__(self, "plan_late", self.device == "cuda")
         self._settle_speculation()
         self._check_together()
 

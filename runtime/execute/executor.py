@@ -314,6 +314,11 @@ class Executor:
         """The result of a launched step, oldest first."""
         return self.results.take(spec.step)
 
+    @property
+    def landed_at(self) -> float:
+        """When the step that was taken last was done, on time.perf_counter's clock."""
+        return self.results.landed_at
+
     def close(self) -> None:
         """Finish what is in flight and release threads and graphs."""
         try:

@@ -36,6 +36,7 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
+from runtime.plan_late import PlanLate
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, SnapshotPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
@@ -105,6 +106,7 @@ class RigLimits(TypedDict, total=False):
     folder: Path | None
     snapshots: SnapshotPolicy | None
     tree: int
+    late: PlanLate | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -155,6 +157,7 @@ def rig(
     folder: Path | None = None,
     snapshots: SnapshotPolicy | None = None,
     tree: int = 0,
+    late: PlanLate | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
@@ -163,6 +166,7 @@ def rig(
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
     has them, both or neither. ``snapshots``: of a model with state in slots. ``folder``: a model with weights in place
     of the tiny one. ``tree``: tokens of trees, of which a row gains a path as long as the width.
+    ``late``: how turns are put off, where a front end does so.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -237,7 +241,9 @@ def rig(
     shared = None if groups is None else DpStepSync(groups, assignment)
     router = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
-    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw)
+    engine = Engine(
+        config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw, late=late
+    )
     try:
         yield engine
         engine.stop()
