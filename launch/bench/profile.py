@@ -6,7 +6,8 @@ Nothing here runs while anything is timed.
 
 After every timed run, each batch runs twice more under the profiler: for one token, and for 1 + K.
     prefill   all that the device did in the first run
-    decode    in the second run, the calls of each kernel that come after as many as the first run made of it; over K.
+    decode    in the second run, the calls of each kernel that come after as many as the first run made of it; over the
+              K decode steps, or with speculation over the fewer rounds that it took.
               Every prompt is prefilled before any row decodes, so a kernel's first calls are those of prefill
 A decode step is one graph launch; CUPTI reports the kernels inside of it. All runs share one session of the profiler:
 others have seen a second one in a process report no kernels.
@@ -15,6 +16,7 @@ Without a GPU operators stand in for kernels, by their own time on the CPU, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
 from launch.bench.point import Point
 from launch.bench.results import ResultFiles
-from launch.bench.trace import check_complete, run_requests, why_not_full
+from launch.bench.trace import RunTrace, check_complete, run_requests, why_not_full
 from runtime.engine import Engine
 from runtime.frontend.client import EngineClient, PromptRequest
 
@@ -55,7 +57,7 @@ def profiles(
     windows = {event.name: event for event in events if event.is_user_annotation and _on_host(event)}
     for one in recorded:
         batch = one.point.batch
-        short, long = (windows[_label(batch, tokens)] for tokens in (1, 1 + one.decode_steps))
+        short, long = (windows[_label(batch, kind)] for kind in ("prefill", "decode"))
         calls = host_calls if on_cpu else device_calls
         prefill = calls(events, short)
         decode, note = after_prefill(prefill, calls(events, long))
@@ -64,7 +66,7 @@ def profiles(
         record: dict[str, Any] = {"batch": batch, "rank": 0, "unit": "us", "refused": refused}
         if refused is None:
             record["note"] = note
-            ttft, tpot = one.point.ttft_s, one.point.tpot_ms
+            ttft, tpot = one.point.ttft_s, one.point.round_ms or one.point.tpot_ms  # of a step
             record["prefill"] = asdict(
                 part(prefill, one.prefill_steps, None if ttft is None else ttft * 1e6 / one.prefill_steps)
             )
@@ -92,20 +94,32 @@ def _record(
         check_complete(run_requests(client, prompts_of(points[0].batch), max_tokens=1))
         for point in points:
             prompts = prompts_of(point.batch)
-            steps = min(PROFILED_STEPS, prompts[0].sampling.max_tokens - 1)
+            wanted = math.ceil(PROFILED_STEPS * (point.accepted_length or 1))  # tokens that so many steps gain a row
+            more = min(wanted, prompts[0].sampling.max_tokens - 1)
             before = engine.counters["prefill_steps"]
-            for tokens in (1, 1 + steps):
-                with record_function(_label(point.batch, tokens)):
+            for kind, tokens in (("prefill", 1), ("decode", 1 + more)):
+                with record_function(_label(point.batch, kind)):
                     trace = run_requests(client, prompts, max_tokens=tokens)
                     engine.executor.device.synchronize()
                 check_complete(trace)
             prefills = int(engine.counters["prefill_steps"] - before) // 2  # both runs prefill the same prompts
-            recorded.append(Recorded(point, prefills, steps, why_not_full(trace, len(prompts), steps)))
+            steps = len(trace.decode_steps)
+            speculates = point.accepted_length is not None
+            refused = _why_ragged(trace, len(prompts)) if speculates else why_not_full(trace, len(prompts), more)
+            recorded.append(Recorded(point, prefills, steps, refused))
     return recorded, found.events() or ()
 
 
-def _label(batch: int, tokens: int) -> str:
-    return f"bench latency: batch {batch}, {tokens} tokens each"
+def _why_ragged(trace: RunTrace, rows: int) -> str | None:
+    """With speculation rows end apart: a few steps of fewer rows are part of the average, more of them would be it."""
+    full = sum(decode.rows == rows for decode in trace.decode_steps)
+    if 4 * full >= 3 * len(trace.decode_steps) > 0:
+        return None
+    return f"only {full} of {len(trace.decode_steps)} decode steps ran all {rows} rows"
+
+
+def _label(batch: int, kind: str) -> str:
+    return f"bench latency: batch {batch}, {kind}"
 
 
 # ---- events ----

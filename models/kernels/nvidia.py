@@ -437,7 +437,15 @@ class NvidiaKernels(Kernels):
         shared = self.traits.shared_bytes - _SHARED_RESERVE
         if every_split and pairs not in _TALL_BLOCKS:
             pairs = _LIST_PAIRS  # small programs, too
-        blocks = _attention_blocks(pairs, power_of_two_above(query_rows), row_bytes, shared)
+        tall = power_of_two_above(query_rows)
+        blocks = _attention_blocks(pairs, tall, row_bytes, shared)
+        if (
+            every_split
+            and pairs == _LIST_PAIRS
+            and 16 <= tall < 64
+            and _attention_shared(64, 3, tall, row_bytes) <= shared
+        ):
+            blocks = 64, 3, 4  # of windows: tests/bench/window_attention.py
         if tuned is not None and not tuned.tma:
             needed = _attention_shared(tuned.block_n, tuned.stages, power_of_two_above(query_rows), row_bytes)
             blocks = tuned.blocks if needed <= shared else blocks
@@ -462,7 +470,7 @@ class NvidiaKernels(Kernels):
             longest = ANY_LENGTH
         elif self._without_list(inputs, kv_layer):
             if pairs not in _TALL_BLOCKS:
-                fewest = _fewest_splits(pairs, self.traits.multiprocessors)
+                fewest = _fewest_splits(pairs, heads // kv_heads * inputs.query_len, self.traits.multiprocessors)
             # Programs of splits that no row has cost time, too: a long row gets twice as many as the others.
             longest = max(block_n, -(-most // (2 * fewest)))
         elif inputs.skip_empty:
@@ -501,13 +509,14 @@ def programs_of(
     return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
 
 
-def _fewest_splits(pairs: int, multiprocessors: int) -> int:
+def _fewest_splits(pairs: int, query_rows: int, multiprocessors: int) -> int:
     """Splits of a row of decode.py, where there are as many blocks: two programs a multiprocessor, or some more.
 
-    More than 16 are merged in two levels, which is worth it for the very fewest pairs only.
+    More than 16 are merged in two levels, which is worth it for the very fewest pairs only; more than 8 of tall tiles
+    take longer to merge than their keys to read.
     """
     wanted = 1 << (max(1, 2 * multiprocessors // pairs).bit_length() - 1)
-    return min(max(wanted, 4), 16 if pairs >= 8 else 64)
+    return min(max(wanted, 4), 64 if pairs < 8 else 16 if query_rows < 64 else 8)
 
 
 def _by_tma(pairs: int, listed: bool) -> bool:

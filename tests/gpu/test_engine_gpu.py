@@ -95,7 +95,8 @@ def test_a_prefill_step_is_one_launch_and_a_few() -> None:
         with gpu_rig(depth=2, shape=SHAPE | {"num_hidden_layers": layers}) as engine:
             run(engine, [request(0, range(40), max_tokens=2)])
             with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+                activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA],
+                acc_events=True,
             ) as profile:
                 run(engine, [request(1, range(50, 90), max_tokens=1)])
             names = Counter(event.name for event in profile.events())
@@ -162,7 +163,7 @@ def test_a_fork_synchronises_captures_and_allocates_nothing(prefill: PrefillWant
             assert counters["prefill_tokens"] - before["prefill_tokens"] == length
             for name in ("graph_captures_after_warmup", "device_allocs_after_warmup"):
                 assert counters[name] == before[name]
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
                 run(engine, [request(20, range(50, 50 + length), n=8, temperature=1.0, stops=())])
             assert Counter(event.name for event in profile.events())["_copy_kernel"] == copies
 
@@ -177,7 +178,7 @@ def test_a_steady_step_is_one_launch() -> None:
             engine.step()
         before = dict(engine.counters)
         with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA], acc_events=True
         ) as profile:
             for _ in range(steps):
                 engine.step()

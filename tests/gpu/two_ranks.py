@@ -192,7 +192,7 @@ def _counting(engine: Engine, found: Found, name: str) -> Iterator[None]:
     before = engine.counters
     if engine.config.device == "cuda":
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             yield
         names = Counter(event.name for event in profile.events())
     else:

@@ -161,13 +161,15 @@ def decode_attention(
     stages: int,
     warps: int,
     pdl: bool,
+    merged: int | None = None,
 ) -> Tensor:
     """See Kernels.decode_attention, or with ``rotation`` Kernels.rope_cache_attend: q_TX is packed qkv then, and
     query_len 1.
 
     The predecessor launch may write q_TX, but not lengths, pages, positions or slots: with ``pdl`` these are read while
     it still runs. A block of keys is that of ``rule``. ``workspace`` float32 and ``counters`` int32, all zero and left
-    zero, have what workspace_floats and counters_of of decode_work.py say; both are for one stream.
+    zero, have what workspace_floats and counters_of of decode_work.py say; both are for one stream. ``merged``:
+    splits that a program merges at once, a power of two up to MERGED_AT_ONCE; None: as many as registers have room for.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows, most = inputs.kv_lengths_B.shape[0], rule.most
@@ -177,8 +179,10 @@ def decode_attention(
     if out_THD is None:
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
-    # Splits merged at once. More than most rows have would only take registers, and with them other programs' place.
-    merged = min((8192 if real_rows < 16 else 4096) // (real_rows * block_d), power_of_two_above(rule.fewest))
+    if merged is None and real_rows >= 16:
+        merged = 1  # of tiles as tall as this two at once took twice as long (tests/bench/window_attention.py)
+    elif merged is None:  # more than most rows have would only take registers, and with them other programs' place
+        merged = min(8192 // (real_rows * block_d), power_of_two_above(rule.fewest))
     _decode_attention_kernel[(kv_heads, rows, most)](
         q_TX,
         kv_layer[0],
