@@ -46,6 +46,8 @@ class SpeculativeConfig:
     proposes any tokens, of which a scripted number is kept: for measurements only.
     model: folder of the drafter's weights, for methods that have some; without it ``mtp`` is a layer of the target's
     own checkpoint.
+    token_map: of methods with weights: the ids that the drafter guesses among, for a cheaper head: a file of them
+    (SGLang's --speculative-token-map), or a number for the first so many. None: all, or those of the drafter's folder.
     num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
     prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
     stands for both; without either both are 5.
@@ -62,6 +64,7 @@ class SpeculativeConfig:
 
     method: str
     model: str | None = None
+    token_map: str | int | None = None
     num_speculative_tokens: int = None  # type: ignore[assignment]  # required; its absence is explained below
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -79,6 +82,7 @@ class SpeculativeConfig:
                 '"num_speculative_tokens": 4}'
             )
         self._check_model()
+        self._check_token_map()
         _check_whole("num_speculative_tokens", k, 1, MOST_SPECULATIVE_TOKENS)
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
@@ -103,6 +107,21 @@ class SpeculativeConfig:
                 f"{FLAG}: method {self.method!r} reads weights, but names no folder of them: type "
                 f'"model": "models/demo/{self.method}" for the demo model, or the folder of your drafter'
             )
+
+    def _check_token_map(self) -> None:
+        if (given := self.token_map) is None:
+            return
+        if self.method not in WITH_WEIGHTS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: token_map is {given!r}, but method {self.method!r} has no head to make smaller: leave it out"
+            )
+        if isinstance(given, bool) or not isinstance(given, int | str) or given == "":
+            raise SpeculativeConfigError(
+                f"{FLAG}: token_map is {given!r}, but must be a file of token ids, or how many of the first ids there "
+                'are to be: type "token_map": 32768'
+            )
+        if isinstance(given, int):
+            _check_whole("token_map", given, 1, None)
 
     def _settle_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

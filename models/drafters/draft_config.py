@@ -45,6 +45,7 @@ class DFlashConfig:
     """A block drafter. ``model``: its layers' sizes. ``target_layer_ids``: layers of the target, from 0, whose output
     it reads, in the order of its checkpoint. ``block_size``: most tokens of a block, the known first one included.
     ``views``: one a layer. ``target_layers``: of the model that it was trained for; None where its config is silent.
+    ``draft_vocab_size``: ids that it guesses among, where its config says so (draft_vocabulary.py).
     """
 
     model: ModelConfig
@@ -53,6 +54,7 @@ class DFlashConfig:
     block_size: int
     views: tuple[BlockView, ...]
     target_layers: int | None = None
+    draft_vocab_size: int | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> DFlashConfig:
@@ -90,7 +92,8 @@ class DFlashConfig:
         if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
             raise ValueError(f"'mask_token_id' must be a token id, not {mask!r}")
         read_own.flag("use_aux_hidden_state")
-        return cls(model, ids, mask, block_size, _views(config, own, model.layers), target_layers)
+        views = _views(config, own, model.layers)
+        return cls(model, ids, mask, block_size, views, target_layers, _draft_vocab_size(config))
 
     def check_target(self, target: ModelConfig) -> None:
         """ValueError, with both values, where it cannot draft for ``target``."""
@@ -117,7 +120,7 @@ class DFlashConfig:
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
     """One multi-token-prediction layer. ``model``: its sizes, those of the target where it is the target's own; with
-    experts its MLP is sparse. ``target_layers``: see DFlashConfig.
+    experts its MLP is sparse. ``target_layers``, ``draft_vocab_size``: see DFlashConfig.
 
     ``zero_centred``: the checkpoint has its norms' weights less 1; ``output_gate``: every head's result is gated. Both
     as in Qwen3-Next, whose keys are ``norm_zero_centered`` (ours: there it goes without saying) and
@@ -128,6 +131,7 @@ class MTPConfig:
     target_layers: int | None = None
     zero_centred: bool = False
     output_gate: bool = False
+    draft_vocab_size: int | None = None
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> MTPConfig:
@@ -172,7 +176,8 @@ class MTPConfig:
             )
         target_layers = read.size("num_target_layers") if config.get("num_target_layers") is not None else None
         model = _model_config({**config, "num_hidden_layers": 1})
-        return cls(model, target_layers, read.flag("norm_zero_centered"), read.flag("attn_output_gate"))
+        options = read.flag("norm_zero_centered"), read.flag("attn_output_gate")
+        return cls(model, target_layers, *options, _draft_vocab_size(config))
 
     def check_target(self, target: ModelConfig) -> None:
         """ValueError, with both values, where it cannot draft for ``target``."""
@@ -220,6 +225,16 @@ def _model_config(config: Mapping[str, Any]) -> ModelConfig:
     if config.get("quantization_config"):
         raise ValueError("quantized drafters ('quantization_config') are not supported; use the bfloat16 checkpoint")
     return ModelConfig.from_dict({key: value for key, value in config.items() if key not in _OF_DRAFTERS})
+
+
+def _draft_vocab_size(config: Mapping[str, Any]) -> int | None:
+    """None where it guesses among all ids."""
+    if config.get("draft_vocab_size") is None:
+        return None
+    size, whole = ConfigReader(config).size("draft_vocab_size"), ConfigReader(config).size("vocab_size")
+    if size > whole:
+        raise ValueError(f"'draft_vocab_size' is {size}, but 'vocab_size' {whole}: a draft vocabulary is a part of it")
+    return size
 
 
 def _refuse_unimplemented(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:

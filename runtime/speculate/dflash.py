@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig
+from models.drafters.draft_head import DraftHead
 from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
@@ -26,15 +27,19 @@ from runtime.speculate.likeliest import likeliest
 
 
 class DFlashProposer:
-    """``draft``: this rank's share, for the parts' model. ValueError for windows wider than its blocks."""
+    """``draft``: this rank's share, for the parts' model. ``head``: what it guesses with; by default the model's.
+
+    ValueError for windows wider than its blocks.
+    """
 
     name = "dflash"
     reads_hidden = False
 
-    def __init__(self, parts: ProposerParts, draft: DFlashDraft) -> None:
+    def __init__(self, parts: ProposerParts, draft: DFlashDraft, head: DraftHead | None = None) -> None:
         require_blocks(draft.config, parts.limits.width)
         self.layers: tuple[int, ...] = draft.config.target_layer_ids
         self._model, self._tables, self._draft = parts.model, parts.tables, draft
+        self._head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
 
@@ -52,7 +57,7 @@ class DFlashProposer:
         )
         hidden_TN = self._draft(self._model.embedding(tokens_T), inputs, self._caches)
         guessing_RN = hidden_TN.view(len(rows_B), width, -1)[:, 1:].reshape(len(rows_B) * count, -1)
-        return Proposed(likeliest(self._model, guessing_RN).view(len(rows_B), count))
+        return Proposed(likeliest(self._head, guessing_RN).view(len(rows_B), count))
 
     def observe(self, observed: Observed) -> None:
         assert observed.features_TF is not None

@@ -13,7 +13,9 @@ from typing import NamedTuple, TypedDict
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig, MTPConfig
-from models.drafters.load import check_own_mtp, load_dflash, load_mtp, load_own_mtp
+from models.drafters.draft_head import DraftHead
+from models.drafters.draft_vocabulary import TargetIds, chosen_ids
+from models.drafters.load import check_own_mtp, load_dflash, load_head, load_mtp, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
 from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
@@ -32,11 +34,12 @@ def check_drafter(
     load_format: str = "safetensors",
 ) -> None:
     """Before anything is loaded: ModelConfigError where the drafter's config.json is not one, or is of another target;
-    SpeculativeConfigError where it cannot guess as many tokens, or where ``config`` names no drafter and the target's
-    folder holds none.
+    SpeculativeConfigError where it cannot guess as many tokens, or not among the ids that it shall, or where ``config``
+    names no drafter and the target's folder holds none.
     """
     if config.method not in _CONFIGS:
         return
+    _chosen(config, target.vocab_size)
     if config.model is None:
         try:
             check_own_mtp(target, target_folder, load_format=load_format)
@@ -91,6 +94,16 @@ def _folder(config: SpeculativeConfig) -> Path:
     return Path(config.model)
 
 
+def _chosen(config: SpeculativeConfig, vocab_size: int) -> TargetIds | None:
+    """The ids that a drafter shall guess among; None where all, or where its folder says."""
+    if config.token_map is None:
+        return None
+    try:
+        return chosen_ids(config.token_map, vocab_size)
+    except ValueError as error:
+        raise SpeculativeConfigError(f"--speculative-config: {error}") from error
+
+
 def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     assert low is not None  # a checked config has both
@@ -106,13 +119,16 @@ def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
-    def load(target: Decoder) -> MTPDraft:
+    def load(target: Decoder) -> tuple[MTPDraft, DraftHead]:
+        chosen = _chosen(config, target.config.vocab_size)
         if config.model is None:
-            return load_own_mtp(target, weights.target_folder, **how)
+            own = load_own_mtp(target, weights.target_folder, **how)
+            return own, load_head(target, own.config, None, chosen, **how)
         folder = _folder(config)
-        return load_mtp(target, MTPConfig.from_folder(folder), folder, **how)
+        drafter = MTPConfig.from_folder(folder)
+        return load_mtp(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: MTPProposer(parts, load(parts.model))
+    return lambda parts: MTPProposer(parts, *load(parts.model))
 
 
 def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
@@ -120,10 +136,11 @@ def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
-    def load(target: Decoder) -> DFlashDraft:
-        return load_dflash(target, DFlashConfig.from_folder(folder), folder, **how)
+    def load(target: Decoder) -> tuple[DFlashDraft, DraftHead]:
+        drafter, chosen = DFlashConfig.from_folder(folder), _chosen(config, target.config.vocab_size)
+        return load_dflash(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: DFlashProposer(parts, load(parts.model))
+    return lambda parts: DFlashProposer(parts, *load(parts.model))
 
 
 def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:

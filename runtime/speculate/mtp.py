@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout, SlotState, StateBanks
+from models.drafters.draft_head import DraftHead
 from models.drafters.mtp import MTPDraft
 from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
@@ -31,14 +32,16 @@ from runtime.speculate.likeliest import likeliest
 
 
 class MTPProposer:
-    """``draft``: this rank's share of the layer, for the parts' model."""
+    """``draft``: this rank's share of the layer, for the parts' model. ``head``: what it guesses with; by default the
+    model's."""
 
     name = "mtp"
     layers: tuple[int, ...] = ()
     reads_hidden = True
 
-    def __init__(self, parts: ProposerParts, draft: MTPDraft) -> None:
+    def __init__(self, parts: ProposerParts, draft: MTPDraft, head: DraftHead | None = None) -> None:
         self._model, self._tables, self._draft = parts.model, parts.tables, draft
+        self._head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         state = SlotState({"hidden": ((parts.model.config.hidden_size,), parts.model.dtype)})
         kv_layer, banks = parts.pool.allocate(draft.cache_layout + CacheLayout((state,)))
@@ -54,7 +57,7 @@ class MTPProposer:
             attention = rows.attention(rows.length_B - 1 + number, 1)
             inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention, real_T=rows.live_B)
             hidden_BN = self._draft(self._model.embedding(token_B), hidden_BN, inputs, self._kv_layer)
-            token_B = likeliest(self._model, hidden_BN)
+            token_B = likeliest(self._head, hidden_BN)
             guesses.append(token_B)
         return Proposed(torch.stack(guesses, 1))
 

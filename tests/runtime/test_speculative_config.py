@@ -18,6 +18,7 @@ from runtime.speculative_config import (
 )
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 SCRIPTED = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.9, 0.5, 0.5]}
 
 
@@ -63,6 +64,11 @@ def test_rates_follow_from_a_length() -> None:
         ({**NGRAM, "num_speculative_tokens": True}, "is True, but must be a whole number"),
         ({"method": "ngram"}, "names no num_speculative_tokens"),
         ({**NGRAM, "method": "grep"}, f"method is 'grep', but must be one of {', '.join(METHODS)}"),
+        ({**NGRAM, "token_map": 100}, "token_map is 100, but method 'ngram' has no head to make smaller"),
+        ({**MTP, "token_map": 0}, "token_map is 0, but must be at least 1"),
+        ({**MTP, "token_map": ""}, "token_map is '', but must be a file of token ids, or how many"),
+        ({**MTP, "token_map": True}, "token_map is True, but must be a file of token ids"),
+        ({**MTP, "token_map": [1]}, 'type "token_map": 32768'),
         ({**NGRAM, "model": "drafter"}, "method 'ngram' has no weights: leave model out"),
         (
             {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},

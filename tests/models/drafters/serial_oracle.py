@@ -118,14 +118,21 @@ def mtp_guesses(
     tokens: Sequence[int],
     hidden_LN: Tensor,
     count: int,
+    ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """``count`` greedy guesses of what follows ``tokens``, of which the target has computed all but the last:
-    ``hidden`` are its final states of those. The layer's own state and its guesses take their place beyond."""
+    """``count`` greedy guesses, among ``ids``, of what follows ``tokens``, of which the target has computed all but the
+    last: ``hidden`` are its final states of those. The layer's own state and its guesses take their place beyond."""
     guessed, states = list(tokens), list(hidden_LN)
     for _ in range(count):
         states.append(mtp_state(w, config, embedding, guessed, states))
-        guessed.append(int((states[-1] @ head.T).argmax()))
+        guessed.append(likeliest(states[-1], head, ids))
     return guessed[len(tokens) :]
+
+
+def likeliest(state_N: Tensor, head: Tensor, ids: Sequence[int] | None = None) -> int:
+    """Of all ids, or of some."""
+    scores = (head @ state_N).tolist()
+    return max(range(len(scores)) if ids is None else sorted(ids), key=lambda id_: scores[id_])
 
 
 def mtp_state(

@@ -161,6 +161,38 @@ def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
     assert drafter.rounds == of_one_rank
 
 
+IDS = (1, 2, 5, 7, 8)  # of nine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduced_draft_vocabulary_guesses_among_its_ids(kind: str, tmp_path: Path) -> None:
+    """The tokens are those without, and guesses the likeliest of these ids; on two ranks the same ones, though one of
+    them holds most of the rows in the whole head."""
+    drafter, requests = Drafter(kind, tmp_path, ids=IDS), people(4)
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16}
+    life = drafted(drafter, requests, 4, depth=0, **limits)
+    assert check_rounds(drafter, sequences(requests, life)) > 20
+    assert set().union(*drafter.rounds.values()) <= set(IDS)
+    of_one_rank = drafter.rounds
+    drafted(drafter, requests, 4, depth=2, over=partial(tensor_rig, 2), **limits)
+    assert drafter.rounds == of_one_rank
+
+
+def test_the_target_ids_must_be_those_of_the_rows(tmp_path: Path) -> None:
+    """A head whose ids are one off: the text is right, the guesses are not."""
+
+    class Shifted(MTPProposer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            assert self._head.ids_V is not None
+            self._head.ids_V -= 1
+
+    drafter, requests = Drafter("mtp", tmp_path, Shifted, ids=IDS), people(3)
+    life = drafted(drafter, requests, 4, depth=2)
+    with pytest.raises(AssertionError, match="tokens known"):
+        check_rounds(drafter, sequences(requests, life))
+
+
 # ---- mutants: each leaves the text right, and guesses something else ----
 
 

@@ -63,6 +63,21 @@ def test_methods_with_weights_ask_for_a_folder(method: str) -> None:
         check_drafter(speculative_config(asking(method, SHAPES)), ModelConfig.from_folder(EIGHT_B))
 
 
+@pytest.mark.parametrize(
+    ("token_map", "said"),
+    [
+        (151937, r'first 151937 ids, but .* has 151936: type "token_map": 151936 or less'),
+        ("no/ids.json", r"token_map no/ids\.json cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("method", ["dflash", "mtp"])
+def test_ids_that_the_target_has_not_are_refused_at_the_start(method: str, token_map: Any, said: str) -> None:
+    target = ModelConfig.from_folder(EIGHT_B)
+    check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=32768)), target)
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=token_map)), target)
+
+
 LoadFormat = Literal["safetensors", "dummy"]
 OWN = {"method": "mtp", "num_speculative_tokens": 3}
 NEXT = {**TINY, **FAMILIES["qwen3-next"]}
@@ -156,7 +171,7 @@ def test_an_engine_is_built_over_a_targets_own_layer(tmp_path: Path) -> None:
 def test_scripted_acceptance_over_a_drafter_without_weights(method: str, tmp_path: Path) -> None:
     """What a bench measures: the drafter computes, the script decides. Every round keeps two guesses of three here."""
     (tmp_path / "config.json").write_text(json.dumps(DFLASH if method == "dflash" else MTP), encoding="utf-8")
-    keys = asking(method, tmp_path, rejection_sample_method="synthetic", synthetic_acceptance_length=3)
+    keys = asking(method, tmp_path, rejection_sample_method="synthetic", synthetic_acceptance_length=3, token_map=4)
     proposer = proposer_for(speculative_config(keys), load_format="dummy", seed=1)
     requests = [request(i, range(1, 6 + i), max_tokens=31, stops=()) for i in range(3)]
     with rig(depth=2, widths=(4,), proposer=proposer, shape=SHAPE, max_model_len=64) as engine:
