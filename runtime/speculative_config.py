@@ -31,6 +31,7 @@ WITH_WEIGHTS: Final = ("mtp", "dflash")  # methods that read a folder of weights
 WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the target's own folder
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
+DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
 
 
 class SpeculativeConfigError(ValueError):
@@ -51,6 +52,9 @@ class SpeculativeConfig:
     num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
     prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
     stands for both; without either both are 5.
+    draft_sample_method: ``greedy`` proposes what a drafter finds likeliest; ``probabilistic`` draws proposals of
+    requests that draw at random, and keeps them by rejection sampling with the probabilities of both: the distribution
+    is that without speculation, the tokens are not.
     rejection_sample_method: ``standard`` keeps what the target draws itself; ``synthetic`` keeps as many proposals as
     the rates say, whatever the target draws: the text means nothing, so only benchmarks take it.
     synthetic_acceptance_rates: of synthetic acceptance: the share of rounds in which the first, the first two, ... of
@@ -68,6 +72,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = None  # type: ignore[assignment]  # required; its absence is explained below
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
@@ -88,6 +93,7 @@ class SpeculativeConfig:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
         self._settle_lookup()
         self._settle_acceptance()
+        self._check_draft_sampling()
 
     def _check_method(self) -> None:
         if self.method in MISSING_METHODS:
@@ -192,6 +198,28 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "synthetic_acceptance_rates", tuple(float(rate) for rate in rates))
         object.__setattr__(self, "synthetic_acceptance_length", None)
+
+    def _check_draft_sampling(self) -> None:
+        if self.draft_sample_method not in DRAFT_SAMPLE_METHODS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is {self.draft_sample_method!r}, but must be one of "
+                f"{', '.join(DRAFT_SAMPLE_METHODS)}"
+            )
+        if self.probabilistic and self.method not in WITH_WEIGHTS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is 'probabilistic', but method {self.method!r} has no probabilities to "
+                "draw from: leave it out"
+            )
+        if self.probabilistic and self.synthetic:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is 'probabilistic', but rejection_sample_method 'synthetic', which keeps "
+                "proposals whatever their probabilities are: leave one of them out"
+            )
+
+    @property
+    def probabilistic(self) -> bool:
+        """Whether proposals are drawn, and kept by rejection sampling."""
+        return self.draft_sample_method == "probabilistic"
 
     @property
     def synthetic(self) -> bool:

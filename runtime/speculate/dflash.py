@@ -23,7 +23,7 @@ from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.likeliest import likeliest
+from runtime.speculate.guesses import Guesses, LikeliestGuesses
 
 
 class DFlashProposer:
@@ -39,11 +39,14 @@ class DFlashProposer:
         require_blocks(draft.config, parts.limits.width)
         self.layers: tuple[int, ...] = draft.config.target_layer_ids
         self._model, self._tables, self._draft = parts.model, parts.tables, draft
-        self._head = head or DraftHead.of_target(parts.model)
+        self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
+
+    def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
         width = count + 1
         offsets_W = torch.arange(width, device=rows_B.device)
@@ -56,8 +59,8 @@ class DFlashProposer:
             rows.attention(rows.length_B - 1 + width, width),
         )
         hidden_TN = self._draft(self._model.embedding(tokens_T), inputs, self._caches)
-        guessing_RN = hidden_TN.view(len(rows_B), width, -1)[:, 1:].reshape(len(rows_B) * count, -1)
-        return Proposed(likeliest(self._head, guessing_RN).view(len(rows_B), count))
+        guesses.take(hidden_TN.view(len(rows_B), width, -1)[:, 1:])
+        return guesses.proposed()
 
     def observe(self, observed: Observed) -> None:
         assert observed.features_TF is not None

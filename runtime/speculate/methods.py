@@ -20,6 +20,7 @@ from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
 from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
 from runtime.speculate.dflash import DFlashProposer, require_blocks
+from runtime.speculate.guesses import Drafter, ProbabilisticProposer
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculate.synthetic import AnyTokens, scripted
@@ -76,6 +77,11 @@ def proposer_for(
     return scripted(make, rates) if config.synthetic and rates is not None else make
 
 
+def _sampling(config: SpeculativeConfig, drafter: Drafter) -> Proposer:
+    """As ``draft_sample_method`` asks for."""
+    return ProbabilisticProposer(drafter) if config.probabilistic else drafter
+
+
 class _How(TypedDict):
     load_format: str
     seed: int
@@ -128,7 +134,7 @@ def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
         drafter = MTPConfig.from_folder(folder)
         return load_mtp(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: MTPProposer(parts, *load(parts.model))
+    return lambda parts: _sampling(config, MTPProposer(parts, *load(parts.model)))
 
 
 def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
@@ -140,7 +146,7 @@ def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
         drafter, chosen = DFlashConfig.from_folder(folder), _chosen(config, target.config.vocab_size)
         return load_dflash(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: DFlashProposer(parts, *load(parts.model))
+    return lambda parts: _sampling(config, DFlashProposer(parts, *load(parts.model)))
 
 
 def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:

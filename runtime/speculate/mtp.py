@@ -28,7 +28,7 @@ from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.likeliest import likeliest
+from runtime.speculate.guesses import Guesses, LikeliestGuesses
 
 
 class MTPProposer:
@@ -41,7 +41,7 @@ class MTPProposer:
 
     def __init__(self, parts: ProposerParts, draft: MTPDraft, head: DraftHead | None = None) -> None:
         self._model, self._tables, self._draft = parts.model, parts.tables, draft
-        self._head = head or DraftHead.of_target(parts.model)
+        self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         state = SlotState({"hidden": ((parts.model.config.hidden_size,), parts.model.dtype)})
         kv_layer, banks = parts.pool.allocate(draft.cache_layout + CacheLayout((state,)))
@@ -49,17 +49,18 @@ class MTPProposer:
         self._hidden_SN = cast(StateBanks, banks)["hidden"]
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
+
+    def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
         hidden_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
-        guesses = []
         for number in range(count):
             kv_slots_B = rows.kv_slots(number - 1) if number else rows.trash_slots()
             attention = rows.attention(rows.length_B - 1 + number, 1)
             inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention, real_T=rows.live_B)
             hidden_BN = self._draft(self._model.embedding(token_B), hidden_BN, inputs, self._kv_layer)
-            token_B = likeliest(self._head, hidden_BN)
-            guesses.append(token_B)
-        return Proposed(torch.stack(guesses, 1))
+            token_B = guesses.take(hidden_BN[:, None])[:, 0]
+        return guesses.proposed()
 
     def observe(self, observed: Observed) -> None:
         hidden_TN = observed.hidden_TN

@@ -122,3 +122,22 @@ def test_a_round_with_a_hybrids_own_layer_does_not_synchronise(family: str) -> N
             engine.step()
         assert engine.counters["graph_captures_after_warmup"] == 0
         assert engine.counters["device_allocs_after_warmup"] == 0
+
+
+@pytest.mark.parametrize("method", WIDEST)
+def test_drawn_guesses_give_the_same_tokens_at_every_depth(method: str) -> None:
+    """draft_sample_method probabilistic over captured steps, with filters; a rank alone."""
+    requests = [
+        request(i, range(3 + i, 20 + i), max_tokens=60, stops=(), temperature=0.8, top_k=50, top_p=0.95)
+        for i in range(6)
+    ]
+    answers = []
+    for depth in (0, 2):
+        keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
+        proposer = proposer_for(speculative_config({**keys, "draft_sample_method": "probabilistic"}))
+        with rig_of(method, torch.float32, depth=depth, proposer=proposer) as engine:
+            finished = run(engine, requests)
+            engine.stop()
+            assert engine.counters["spec_num_accepted_tokens"] > 0
+        answers.append({i: list(one.token_ids) for i, one in finished.items()})
+    assert sum(answers[0][i] != answers[1][i] for i in answers[0]) <= 1, "near-ties apart"

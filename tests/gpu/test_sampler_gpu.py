@@ -238,7 +238,7 @@ KINDS = ["normal", "tied", "equal", "flat", "bimodal", "peaked", "masked", "desc
 def _survivors(logits: torch.Tensor, params: list[SamplingParams]) -> None:
     """Thresholds and draws of the kernels against the sort's."""
     rows, features = rows_for(params, range(len(params))), SamplingVariant(random=True, filters=True)
-    scaled = sampler._scaled(logits, rows, features)
+    scaled = sampler.scaled(logits, rows, features)
     threshold, largest = survival_threshold(scaled, rows)
     moved = _moved(rows, DEVICE)
     columns = (moved.temperature, moved.top_k, moved.top_p, moved.min_p, moved.seed, moved.position)

@@ -78,6 +78,17 @@ def test_rates_follow_from_a_length() -> None:
         ({**SCRIPTED, "prompt_lookup_min": 1}, "method 'synthetic' looks nothing up"),
         ({**NGRAM, "disable_by_batch_size": -1}, "disable_by_batch_size is -1, but must be at least 0"),
         ({**NGRAM, "synthetic_acceptance_length": 2}, "proposals are kept where the target draws them"),
+        ({**MTP, "draft_sample_method": "gumbel"}, "is 'gumbel', but must be one of greedy, probabilistic"),
+        ({**NGRAM, "draft_sample_method": "probabilistic"}, "method 'ngram' has no probabilities to draw from"),
+        (
+            {
+                **MTP,
+                "draft_sample_method": "probabilistic",
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2,
+            },
+            "but rejection_sample_method 'synthetic'",
+        ),
         ({**NGRAM, "rejection_sample_method": "typical"}, "must be one of standard, synthetic"),
         ({**SCRIPTED, "synthetic_acceptance_rates": None}, "and neither is given"),
         ({**SCRIPTED, "synthetic_acceptance_length": 2}, "and both are given"),
@@ -110,6 +121,14 @@ def test_plain_options_fill_in_and_may_not_contradict() -> None:
     assert merged_speculation(None, dict.fromkeys(plain)) is None
     with pytest.raises(SpeculativeConfigError, match="says method 'ngram', but --speculative-method 'synthetic'"):
         merged_speculation(json.dumps(NGRAM), {**plain, "method": "synthetic"})
+
+
+def test_drawn_proposals_and_deterministic_exclude_each_other() -> None:
+    drawn = {**MTP, "draft_sample_method": "probabilistic"}
+    assert str(speculative_config(drawn)).count("probabilistic") == 1
+    with pytest.raises(ConfigError, match=r"deterministic is on.*leave out --deterministic, or draft_sample_method"):
+        EngineConfig(model="m", device="cpu", speculative_config=drawn, deterministic=True)
+    EngineConfig(model="m", device="cpu", speculative_config=drawn)
 
 
 def test_scripted_acceptance_gives_nobody_a_text() -> None:

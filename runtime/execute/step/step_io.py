@@ -20,6 +20,7 @@ from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
+from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
@@ -224,7 +225,8 @@ class Window:
     int64: theirs, 0 where not live. live_BW bool: not of a ghost, of padding, or past ``max_length``. kv_slots_BW
     int64: where their KV goes; in the trash block for ghosts and padding. page_table_BP int32; kv_lengths_B int32, the
     window included. ``limit_B``: most tokens that a row may gain in this step; None where there is no limit but W.
-    ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide.
+    ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide. ``drafted``: what the
+    proposals were drawn from; None where they are compared with draws.
     """
 
     rows_B: Tensor
@@ -238,6 +240,7 @@ class Window:
     live_BW: Tensor
     limit_B: Tensor | None = None
     scripted_B: Tensor | None = None
+    drafted: Drafted | None = None
 
     @property
     def width(self) -> int:
@@ -281,6 +284,7 @@ def gather_window(
         live_BW=live_BW,
         limit_B=proposed.limit_B,
         scripted_B=proposed.scripted_B,
+        drafted=proposed.drafted,
     )
 
 

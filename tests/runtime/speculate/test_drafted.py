@@ -184,8 +184,8 @@ def test_the_target_ids_must_be_those_of_the_rows(tmp_path: Path) -> None:
     class Shifted(MTPProposer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            assert self._head.ids_V is not None
-            self._head.ids_V -= 1
+            assert self.head.ids_V is not None
+            self.head.ids_V -= 1
 
     drafter, requests = Drafter("mtp", tmp_path, Shifted, ids=IDS), people(3)
     life = drafted(drafter, requests, 4, depth=2)
