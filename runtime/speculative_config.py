@@ -15,11 +15,10 @@ from typing import Any, Final
 FLAG: Final = "--speculative-config"
 MOST_SPECULATIVE_TOKENS: Final = 255  # a step has 256 tokens a row at most (LIMIT_RANGES in schedule/config.py)
 
-METHODS: Final = ("ngram", "mtp", "dflash", "synthetic")
+METHODS: Final = ("ngram", "mtp", "dflash", "eagle3", "synthetic")
 """Those that this build has. What others there are in vLLM, and are refused by name:"""
 MISSING_METHODS: Final = (
     "eagle",
-    "eagle3",
     "medusa",
     "mlp_speculator",
     "draft_model",
@@ -27,7 +26,7 @@ MISSING_METHODS: Final = (
     "ngram_gpu",
     "dspark",
 )
-WITH_WEIGHTS: Final = ("mtp", "dflash")  # methods that read a folder of weights: ``model``
+WITH_WEIGHTS: Final = ("mtp", "dflash", "eagle3")  # methods that read a folder of weights: ``model``
 WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the target's own folder
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
@@ -43,8 +42,9 @@ class SpeculativeConfig:
     """The keys of --speculative-config. After construction none is left open that the method needs.
 
     method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beside the
-    model that guesses one token after the other, ``dflash`` a small model that guesses a block at once; ``synthetic``
-    proposes any tokens, of which a scripted number is kept: for measurements only.
+    model that guesses one token after the other, ``eagle3`` one that reads several layers of the model, ``dflash`` a
+    small model that guesses a block at once; ``synthetic`` proposes any tokens, of which a scripted number is kept: for
+    measurements only.
     model: folder of the drafter's weights, for methods that have some; without it ``mtp`` is a layer of the target's
     own checkpoint.
     token_map: of methods with weights: the ids that the drafter guesses among, for a cheaper head: a file of them
@@ -109,9 +109,10 @@ class SpeculativeConfig:
 
     def _check_model(self) -> None:
         if self.method in WITH_WEIGHTS and self.method not in WITH_OWN_LAYER and self.model is None:
+            demo = f'"models/demo/{self.method}" for the demo model, or ' if self.method == "dflash" else ""
             raise SpeculativeConfigError(
                 f"{FLAG}: method {self.method!r} reads weights, but names no folder of them: type "
-                f'"model": "models/demo/{self.method}" for the demo model, or the folder of your drafter'
+                f'"model": {demo}the folder of your drafter'
             )
 
     def _check_token_map(self) -> None:

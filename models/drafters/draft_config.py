@@ -1,6 +1,6 @@
 """Configurations of drafters, read once from a drafter's config.json and checked against the target's.
 
-Knows: how DFlash and MTP checkpoints spell their facts, and which of their options are not implemented.
+Knows: how DFlash, MTP and EAGLE-3 checkpoints spell their facts, and which of their options are not implemented.
 Does not know: files of weights, how a drafter computes, who asks it.
 """
 
@@ -16,6 +16,12 @@ from models.config_reader import ConfigReader
 from models.registry import model_class
 
 DFLASH, MTP = "DFlashDraftModel", "MTPDraftModel"
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # as SpecForge and SGLang, and as vLLM write it
+_OTHER_EAGLE3 = (
+    *("norm_before_fc", "fc_norm", "bias", "tie_word_embeddings", "parallel_drafting", "ptd_token_id"),
+    *("use_moe", "num_experts", "use_mtp_layernorm", "use_last_layernorm", "use_input_layernorm_in_first_layer"),
+)
+_EAGLE_KEYS = frozenset(["eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"])
 # What ModelConfig does not read of a drafter, or would refuse in a target.
 _OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
 OTHER_DRAFTERS = (
@@ -189,7 +195,112 @@ class MTPConfig:
             )
 
 
-Config = TypeVar("Config", DFlashConfig, MTPConfig)
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """An EAGLE-3 head. ``model``: its layer's sizes. ``layer_ids``: layers of the target, from 0, whose output it
+    reads, ascending; None: those of the paper (``layers_of``). ``norm_before_residual``: the layer adds to the normed
+    state. ``draft_vocab_size``: see DFlashConfig.
+    """
+
+    model: ModelConfig
+    layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    draft_vocab_size: int | None = None
+
+    @property
+    def features(self) -> int:
+        """Layers of the target that it reads."""
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
+    def layers_of(self, target_layers: int) -> tuple[int, ...]:
+        """Those of a target of so many layers. By default the second, the one before the middle, and the fourth last,
+        as in EAGLE, SGLang and vLLM, which name the layers that come behind these: 2, L // 2 and L - 3."""
+        return self.layer_ids or (1, target_layers // 2 - 1, target_layers - 4)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Eagle3Config:
+        """Read ``folder``/config.json. Raises ModelConfigError naming file and key."""
+        path, config = _read(folder)
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ModelConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Eagle3Config:
+        """From the parsed content of config.json. Raises ValueError."""
+        if config.get("architectures") not in [[name] for name in EAGLE3]:
+            raise ValueError(
+                f"'architectures' must be [{EAGLE3[0]!r}] for an EAGLE-3 head, not {config.get('architectures')!r}"
+            )
+        eagle = config.get("eagle_config") or {}
+        if not isinstance(eagle, dict):
+            raise ValueError(f"'eagle_config' must be an object, not {eagle!r}")
+        _refuse_other_heads(config, eagle)
+        read = ConfigReader(config)
+        model = _model_config({**config, "num_hidden_layers": 1})
+        ids = _aux_layers(config, eagle)
+        return cls(model, ids, read.flag("norm_before_residual"), _draft_vocab_size(config))
+
+    def check_target(self, target: ModelConfig) -> None:
+        """ValueError, with both values, where it cannot draft for ``target``."""
+        _check_shared(self.model, target, "EAGLE-3 head")
+        ids = self.layers_of(target.layers)
+        if sorted(set(ids)) != list(ids) or ids[0] < 0 or ids[-1] >= target.layers:
+            raise ValueError(
+                f"the EAGLE-3 head reads the target's layers {list(ids)}, but the target has {target.layers} layers, 0 "
+                f"to {target.layers - 1}; use the EAGLE-3 head made for this target"
+            )
+
+
+def _aux_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Under two keys that count differently: SGLang's, in ``eagle_config``, names the layers whose output is read; that
+    of vLLM's speculators, at the top level, the layers whose input is (so 0 is the embedding)."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    inner, outer = eagle.get(key), config.get(key)
+    if inner is not None and outer is not None:
+        raise ValueError(f"{key!r} stands at the top level ({outer}) and in 'eagle_config' ({inner}): leave one out")
+    if inner is not None:
+        return _layer_ids(inner, key)
+    if outer is None:
+        return None
+    if 0 in (ids := _layer_ids(outer, key)):
+        raise ValueError(f"{key!r} is {outer}, but the embedding (0) as a feature is not implemented")
+    return tuple(number - 1 for number in ids)
+
+
+def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:
+    """What an EAGLE-3 config may ask for and is not implemented, by name."""
+    layers = ConfigReader(config).size("num_hidden_layers", 1)
+    if layers != 1:
+        raise ValueError(f"'num_hidden_layers' is {layers}, but only EAGLE-3 heads of one layer are implemented")
+    hidden, wanted = config.get("hidden_size"), config.get("target_hidden_size")
+    if wanted is not None and wanted != hidden:
+        raise ValueError(
+            f"'target_hidden_size' is {wanted}, but 'hidden_size' {hidden}: only heads as wide as their target are "
+            "implemented"
+        )
+    for name in _OTHER_EAGLE3:
+        if config.get(name) or eagle.get(name):
+            raise ValueError(f"{name!r} is {config.get(name) or eagle.get(name)!r}, which is not implemented")
+    unknown = sorted(key for key, value in eagle.items() if value and key not in _EAGLE_KEYS)
+    if unknown:
+        raise ValueError(f"'eagle_config' has keys that are not understood: {', '.join(unknown)}")
+    if eagle.get("use_aux_hidden_state") is False:
+        raise ValueError("'use_aux_hidden_state' is false, but heads without the target's features are unknown here")
+    if config.get("is_causal") is False:
+        raise ValueError("'is_causal' is false, which is not implemented")
+    types = config.get("layer_types") or []
+    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    if windowed or any(kind != "full_attention" for kind in types):
+        raise ValueError(
+            f"'sliding_window' is {config.get('sliding_window')!r}, but EAGLE-3 heads with a window are not implemented"
+        )
+    if ConfigReader(config).number("logit_scale", 1.0) != 1.0:
+        raise ValueError(f"'logit_scale' is {config['logit_scale']}, but only 1 is implemented")
+
+
+Config = TypeVar("Config", DFlashConfig, MTPConfig, Eagle3Config)
 
 
 def default_layer_ids(target_layers: int | None, layers: int) -> tuple[int, ...]:
@@ -279,15 +390,15 @@ def _views(config: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
     )
 
 
-def _layer_ids(given: Any) -> tuple[int, ...]:
+def _layer_ids(given: Any, key: str = "target_layer_ids") -> tuple[int, ...]:
     if (
         not isinstance(given, list)
         or not given
         or any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in given)
     ):
-        raise ValueError(f"'target_layer_ids' must list layer numbers from 0, not {given!r}")
+        raise ValueError(f"{key!r} must list layer numbers from 0, not {given!r}")
     if sorted(set(given)) != given:
-        raise ValueError(f"'target_layer_ids' must ascend, which {given!r} does not")
+        raise ValueError(f"{key!r} must ascend, which {given!r} does not")
     return tuple(given)
 
 

@@ -15,9 +15,10 @@ import torch
 from models.checkpoint import WeightsError, locate_tensors
 from models.config import ModelConfig
 from models.drafters.dflash import DFlashDraft
-from models.drafters.draft_config import OTHER_DRAFTERS, DFlashConfig, MTPConfig, for_lengths
+from models.drafters.draft_config import OTHER_DRAFTERS, DFlashConfig, Eagle3Config, MTPConfig, for_lengths
 from models.drafters.draft_head import DraftHead
 from models.drafters.draft_vocabulary import MAPS, TargetIds, mapped_ids
+from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MTPDraft
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
@@ -28,6 +29,7 @@ from parallel.layers.embedding import LMHead
 MTP_PREFIX = "mtp."  # of an MTP layer's tensors among those of its target
 HEAD = "lm_head.weight"  # of a head over the draft vocabulary, in a drafter's folder
 
+AnyConfig = DFlashConfig | MTPConfig | Eagle3Config
 Draft = TypeVar("Draft", bound=CheckpointParts)
 
 
@@ -51,6 +53,25 @@ def load_mtp(
     config.check_target(target.config)
     lengths = for_lengths(config, target.config.max_length)
     return _filled(target, lambda context: MTPDraft(lengths, context), folder, load_format, seed)
+
+
+def load_eagle3(
+    target: Decoder, config: Eagle3Config, folder: str | Path | None, *, load_format: str = "safetensors", seed: int = 0
+) -> Eagle3Draft:
+    """This rank's share of an EAGLE-3 head's layer for ``target``, with an embedding where the folder holds one;
+    everything else as in ``load_dflash``."""
+    config.check_target(target.config)
+    lengths, own, but = for_lengths(config, target.config.max_length), False, (*MAPS, HEAD)
+    if load_format != "dummy" and folder is not None:
+        own = not {"embed_tokens.weight", "model.embed_tokens.weight"}.isdisjoint(locate_tensors(Path(folder)))
+    return fill(
+        lambda: Eagle3Draft(lengths, _context(target), own_embedding=own),
+        folder,
+        load_format=load_format,
+        device=target.final_norm.weight.device,
+        seed=seed,
+        but=but,
+    )
 
 
 def load_own_mtp(
@@ -96,7 +117,7 @@ def check_own_mtp(target: ModelConfig, folder: str | Path | None, *, load_format
 
 
 def own_draft_ids(
-    config: DFlashConfig | MTPConfig, folder: str | Path | None, vocab_size: int, *, load_format: str = "safetensors"
+    config: AnyConfig, folder: str | Path | None, vocab_size: int, *, load_format: str = "safetensors"
 ) -> TargetIds | None:
     """The target's ids that a drafter's own folder maps its draft ids to; None where it guesses among all.
 
@@ -115,14 +136,14 @@ def own_draft_ids(
 
 def load_head(
     target: Decoder,
-    config: DFlashConfig | MTPConfig,
+    config: AnyConfig,
     folder: str | Path | None,
     chosen: Sequence[int] | None = None,
     *,
     load_format: str = "safetensors",
     seed: int = 0,
 ) -> DraftHead:
-    """What a drafter of ``load_dflash``, ``load_mtp`` or ``load_own_mtp`` (``folder`` None) guesses with.
+    """What a drafter of the loaders here guesses with (of ``load_own_mtp``: ``folder`` None).
 
     With ``chosen`` these rows of the target's head; else what the drafter's folder says: ids of its own, by a head of
     its own or by the target's; else the target's head, whole. Called by all ranks together. Raises WeightsError.
@@ -134,20 +155,25 @@ def load_head(
             f"('d2t', 'draft_vocab_size'): leave token_map out"
         )
     ids = ids if chosen is None else tuple(chosen)
-    if ids is None:
-        return DraftHead.of_target(target)
     if load_format == "dummy" or folder is None or HEAD not in locate_tensors(Path(folder)):
-        return DraftHead.rows_of(target, ids)
+        return DraftHead.of_target(target) if ids is None else DraftHead.rows_of(target, ids)
+    if chosen is not None:
+        raise WeightsError(
+            f"token_map names {len(chosen)} ids, but the drafter in {folder} has a head of its own ({HEAD!r}): leave "
+            "token_map out"
+        )
     hidden, device = target.config.hidden_size, target.final_norm.weight.device
+    size = target.config.vocab_size if ids is None else len(ids)
     parts = fill(
-        lambda: _OwnHead(len(ids), hidden, _context(target)),
+        lambda: _OwnHead(size, hidden, _context(target)),
         folder,
         load_format=load_format,
         device=device,
         seed=seed,
         prefix=HEAD,
     )
-    return DraftHead.of_head(parts.lm_head, torch.tensor(ids, dtype=torch.int64, device=device), target)
+    ids_V = None if ids is None else torch.tensor(ids, dtype=torch.int64, device=device)
+    return DraftHead.of_head(parts.lm_head, ids_V, target)
 
 
 class _OwnHead(CheckpointParts):

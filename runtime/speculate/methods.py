@@ -12,14 +12,16 @@ from typing import NamedTuple, TypedDict
 
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.dflash import DFlashDraft
-from models.drafters.draft_config import DFlashConfig, MTPConfig
+from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_head import DraftHead
 from models.drafters.draft_vocabulary import TargetIds, chosen_ids
-from models.drafters.load import check_own_mtp, load_dflash, load_head, load_mtp, load_own_mtp
+from models.drafters.eagle3 import Eagle3Draft
+from models.drafters.load import check_own_mtp, load_dflash, load_eagle3, load_head, load_mtp, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
 from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
 from runtime.speculate.dflash import DFlashProposer, require_blocks
+from runtime.speculate.eagle3 import Eagle3Proposer
 from runtime.speculate.guesses import Drafter, ProbabilisticProposer
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.ngram import NgramProposer
@@ -149,9 +151,25 @@ def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return lambda parts: _sampling(config, DFlashProposer(parts, *load(parts.model)))
 
 
+def _eagle3(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+    folder = _folder(config)
+    how: _How = {"load_format": weights.load_format, "seed": weights.seed}
+
+    @cache
+    def load(target: Decoder) -> tuple[Eagle3Draft, DraftHead]:
+        drafter, chosen = Eagle3Config.from_folder(folder), _chosen(config, target.config.vocab_size)
+        return load_eagle3(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
+
+    return lambda parts: _sampling(config, Eagle3Proposer(parts, *load(parts.model)))
+
+
 def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return AnyTokens
 
 
-_CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig]] = {"mtp": MTPConfig, "dflash": DFlashConfig}
-_MAKERS = {"ngram": _ngram, "mtp": _mtp, "dflash": _dflash, "synthetic": _any_tokens}
+_CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig] | type[Eagle3Config]] = {
+    "mtp": MTPConfig,
+    "dflash": DFlashConfig,
+    "eagle3": Eagle3Config,
+}
+_MAKERS = {"ngram": _ngram, "mtp": _mtp, "dflash": _dflash, "eagle3": _eagle3, "synthetic": _any_tokens}

@@ -28,6 +28,7 @@ from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, check_r
 
 KINDS = ("mtp", "dflash")
 ROOM: dict[str, Any] = {"shape": SHAPE, "blocks": 400}
+LIMITS_OF_EVICTION: dict[str, Any] = {"blocks": 24, "rows": 6, "prefix_caching": False}
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -109,8 +110,7 @@ def test_rows_that_decode_beside_chunks(kind: str, depth: int, buckets: tuple[in
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int, tmp_path: Path) -> None:
     drafter, requests = Drafter(kind, tmp_path), people(6, (20,), max_tokens=40)
-    limits: dict[str, Any] = {"blocks": 24, "rows": 6, "prefix_caching": False}
-    life = drafted(drafter, requests, 6, depth=depth, **limits)
+    life = drafted(drafter, requests, 6, depth=depth, **LIMITS_OF_EVICTION)
     assert life.counters["evictions"] > 0
     check_rounds(drafter, sequences(requests, life), every=3)
 
