@@ -7,6 +7,7 @@ In float32 they keep as many guesses as on a CPU, but for near-ties; in bfloat16
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,23 @@ def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
         assert engine.counters["graph_captures_after_warmup"] == 0
         assert engine.counters["device_allocs_after_warmup"] == 0
         assert engine.counters["chain_breaks{start}"] == 1
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_eagle3_head_without_weights_leaves_the_golden_tokens(depth: int, tmp_path: Path) -> None:
+    """Its guesses are bad, and nothing of them reaches a text; a draft vocabulary of 1,000 ids."""
+    sizes = json.loads((DEMO / "mtp" / "config.json").read_text(encoding="utf-8"))
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 1000, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | own | layers), encoding="utf-8")
+    keys = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    proposer = proposer_for(speculative_config(keys), load_format="dummy")
+    with rig_of("mtp", torch.float32, depth=depth, proposer=proposer) as engine:
+        finished = run(engine, asked())
+        engine.stop()
+        assert engine.counters["spec_num_drafts"] > 0
+        assert engine.counters["graph_captures_after_warmup"] == 0
+    assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
 
 
 def own_layer(family: str, dtype: torch.dtype, depth: int = 2) -> Any:
