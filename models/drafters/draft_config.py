@@ -19,9 +19,10 @@ DFLASH, MTP = "DFlashDraftModel", "MTPDraftModel"
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # as SpecForge and SGLang, and as vLLM write it
 _OTHER_EAGLE3 = (
     *("norm_before_fc", "fc_norm", "bias", "tie_word_embeddings", "parallel_drafting", "ptd_token_id"),
-    *("use_moe", "num_experts", "use_mtp_layernorm", "use_last_layernorm", "use_input_layernorm_in_first_layer"),
+    *("use_moe", "num_experts", "use_mtp_layernorm"),
 )
-_EAGLE_KEYS = frozenset(["eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"])
+_ALWAYS = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")  # true where they stand
+_EAGLE_KEYS = frozenset(["eagle_aux_hidden_state_layer_ids", "next_layer_regular", *_ALWAYS])
 # What ModelConfig does not read of a drafter, or would refuse in a target.
 _OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
 OTHER_DRAFTERS = (
@@ -286,8 +287,9 @@ def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> 
     unknown = sorted(key for key, value in eagle.items() if value and key not in _EAGLE_KEYS)
     if unknown:
         raise ValueError(f"'eagle_config' has keys that are not understood: {', '.join(unknown)}")
-    if eagle.get("use_aux_hidden_state") is False:
-        raise ValueError("'use_aux_hidden_state' is false, but heads without the target's features are unknown here")
+    for name in _ALWAYS:
+        if eagle.get(name) is False:
+            raise ValueError(f"{name!r} is false, but only EAGLE-3 heads with it are implemented")
     if config.get("is_causal") is False:
         raise ValueError("'is_causal' is false, which is not implemented")
     types = config.get("layer_types") or []

@@ -25,6 +25,8 @@ def test_layers_that_are_read_where_the_config_names_none() -> None:
 
 def test_the_two_keys_of_layers_count_differently() -> None:
     assert Eagle3Config.from_dict(eagle3_config(eagle_config={KEY: [1, 17, 32]})).layer_ids == (1, 17, 32)
+    published = {KEY: [1, 17, 32], "use_last_layernorm": True, "use_input_layernorm_in_first_layer": True}
+    assert Eagle3Config.from_dict(eagle3_config(eagle_config=published)).layer_ids == (1, 17, 32)
     assert Eagle3Config.from_dict(eagle3_config(eagle_config=None, **{KEY: [2, 18, 33]})).layer_ids == (1, 17, 32)
 
 
@@ -43,6 +45,8 @@ def test_the_two_keys_of_layers_count_differently() -> None:
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"draft_vocab_size": 38}, "'draft_vocab_size' is 38, but 'vocab_size' 37"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "'use_aux_hidden_state' is false"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "'use_last_layernorm' is false"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "'use_mtp_layernorm' is True"),
         ({"eagle_config": {"wings": 2}}, "not understood: wings"),
         ({"eagle_config": {KEY: [1, 0]}}, "must ascend"),
         ({KEY: [1, 2]}, "stands at the top level"),
