@@ -113,6 +113,16 @@ _ENGINE: dict[str, _Option] = {
         get_args(PrefillWanted),
     ),
     "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
+    "num_snapshots": _Option(
+        "snapshots of recurrent state that prefixes are continued from, for models that keep such state; omit to take "
+        "a share of the memory; 0: no prefix caching for them",
+        "snapshots",
+    ),
+    "snapshot_interval": _Option(
+        "KV blocks after which a prompt leaves a snapshot, beside the one at its last full block; each may cost it a "
+        "step; 0: nowhere else",
+        "blocks",
+    ),
     "deterministic": _Option(
         "the same tokens and log-probabilities for a request, bit for bit, whatever else runs: batch, order, chunks, "
         "prefix hits, evictions, chain depth; slower",
@@ -131,6 +141,11 @@ _ENGINE: dict[str, _Option] = {
         "steps between rank 0's announcement of an event and its effect: so many later a new request runs, and so "
         "many steps may a record travel without a rank that waits; a single rank needs none",
         "steps",
+    ),
+    "plan_late": _Option(
+        "serving: plan the next step shortly before the one in flight ends, so that requests that arrive meanwhile are "
+        "in it; off: as soon as the one before that has ended",
+        "switch",
     ),
     "control_timeout_s": _Option("silence after which a rank counts as lost and the job ends", "seconds", number),
     "seed": _Option("base seed for requests without one, and for dummy weights", "number"),
@@ -156,8 +171,11 @@ _DERIVED_DEFAULTS = {
     "expert_parallel": "off; on with --data-parallel-size",
     "max_model_len": "the model's own limit",
     "chain_depth": "the least that keeps the GPU busy, measured at start-up; 2 on cpu",
+    "plan_late": "on with cuda, off on cpu",
     "horizon": "the least that hides a record's way to the slowest rank, measured at start-up",
     "num_blocks": "sized from --memory-fraction of the memory",
+    "num_snapshots": "a quarter of what slots leave for caches, at most 4 a row",
+    "snapshot_interval": "as many as --max-num-batched-tokens holds",
     "itl_target_ms": "8 times the smallest step, or twice the decode step",
     "timeline": "not written",
     "speculative_config": "off",

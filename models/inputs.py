@@ -17,6 +17,7 @@ from torch import Tensor
 from models.cache_layout import PagedKV
 
 PIECE = 16  # tokens of a chunk that attend as one row where keys are split
+MOST_TREE_TOKENS = 33  # of a tree, its root included: 32 bits say which of the others a token sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class DecodeAttention:
     (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
     starts_B, queries_B int32, on the device: row i's new tokens are T's [starts_B[i], starts_B[i] + queries_B[i]); both
     or neither. Then attention has as many tokens as q; those of no row are undefined.
+    tree_BQ int32 [B, query_len], on the device: the new tokens are the nodes of a tree, its root first and parents
+    before children, in that order in the cache. A token sees all before the root, the root, and node n (1 to 32) where
+    bit n - 1 of its number is set: its ancestors and itself. None: a chain, each token sees those before it. Not
+    together with ``starts_B``.
     work: made of the lengths by Kernels.plan_decode once a step and used by all layers (an object of the backend's own,
     None where it has none).
     """
@@ -43,7 +48,23 @@ class DecodeAttention:
     skip_empty: bool = False
     starts_B: Tensor | None = None
     queries_B: Tensor | None = None
+    tree_BQ: Tensor | None = None
     work: object | None = None
+
+
+def seen_keys(inputs: DecodeAttention, positions_L: Tensor) -> Tensor:
+    """bool [B, query_len, L]: whether each new token sees the keys at places ``positions_L`` (int64) of its row.
+
+    Of rows with fewer tokens than ``query_len``, which are not live, the first key is seen at least.
+    """
+    new = inputs.query_len
+    first_B11 = (inputs.kv_lengths_B.to(torch.int64) - new)[:, None, None]  # where the first new token is
+    if inputs.tree_BQ is None:
+        last_BQ1 = first_B11 + torch.arange(new, device=positions_L.device)[:, None]
+        return positions_L <= last_BQ1.clamp(min=0)
+    node_B1L = positions_L - first_B11
+    bits_BQL = inputs.tree_BQ.to(torch.int64)[:, :, None] >> (node_B1L - 1).clamp(0, MOST_TREE_TOKENS - 2)
+    return (node_B1L <= 0) | (positions_L == 0) | ((node_B1L < new) & (bits_BQL & 1 == 1))
 
 
 class RepeatedPrefill(Protocol):

@@ -44,7 +44,8 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
-from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
+from runtime.plan_late import PlanLate
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy, StepLimits
 from runtime.schedule.scheduler import Scheduler
 from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfig
@@ -92,6 +93,12 @@ def build_engine(
     served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     if config.speculation is not None:
+        top_k = config.speculation.tree_top_k or 0
+        if top_k > served.vocab_size:
+            raise ConfigError(
+                f"tree_top_k is {top_k}, but the vocabulary of {config.model} has {served.vocab_size} ids: type "
+                f'"tree_top_k": {served.vocab_size} or less'
+            )
         folder = Path(config.model)
         check_drafter(config.speculation, model_config, target_folder=folder, load_format=config.load_format)
     dtype = _dtype(config, model_config)
@@ -175,7 +182,8 @@ def build_engine(
     at_end = _at_end(load_report(config, model, split), executor, model)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
-    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw)
+    late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
+    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late)
 
 
 def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:
@@ -206,6 +214,16 @@ def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimi
         raise ConfigError(
             f"speculative_config is {config}, but {', '.join(model.irrevocable)} of {model.config.architecture} keeps "
             "state of fixed size that cannot be taken back where a proposal is refused: leave out --speculative-config"
+        )
+    if config.tree_size is not None and model.cache_layout.has_slot_state:
+        raise ConfigError(
+            f"tree_size is {config.tree_size}, but {model.config.architecture} keeps state of fixed size, which takes "
+            "tokens in one after the other and not along the branches of a tree: leave out tree_size"
+        )
+    if limits.window >= limits.max_model_len and config.tree_size is not None:
+        raise ConfigError(
+            f"tree_size is {config.tree_size}, so that a step has as many tokens a request, but max_model_len is "
+            f"{limits.max_model_len}: type a longer --max-model-len, or a smaller tree_size"
         )
     if config.width >= limits.max_model_len:
         raise ConfigError(
@@ -260,6 +278,7 @@ def _executor_config(
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
+        snapshots=config.num_snapshots if config.prefix_caching else 0,
         slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
 
@@ -298,7 +317,7 @@ def _schedule(
     config: EngineConfig, limits: StepLimits, executor: Executor, mixed: MixedSteps | None
 ) -> SchedulerConfig:
     if config.prefix_caching and not executor.restores_prefixes:
-        log.info("prefix caching is off: the model keeps state of fixed size, and of that no copies are kept")
+        log.info("prefix caching is off: the model keeps state of fixed size, and there is no room for snapshots of it")
     return SchedulerConfig(
         limits=limits,
         blocks=executor.sizing.num_blocks,
@@ -308,4 +327,14 @@ def _schedule(
         mixed=mixed,
         max_sessions=config.max_sessions,
         session_policy=config.session_policy,
+        snapshots=_snapshot_policy(config, executor.snapshots),
     )
+
+
+def _snapshot_policy(config: EngineConfig, count: int) -> SnapshotPolicy | None:
+    if not count:
+        return None
+    interval = config.snapshot_interval
+    if interval is None:
+        interval = max(1, config.max_prefill_tokens // config.block_size)
+    return SnapshotPolicy(count, interval)

@@ -56,6 +56,8 @@ _RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "tensor_parallel": (1, None),
     "data_parallel": (1, 240),  # a number each in what they agree on every step (parallel/control/wire/frames.py)
     "num_blocks": (1, None),
+    "num_snapshots": (0, None),
+    "snapshot_interval": (0, None),
     "max_waiting": (1, None),
     "max_sessions": (0, 65_535),
     "prefill_burst": (1, None),
@@ -107,10 +109,15 @@ class EngineConfig:
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
     deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
+    num_snapshots: snapshots of recurrent state for prefix caching, of a model that keeps some; None takes a share of
+    the memory. snapshot_interval: blocks after which a prompt leaves one; None: as many as a step's token budget holds;
+    0: nowhere but at its last full block, and where the prefix ends that it has in common with another.
     max_waiting: requests that may queue. max_sessions: sessions there may be, each with a slot of its own beside
     those of other requests. session_policy: what becomes of parked ones when memory is short (SchedulerConfig).
     horizon: L, steps by which the leader announces events ahead; None takes the least that hides what a record takes
     to the slowest rank.
+    plan_late: where requests come from another thread or process, a turn waits for them until the step in flight is
+    about to end (plan_late.py); on for GPUs, a CPU shares its cores with the host.
     control_timeout_s: seconds after which a silent rank is an error. seed: base of the seeds of requests without one.
     warm: kinds of sampling whose graphs are captured before the first request (WARM_KINDS); others when needed.
     symmetric_all_reduce: small sums and exchanges between GPUs go through memory that they share, not NCCL, where that
@@ -149,11 +156,14 @@ class EngineConfig:
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
     prefix_caching: bool = True
+    num_snapshots: int | None = None
+    snapshot_interval: int | None = None
     deterministic: bool = False
     max_waiting: int = 100_000
     max_sessions: int = 0
     session_policy: SessionPolicy = "evict"
     horizon: int | None = None
+    plan_late: bool = _FILLED_IN
     control_timeout_s: float = 10.0
     seed: int = 0
     warm: tuple[str, ...] = ("greedy",)
@@ -198,6 +208,8 @@ class EngineConfig:
             object.__setattr__(self, "decode_buckets", default_buckets(self.max_num_seqs))
         if self.expert_parallel is _FILLED_IN:
             object.__setattr__(self, "expert_parallel", self.data_parallel > 1)
+        if self.plan_late is _FILLED_IN:
+            object.__setattr__(self, "plan_late", self.device == "cuda")
         self._settle_speculation()
         self._check_together()
 
@@ -212,6 +224,8 @@ class EngineConfig:
         except SpeculativeConfigError as error:
             raise ConfigError(str(error)) from None
         object.__setattr__(self, "speculative_config", settled)
+        if settled is not None and settled.tree_size is not None:
+            self._check_tree(settled)
         if settled is not None and settled.probabilistic and self.deterministic:
             raise ConfigError(
                 f"deterministic is on, but speculative_config is {settled}: with drawn proposals tokens depend on "
@@ -222,6 +236,18 @@ class EngineConfig:
                 f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: a drafter's own "
                 "exchanges between groups are not agreed on: leave out --data-parallel-size, or type "
                 '"method": "ngram"'
+            )
+
+    def _check_tree(self, config: SpeculativeConfig) -> None:
+        if self.deterministic:
+            raise ConfigError(
+                f"deterministic is on, but tree_size is {config.tree_size}: attention over a tree adds keys in another "
+                "order than single steps do: leave out tree_size or --deterministic"
+            )
+        if self.data_parallel > 1:
+            raise ConfigError(
+                f"data_parallel is {self.data_parallel}, but tree_size is {config.tree_size}: groups do not agree on "
+                "the tokens of trees: leave out tree_size or --data-parallel-size"
             )
 
     @property
@@ -295,7 +321,8 @@ class EngineConfig:
         """
         given = {limit: getattr(self, option) for option, limit in _STEP_LIMITS.items()}
         given |= {"max_model_len": max_model_len, "depth": depth if self.chain_depth is None else self.chain_depth}
-        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs + self.max_sessions)
+        tree = 0 if self.speculation is None else self.speculation.tree_size or 0
+        return StepLimits(**given, slots=SLOTS_PER_ROW * self.max_num_seqs + self.max_sessions, tree=tree)
 
     def with_few_slots(self, limits: StepLimits) -> StepLimits:
         """The same for a model that keeps state in slots: rows and a few more, at least two, and one a session."""

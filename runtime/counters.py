@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from runtime.execute.executor import Executor
 from runtime.groups.request_router import RequestRouter
+from runtime.plan_late import PlanLateCounters
 from runtime.schedule.scheduler import Scheduler
 
 
-def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRouter | None) -> dict[str, int | float]:
+def engine_counters(
+    scheduler: Scheduler, executor: Executor, router: RequestRouter | None, late: PlanLateCounters
+) -> dict[str, int | float]:
     """Counted so far; a labelled counter is ``name{label}``. What the scheduler counts is explained in
     schedule/counters.py.
 
@@ -43,6 +46,10 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
         "prefix_waits": schedule.prefix_waits,
         "forks": schedule.forks,
         "forked_tokens": schedule.forked_tokens,
+        "snapshot_saves": schedule.snapshot_saves,
+        "snapshot_restores": schedule.snapshot_restores,
+        "snapshot_evictions": schedule.snapshot_evictions,
+        "snapshot_missed_tokens": schedule.snapshot_missed_tokens,
         "distrusted": schedule.distrusted,
         "session_parks": schedule.session_parks,
         "session_continues": schedule.session_continues,
@@ -54,6 +61,10 @@ def engine_counters(scheduler: Scheduler, executor: Executor, router: RequestRou
         "spec_num_drafts": schedule.spec_num_drafts,
         "spec_num_draft_tokens": schedule.spec_num_draft_tokens,
         "spec_num_accepted_tokens": schedule.spec_num_accepted_tokens,
+        "plan_late_waits": late.plan_late_waits,
+        "plan_late_us": late.plan_late_us,
+        "plan_late_misses": late.plan_late_misses,
+        "plan_late_idle_us": late.plan_late_idle_us,
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": results.device_to_host_bytes,

@@ -28,6 +28,7 @@ from runtime.frontend.validation import checked_request, checked_session, checke
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
+from runtime.plan_late import NeverLate, PlanLate
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.replicate.pending_events import open_pending_events
 from runtime.schedule.plan import (
@@ -85,7 +86,8 @@ class Engine:
     says what they promise. Made by build.py. ``at_end`` is called once, when everything has landed and the
     device is at rest; not after an error. ``thaw`` is called when the engine closes, after an error too, and may be
     called more than once (gc_freeze.py). ``groups`` and ``router`` are there where several groups share experts: what
-    they launch together, and whose requests are whose.
+    they launch together, and whose requests are whose. ``late``: whether the leader's turns may be put off, and for how
+    long.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Engine:
         groups: DpStepSync | None = None,
         router: RequestRouter | None = None,
         thaw: Callable[[], None] | None = None,
+        late: PlanLate | None = None,
     ) -> None:
         self.config = config
         self.model_config = model
@@ -113,6 +116,7 @@ class Engine:
         self._groups = groups
         self._router = router
         self._thaw = thaw
+        self._late = late or NeverLate()
         self._in_flight: deque[_Flight] = deque()
         self._outbox = open_pending_events(config)
         control.explain_with(scheduler.digest.recent)
@@ -123,6 +127,7 @@ class Engine:
         """One turn. The output is what landed in it, and what its events ended; with several groups, a turn later."""
         self._at("exchange")
         observe, turn = self.observe, self.scheduler.step
+        self._late.begin()
         observe.agree(turn)
         ended = self._submit_agreed_events()
         self._at("plan")
@@ -134,6 +139,7 @@ class Engine:
             observe.resolved(spec)
             self.executor.launch(spec)
         self._in_flight.append(_Flight(plan, spec))
+        self._late.launched(*((None, 0) if spec is None else (spec.shape, spec.tokens)))
         observe.launched()
         output, launched = StepOutput(self.scheduler.step), False
         if len(self._in_flight) > self.scheduler.config.limits.depth:
@@ -177,6 +183,7 @@ class Engine:
         self._at("land")
         self.observe.wait(step)
         result = None if flight.launched is None else self.executor.take(flight.launched)
+        self._late.landed(self.executor.landed_at)
         self.observe.land(step)
         output = self.scheduler.land(step, None if flight.planned is None else result)
         self.observe.landed(step, self.scheduler.counters.ghost_rows)
@@ -194,6 +201,10 @@ class Engine:
         while not self.control.stopped:
             self.step()
         self._drain()
+
+    def slack(self) -> float:
+        """Seconds for which the leader may put off its next turn, to hear of requests that are in its plan then."""
+        return self._late.slack()
 
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
         """Instead of a turn while there is nothing to run: the leader waits for its callers, the others for it."""
@@ -331,4 +342,4 @@ class Engine:
     @property
     def counters(self) -> Mapping[str, int | float]:
         """Everything counted so far, by name; a labelled counter is ``name{label}``."""
-        return engine_counters(self.scheduler, self.executor, self._router)
+        return engine_counters(self.scheduler, self.executor, self._router, self._late.counters)

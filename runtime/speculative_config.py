@@ -31,6 +31,9 @@ WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the targe
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
 DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
+BRANCHING: Final = ("mtp", "dflash", "synthetic")  # methods whose guesses can be trees: ``tree_size``
+MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
+DEFAULT_TREE_TOP_K: Final = 8
 
 
 class SpeculativeConfigError(ValueError):
@@ -60,6 +63,9 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: of synthetic acceptance: the share of rounds in which the first, the first two, ... of
     the k proposals are kept; in [0, 1], not ascending. synthetic_acceptance_length: instead: the mean number of tokens
     a round, 1 to k + 1, from which rates are made with the least spread.
+    tree_size: tokens of a draft tree, root included, of which a round keeps a path of num_speculative_tokens at most;
+    None: a chain. At least one more than num_speculative_tokens: the likeliest path is in the tree whole.
+    tree_top_k: the likeliest tokens at each place that a path may take.
     disable_by_batch_size: the most rows that decode together for a step to be a window; 0 never makes one. None:
     windows are made where landed rounds say that they pay (schedule/speculation.py).
 
@@ -76,6 +82,8 @@ class SpeculativeConfig:
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
+    tree_size: int | None = None
+    tree_top_k: int | None = None
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +100,7 @@ class SpeculativeConfig:
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
         self._settle_lookup()
+        self._settle_tree()
         self._settle_acceptance()
         self._check_draft_sampling()
 
@@ -152,6 +161,44 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_min", low)
         object.__setattr__(self, "prompt_lookup_max", high)
 
+    def _settle_tree(self) -> None:
+        size, top_k, k = self.tree_size, self.tree_top_k, self.num_speculative_tokens
+        if size is None:
+            if top_k is not None:
+                raise SpeculativeConfigError(
+                    f'{FLAG}: tree_top_k is {top_k!r}, but there is no tree: leave it out, or type "tree_size": '
+                    f"{min(MOST_TREE_TOKENS, 2 * k + 2)}"
+                )
+            return
+        if self.method in WITH_WEIGHTS and self.method not in BRANCHING:
+            raise SpeculativeConfigError(
+                f"{FLAG}: tree_size is {size!r}, but trees of method {self.method!r} are not built in: leave it out, "
+                f'or type "method": one of {", ".join(BRANCHING)}'
+            )
+        if self.method not in BRANCHING:
+            raise SpeculativeConfigError(
+                f"{FLAG}: tree_size is {size!r}, but method {self.method!r} has one token a place: leave it out, or "
+                f'type "method": one of {", ".join(BRANCHING)}'
+            )
+        _check_whole("tree_size", size, 2, MOST_TREE_TOKENS)
+        if size <= k:
+            shorter = f'"num_speculative_tokens": {size - 1} or less'
+            larger = f'"tree_size": {k + 1} or more, or ' if k < MOST_TREE_TOKENS else ""
+            raise SpeculativeConfigError(
+                f"{FLAG}: tree_size is {size}, but num_speculative_tokens is {k}: a tree holds its likeliest path, and "
+                f"the token that it begins with: type {larger}{shorter}"
+            )
+        top_k = DEFAULT_TREE_TOP_K if top_k is None else top_k
+        _check_whole("tree_top_k", top_k, 1, MOST_TREE_TOKENS)
+        most = sum(top_k**place for place in range(min(k, 6) + 1)) if top_k > 1 else k + 1
+        if most < size:
+            raise SpeculativeConfigError(
+                f"{FLAG}: tree_size is {size}, but tree_top_k is {top_k} and num_speculative_tokens is {k}: so many "
+                f'tokens a place make trees of {most} at most: type "tree_size": {most} or less, or a larger '
+                '"tree_top_k"'
+            )
+        object.__setattr__(self, "tree_top_k", top_k)
+
     def _settle_acceptance(self) -> None:
         if self.rejection_sample_method not in ACCEPTANCE_METHODS:
             raise SpeculativeConfigError(
@@ -211,6 +258,12 @@ class SpeculativeConfig:
                 f"{FLAG}: draft_sample_method is 'probabilistic', but method {self.method!r} has no probabilities to "
                 "draw from: leave it out"
             )
+        if self.probabilistic and self.tree_size is not None:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is 'probabilistic', but tree_size is {self.tree_size}: rejection "
+                "sampling takes a chain of drawn proposals, and a tree has the likeliest of each place: leave one of "
+                "them out"
+            )
         if self.probabilistic and self.synthetic:
             raise SpeculativeConfigError(
                 f"{FLAG}: draft_sample_method is 'probabilistic', but rejection_sample_method 'synthetic', which keeps "
@@ -234,8 +287,9 @@ class SpeculativeConfig:
 
     @property
     def label(self) -> str:
-        """For results and titles: the method, with ``synthetic`` where that is what was accepted."""
-        return self.method if not self.synthetic or self.method == "synthetic" else f"{self.method} (synthetic)"
+        """For results and titles: the method, with ``synthetic`` where that is what was accepted, and a tree's size."""
+        name = self.method if self.tree_size is None else f"{self.method} tree of {self.tree_size}"
+        return name if not self.synthetic or self.method == "synthetic" else f"{name} (synthetic)"
 
     def __str__(self) -> str:
         """As one could type it."""
@@ -248,6 +302,11 @@ def speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> Sp
     if isinstance(given, SpeculativeConfig):
         return given
     given = _mapping(given)
+    if "speculative_token_tree" in given:
+        raise SpeculativeConfigError(
+            f"{FLAG} has 'speculative_token_tree', a tree whose shape is fixed, but here a tree grows anew in every "
+            f'round: type its tokens, "tree_size": 2 to {MOST_TREE_TOKENS}'
+        )
     known = [f.name for f in fields(SpeculativeConfig)]
     if unknown := sorted(str(key) for key in given if key not in known):
         raise SpeculativeConfigError(f"{FLAG} has {unknown[0]!r}, which is not known: there are {', '.join(known)}")

@@ -53,7 +53,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/observe", "runtime/replicate", "runtime/watchdog"),
         ("runtime/speculate",),
         ("runtime/execute",),
-        ("runtime/config.py", "runtime/gc_freeze.py"),
+        ("runtime/config.py", "runtime/gc_freeze.py", "runtime/plan_late.py"),
         ("runtime/speculative_config.py",),
         ("runtime/schedule",),
     ),

@@ -88,7 +88,7 @@ class Session:
         groups = f"dp{self.config.data_parallel}" if self.config.data_parallel > 1 else ""
         speculates = ""
         if (speculation := self.config.speculation) is not None:
-            method = speculation.label.replace(" (synthetic)", "-synthetic")
+            method = speculation.label.replace(" (synthetic)", "-synthetic").replace(" tree of ", "-tree")
             speculates = f"-{method}{speculation.num_speculative_tokens}"
         name = f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}{speculates}"
         return ResultFiles(self.options.result_dir, name)

@@ -179,6 +179,8 @@ class ServeApp:
             asked = await asyncio.to_thread(read, data)
         else:
             async with self._in_turn:  # a thousand that come at once hold nobody else up: least of all probes
+                if await request.is_disconnected():
+                    raise ClientDisconnect  # it left while it waited: whoever comes faster than this serves pays less
                 asked = read(data)
                 await asyncio.sleep(0)
         stats, waiting = self.engine.stats, len(asked.sequences)

@@ -126,6 +126,8 @@ class DeterministicKernels(Kernels):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         _require_head_dim(kv_layer)
+        if inputs.tree_BQ is not None:
+            raise RuntimeError("attention of trees is not batch-invariant: keys of a path lie at other places")
         return attention.decode_attention(
             q_THD,
             kv_layer,

@@ -53,6 +53,8 @@ class DeterministicReferenceKernels(ReferenceKernels):
         scale: float,
         out_THD: Tensor | None = None,
     ) -> Tensor:
+        if inputs.tree_BQ is not None:
+            raise RuntimeError("attention of trees is not batch-invariant: keys of a path lie at other places")
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
         if out_THD is None:
             out_THD = torch.zeros_like(q_THD if inputs.starts_B is not None else q_THD[: rows * new])

@@ -194,7 +194,8 @@ class Kernels(Protocol):
         scale: float,
         out_THD: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D].
+        """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D]; with
+        ``inputs.tree_BQ`` of the nodes of a tree, each over its ancestors and all before the tree.
 
         The launch right before this one may write q, but not lengths or pages: these may be read before it ends (PDL).
         ``out_THD`` is written and returned where given; it and q may have more tokens than the rows, which come first.

@@ -428,6 +428,7 @@ class NvidiaKernels(Kernels):
         pairs = rows * kv_heads
         every_split = self.balanced and self._without_list(inputs, kv_layer)
         by_tma = _by_tma(pairs, self.balanced) if tuned is None else tuned.tma
+        by_tma = by_tma and inputs.tree_BQ is None  # those kernels mask by position alone
         if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
             if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StateRows
+from models.inputs import DecodeAttention, PrefillAttention, StateRows, seen_keys
 from models.kernels.interface import DeltaRule, Kernels, Rotation
 from models.kernels.recurrent import reference as recurrent
 
@@ -82,11 +82,10 @@ class ReferenceKernels(Kernels):
         if q_THD.device.type == "cpu":  # reading a length costs nothing here; on a GPU it would synchronise
             longest = max(1, int(inputs.kv_lengths_B.max()))
         keys_BLKD, values_BLKD = _gather(kv_layer, inputs.page_table_BP, longest)
-        # Query i of a row with n tokens sees keys [0, n - new + i]. A row without tokens sees key 0 of the trash page,
-        # so that its (ignored) result stays finite.
-        last_BQ = inputs.kv_lengths_B.unsqueeze(1) - new + torch.arange(new, device=q_THD.device)
+        # Query i of a row with n tokens sees keys [0, n - new + i], or its ancestors in a tree. A row without tokens
+        # sees key 0 of the trash page, so that its (ignored) result stays finite.
         positions_L = torch.arange(keys_BLKD.shape[1], device=q_THD.device)
-        visible_BQL = positions_L <= last_BQ.clamp(min=0).unsqueeze(-1)
+        visible_BQL = seen_keys(inputs, positions_L)
         # Memory past a row's end is uninitialised and may be NaN, which a weight of 0 would not mask.
         known_BL11 = (positions_L < inputs.kv_lengths_B.unsqueeze(1))[:, :, None, None]
         keys_BLKD, values_BLKD = keys_BLKD.where(known_BL11, 0), values_BLKD.where(known_BL11, 0)

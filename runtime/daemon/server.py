@@ -32,6 +32,7 @@ _READ_BYTES: Final = 1 << 16
 _IDLE_SECONDS: Final = 0.25  # longest wait for a line before the engine is asked again
 _FLUSH_SECONDS: Final = 2.0  # for the last frames
 _BACKLOG: Final = 64
+_POLL_SECONDS: Final = 1e-3  # poll() waits for whole milliseconds
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 log = logging.getLogger("lockstride")
@@ -43,6 +44,7 @@ class DaemonEngine(SessionEngine, Protocol):
     @property
     def has_work(self) -> bool: ...
     def step(self) -> StepOutput: ...
+    def slack(self) -> float: ...
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None: ...
     def stop(self) -> None: ...
 
@@ -143,6 +145,7 @@ class SlotServer:
             while True:
                 tend()
                 self._take_lines()
+                self._put_off()
                 if self._stopping or (self._only is not None and not self._endpoints):
                     break
                 self._turn()
@@ -178,6 +181,16 @@ class SlotServer:
         for endpoint in self._endpoints:
             if endpoint.connection.unread:
                 endpoint.flush()
+
+    def _put_off(self) -> None:
+        """Reads what clients say until the turn must begin (plan_late.py): it is in this turn's plan then."""
+        while self._engine.has_work and not self._stopping and (left := self._engine.slack()) > 0:
+            if left < _POLL_SECONDS:
+                time.sleep(left)
+                self._take_lines()
+                return
+            if self._something_came(left - left % _POLL_SECONDS):
+                self._take_lines()
 
     def _take_lines(self) -> None:
         self._accept()

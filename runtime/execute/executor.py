@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
-from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache
+from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache, snapshots_that_fit
 from runtime.execute.device.protocol import Device
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
@@ -48,7 +49,7 @@ SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait 
 _ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
 _COST_RUNS = 2
 _READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
-CPU_KV_BYTES = 2 << 30  # a CPU's memory is shared with everything else: no more than this unless --num-blocks says so
+CPU_KV_BYTES = 896 << 20  # of the 1 GiB that the twin counts; a CPU shares its memory with everything else
 
 
 class Executor:
@@ -94,8 +95,14 @@ class Executor:
             device, entries=entries, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
         )
         self.sizing = self._size(further_roles)
-        self.pool = CachePool(device, block_size=limits.block_size, blocks=self.sizing.num_blocks, slots=limits.slots)
-        self.staging.on_seated = self.pool.reset
+        self.pool = CachePool(
+            device,
+            block_size=limits.block_size,
+            blocks=self.sizing.num_blocks,
+            slots=limits.slots,
+            snapshots=self.sizing.shape.snapshots,
+        )
+        self.staging.on_seated, self.staging.on_restored = self.pool.reset, self.pool.copy_states
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
@@ -159,8 +166,13 @@ class Executor:
 
     @property
     def restores_prefixes(self) -> bool:
-        """Whether a sequence can begin behind tokens that another one computed: of slot state there is no copy."""
-        return not self._model.cache_layout.has_slot_state
+        """Whether a sequence can begin behind tokens that another one computed: with slot state, from a snapshot."""
+        return not self._model.cache_layout.has_slot_state or self.snapshots > 0
+
+    @property
+    def snapshots(self) -> int:
+        """Of slot state; 0 where the model keeps none."""
+        return self.sizing.shape.snapshots
 
     @property
     def mixes(self) -> bool:
@@ -282,26 +294,30 @@ class Executor:
         if staged is not None:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)
-        if spec.plan.forks:
-            self._fork(spec)
+        if spec.plan.forks or spec.plan.saved:
+            self._copy_behind(spec)
         compute.record(ticket.ready)
         self.results.submit(ticket)
 
-    def _fork(self, spec: LaunchSpec) -> None:
-        """Behind the step: what forked answers continue from and do not share with the prompt's own row."""
-        pool, plan, blocks_2C = self.pool, spec.plan, self.staging.copied_blocks(spec)
-        slots = [(plan.chunks[fork.chunk].slot, fork.slot) for fork in plan.forks] if pool.banks else []
+    def _copy_behind(self, spec: LaunchSpec) -> None:
+        """Behind the step: what forked answers continue from and do not share with the prompt's own row; snapshots."""
+        pool, blocks_2C, states_2C = self.pool, self.staging.copied_blocks(spec), self.staging.kept_states(spec)
 
         def work() -> None:
             if blocks_2C.shape[1]:
                 pool.copy_blocks(blocks_2C)
-            pool.copy_slots(slots)
+            pool.copy_states(states_2C)
 
         self.device.compute.submit(work)
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""
         return self.results.take(spec.step)
+
+    @property
+    def landed_at(self) -> float:
+        """When the step that was taken last was done, on time.perf_counter's clock."""
+        return self.results.landed_at
 
     def close(self) -> None:
         """Finish what is in flight and release threads and graphs."""
@@ -335,6 +351,7 @@ class Executor:
         prefill.compile_shorter()
         decode.compile_sampling()
         shape = CacheShape(pool.layout, limits.block_size, limits.slots)
+        shape = replace(shape, snapshots=self._snapshots_of(shape, max(peaks)))
         num_blocks = config.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
@@ -352,6 +369,19 @@ class Executor:
         sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks))
         log.info("%s", sizing)
         return sizing
+
+    def _snapshots_of(self, shape: CacheShape, peak: int) -> int:
+        """As many as were asked for, or as a share of the memory for caches holds; the same number on every rank."""
+        config, limits = self._config, self._config.limits
+        if not shape.layout.has_slot_state or config.snapshots is not None:
+            return config.snapshots or 0 if shape.layout.has_slot_state else 0
+        if self.device.torch_device.type == "cpu":
+            return config.agree_min(snapshots_that_fit(CPU_KV_BYTES, shape, limits.rows, blocks=0))
+        memory = self.device.memory_info()
+        used = memory.total - memory.free
+        left = int(memory.total * config.memory_fraction) - used - peak - shape.state_bytes
+        blocks = config.num_blocks or -(-(limits.max_model_len + limits.tokens_ahead) // limits.block_size)
+        return config.agree_min(snapshots_that_fit(left, shape, limits.rows, blocks))
 
     def _count_standing_fallbacks(self) -> None:
         """Those that every step takes from now on, counted once; of prefill attention each step is counted."""

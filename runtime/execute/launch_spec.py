@@ -75,6 +75,16 @@ class LaunchSpec:
         return "mixed" if self.plan.kind is StepKind.MIXED else self.role
 
     @property
+    def shape(self) -> tuple[object, ...]:
+        """What steps have in common that take about equally long: the graph that they replay."""
+        return self.label, self.bucket, self.tokens, self.exchange_rows, self.split_keys, self.variant
+
+    @property
+    def tokens(self) -> int:
+        """That the device computes, padding included; those of a window's proposals are counted once."""
+        return self.padded_tokens or max(self.plan.packed_tokens, self.bucket * self.width)
+
+    @property
     def width(self) -> int:
         """Tokens that a row may gain (W)."""
         return self.plan.width

@@ -37,7 +37,8 @@ class Changes(Generic[A]):
     token ids, positions, slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64
     (see Chunks). history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that
     slots begin with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents behind
-    the step's forward pass.
+    the step's forward pass. restored_2H int64: rows of state banks (cache/pool.py), and those that get their contents
+    before it; kept_2C int64: the same behind it, of forks and snapshots.
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
     longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
@@ -61,6 +62,8 @@ class Changes(Generic[A]):
     chunk_rows_4R: A | None = None
     scored_2S: A | None = None
     copied_blocks_2C: A | None = None
+    restored_2H: A | None = None
+    kept_2C: A | None = None
     edit_slots_E: A | None = None
     edit_sizes_E3: A | None = None
     recent_EH: A | None = None
@@ -101,6 +104,7 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
             _pack_scored(packed, plan)
         if copied := [fork.copied for fork in plan.forks if fork.copied is not None]:
             packed.copied_blocks_2C = np.array(copied, np.int64).T.copy()
+        _pack_states(packed, plan, tables)
     elif mapped is not plan.slots:
         packed.row_map_B = np.full(spec.bucket, PADDING_SLOT, np.int64)
         packed.row_map_B[: len(plan.slots)] = plan.slots
@@ -136,7 +140,8 @@ def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> 
     for index, write in enumerate(plan.slot_writes):
         fill_record(records_N[index : index + 1], write, tables.stop_ids)
     packed.slots_N = slots_N
-    if seated := [write.slot for write in plan.slot_writes if not write.resumes]:
+    restored = {slot for _, slot in plan.restored}
+    if seated := [w.slot for w in plan.slot_writes if not (w.resumes or w.slot in restored)]:
         packed.seated_H = np.array(seated, np.int64)
     packed.records_NX = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
     if tables.history_SL is not None:
@@ -224,6 +229,24 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
     packed.cells_M = slots_M * tables.max_blocks + indices_M
     _check_distinct(plan, "block writes", packed.cells_M)
     packed.blocks_M = blocks_M.astype(np.int32)
+
+
+def kept_states(plan: StepPlan) -> int:
+    """Rows of state that are copied behind the step."""
+    return len(plan.forks) + len(plan.saved)
+
+
+def _pack_states(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+    """Snapshots lie behind slots in the banks of state."""
+    last_slot = tables.slots - 1
+    if plan.restored:
+        restored = [(last_slot + snapshot, slot) for snapshot, slot in plan.restored]
+        packed.restored_2H = np.array(restored, np.int64).T.copy()
+    if kept_states(plan):
+        kept = [(plan.chunks[fork.chunk].slot, fork.slot) for fork in plan.forks]
+        kept += [(slot, last_slot + snapshot) for slot, snapshot in plan.saved]
+        packed.kept_2C = np.array(kept, np.int64).T.copy()
+        _check_distinct(plan, "copies of state", packed.kept_2C[1])
 
 
 def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:

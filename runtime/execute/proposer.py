@@ -43,8 +43,20 @@ from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import TRASH_BLOCK
 
 
+class Candidates(NamedTuple):
+    """The likeliest tokens at each of Q places behind a row's last token. ids_BQC int64, ids of the vocabulary, at one
+    place all different; logprobs_BQC float32, what the proposer gives them, none larger than the one before it.
+    """
+
+    ids_BQC: Tensor
+    logprobs_BQC: Tensor
+
+
 class Proposed(NamedTuple):
     """What may follow each row's last token. tokens_BQ int64, ids of the vocabulary (any id where there is no guess).
+
+    ``parents_BQ`` (int64) or None: guesses are the nodes 1 to Q of a tree whose root, node 0, is the last token; each
+    has a smaller number than its children, which are different tokens. None: each guess follows the one before it.
 
     ``limit_B`` (integers) or None: most tokens that each row may gain, guesses or not. ``scripted_B`` (integers, 0..Q)
     or None: so many guesses are kept whatever the target draws. That changes the text, so only benchmarks ask for it.
@@ -55,6 +67,7 @@ class Proposed(NamedTuple):
     tokens_BQ: Tensor
     limit_B: Tensor | None = None
     scripted_B: Tensor | None = None
+    parents_BQ: Tensor | None = None
     drafted: Drafted | None = None
 
 
@@ -101,7 +114,8 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ProposerParts:
-    """What a proposer is made from, on every rank. ``model``: the target. ``limits.width``: W.
+    """What a proposer is made from, on every rank. ``model``: the target. ``limits.width``: W; ``limits.window``:
+    tokens of a row that are verified at once, more than W where they are a tree.
 
     It takes its caches from ``pool`` when it is made: ``pool.allocate(CacheLayout(...))``, one view a declared layer.
     ``PagedKV`` has the target's blocks by the target's page tables, so prefix hits, forks and evictions hold for it;
@@ -138,7 +152,8 @@ class Proposer(Protocol):
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         """``count`` guesses for every row. rows_B int64 [B]: their slots, padding slot 0 included; ``columns``: their
         records. Ghosts and padding get any ids of the vocabulary. What it writes into paged caches for guesses must lie
-        at positions length - 1 to length - 2 + W, whose blocks the row holds (ghosts and padding: the trash block).
+        at positions length - 1 to length - 2 + ``limits.window``, whose blocks the row holds (ghosts and padding: the
+        trash block).
         """
         ...
 
@@ -147,9 +162,17 @@ class Proposer(Protocol):
         ...
 
 
+class BranchingProposer(Proposer, Protocol):
+    """One that can say more than one token a place, from which a tree is grown (runtime/speculate/tree.py)."""
+
+    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
+        """The ``top_k`` likeliest tokens at each of ``count`` places; otherwise as ``propose``."""
+        ...
+
+
 @runtime_checkable
 class DrawingProposer(Proposer, Protocol):
-    """One that can draw its guesses, and say from what."""
+    """One that can draw its guesses, and say from what. Never trees: rejection sampling goes along a chain."""
 
     def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
         """As ``propose``, for a step whose rows are served by ``variant``, which is random."""

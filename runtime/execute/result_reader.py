@@ -114,12 +114,12 @@ class ResultReader:
         self._previous_end_ms = 0.0
         device.compute.record(self._previous_end)
         device.compute.synchronize()
-        self.origin_s = time.perf_counter()
+        self.origin_s = self.landed_at = time.perf_counter()  # landed_at: when the step taken last had landed
         self._taken = 0
         self._reserved = 0  # sequence number of the next step; equals the device's append counter
         self._in_flight: deque[int] = deque()  # submitted and not taken
         self._submitted: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._landed: dict[int, StepResult] = {}
+        self._landed: dict[int, tuple[StepResult, float]] = {}
         self._changed = threading.Condition()
         self._failure: ResultError | None = None
         self._failure_raised = False
@@ -181,7 +181,7 @@ class ResultReader:
                 raise TimeoutError(f"step {step}: no result after {deadline_s:g} s on {self._device.torch_device}")
             if step not in self._landed:
                 self._raise_failure()
-            result = self._landed.pop(step)
+            result, self.landed_at = self._landed.pop(step)
         self._in_flight.popleft()
         self._taken += 1
         return result
@@ -227,11 +227,12 @@ class ResultReader:
 
     def _land(self, ticket: Ticket) -> None:
         ticket.copied.synchronize()
+        at = time.perf_counter()
         self._time(ticket)  # first: whoever is told may take the moment for the step's end on the host's clock
         result = self._read(ticket)
         self.counters.landed += 1
         with self._changed:
-            self._landed[ticket.spec.step] = result
+            self._landed[ticket.spec.step] = result, at
             self._changed.notify_all()
 
     def _read(self, ticket: Ticket) -> StepResult:

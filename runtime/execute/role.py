@@ -37,6 +37,7 @@ class ExecutorConfig:
 
     ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
     measurement. ``kernel_cache``: folder in which those choices are kept.
+    ``snapshots``: of slot state; None takes a share of the memory for caches (executor.py).
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
     is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
     empty. ``mixed``: rows may decode in these steps. ``slower``: why a way that all steps take is not the usual one, by
@@ -52,6 +53,7 @@ class ExecutorConfig:
     exchanges: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
     mixed: bool = False
+    snapshots: int | None = 0
     share: Callable[[Callable[[], str]], str] | None = None
     kernel_cache: Path | None = None
     slower: Mapping[str, str] = field(default_factory=dict)

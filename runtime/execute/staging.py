@@ -26,7 +26,7 @@ from torch import Tensor
 from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.packing import Changes, pack
+from runtime.execute.packing import Changes, kept_states, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
@@ -121,11 +121,15 @@ class Staging:
         self._chunk_rows_4R = device.zeros(4, max_rows, dtype=torch.int64)
         self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
         self._copied_blocks_2R = device.zeros(2, max_rows, dtype=torch.int64)
+        self._kept_2R = device.zeros(2, max_rows, dtype=torch.int64)
         expected_bytes = max_rows * (tables.record_dtype.itemsize + 256) + max_prefill_tokens * 40 + 1024
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
         self._used = 0
         self._unapplied: int | None = None
         self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) of whoever is new in one
+        self.on_restored: Callable[[Tensor], None] | None = (
+            None  # told rows of state banks, [2, H]: from which, to which
+        )
 
     # ---- what the steps read ----
 
@@ -173,6 +177,10 @@ class Staging:
         """int64 [2, C]: blocks, and those that get their contents once the step has written them; C may be 0."""
         return self._copied_blocks_2R[:, : sum(fork.copied is not None for fork in spec.plan.forks)]
 
+    def kept_states(self, spec: LaunchSpec) -> Tensor:
+        """int64 [2, C]: rows of state banks, and those that get their contents behind the step; C may be 0."""
+        return self._kept_2R[:, : kept_states(spec.plan)]
+
     # ---- each step ----
 
     def stage(self, spec: LaunchSpec) -> Staged | None:
@@ -208,12 +216,14 @@ class Staging:
         """Put staged changes into force on the compute stream, before the step's work."""
         tables, changes = self._tables, staged.changes
         row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
-        chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R)
+        chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R, self._kept_2R)
 
         def work() -> None:
             apply_changes(changes, tables, row_map, *chunks)
             if changes.seated_H is not None and self.on_seated is not None:
                 self.on_seated(changes.seated_H)
+            if changes.restored_2H is not None and self.on_restored is not None:
+                self.on_restored(changes.restored_2H)
 
         self._device.compute.wait(staged.entry.copied)
         self._device.compute.submit(work)
@@ -274,6 +284,7 @@ def apply_changes(
     chunk_rows_4R: Tensor,
     scored_2T: Tensor,
     copied_blocks_2R: Tensor,
+    kept_2R: Tensor,
 ) -> None:
     """Scatter staged changes into their tables: a few kernels, none without a change, no synchronisation."""
     if changes.slots_N is not None and changes.records_NX is not None:
@@ -298,6 +309,8 @@ def apply_changes(
         scored_2T[:, : changes.scored_2S.shape[1]].copy_(changes.scored_2S)
     if changes.copied_blocks_2C is not None:
         copied_blocks_2R[:, : changes.copied_blocks_2C.shape[1]].copy_(changes.copied_blocks_2C)
+    if changes.kept_2C is not None:
+        kept_2R[:, : changes.kept_2C.shape[1]].copy_(changes.kept_2C)
 
 
 def _load_seen(changes: Changes[Tensor], tables: SlotTables, reset_K: Tensor) -> None:

@@ -8,7 +8,8 @@ checked, fed and put together (client.py), sockets, HTTP.
             print(delta.text, end="")
 
     event loops                                   the engine's thread
-    stream(): tokenise, check, give a _Submit ->  takes all orders, then a turn; waits for some while nothing is live
+    stream(): tokenise, check, give a _Submit ->  takes all orders, until a turn must begin (plan_late.py), then a turn;
+                                                  waits for some while nothing is live
     the consumer's mailbox                    <-  one call_soon_threadsafe a turn and loop, with all that it brought
     the consumer stops listening: a _Cancel   ->  the request ends within a few steps
     close(): a _Close                         ->  agrees on the end with the other ranks, and returns
@@ -191,7 +192,7 @@ class AsyncEngine:
         engine = self._client.engine
         try:
             engine.bind_thread()
-            while self._take_orders():
+            while self._take_orders() and self._put_off():
                 if self._client.live:
                     self._turn()
                 elif engine.has_work:
@@ -207,6 +208,13 @@ class AsyncEngine:
                 self._stopped = True
                 left, self._listening = self._listening, set()
             self._deliver([(submitted, self._ending()) for submitted in left])
+
+    def _put_off(self) -> bool:
+        """Takes what is ordered until the turn must begin: it is in this turn's plan then. Whether to go on."""
+        while self._client.live and (left := self._client.engine.slack()) > 0:
+            if self._ordered.wait(left) and not self._take_orders():
+                return False
+        return True
 
     def _take_orders(self) -> bool:
         """Whether to go on."""

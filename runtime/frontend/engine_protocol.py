@@ -77,6 +77,13 @@ class EngineProtocol(Protocol):
         """Advance by one step; the output is empty when nothing landed."""
         ...
 
+    def slack(self) -> float:
+        """Seconds for which ``step`` may be put off without the device running dry (plan_late.py). 0: take it now.
+
+        For callers that hear of requests from another thread or process meanwhile; they ask again after each wait.
+        """
+        ...
+
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
         """Called instead of ``step`` while there is nothing to run, so that the other ranks know that all is well.
 

@@ -3,7 +3,8 @@
 Knows: who submitted what, when an API process is lost, how an engine that drains comes to its end.
 Does not know: HTTP, text, tokenizers (all in the API processes), how processes are started (launch/serve/processes.py).
 
-    the engine's thread   orders from all sockets -> a turn -> one message to each API process; never blocks on them
+    the engine's thread   orders from all sockets, until a turn must begin (plan_late.py) -> a turn -> one message to
+                          each API process; never blocks on them
     the beat thread       twice a second: how the engine gets on, also while its thread waits for another rank
 
 An API process that dies, breaks the protocol or takes nothing any more loses its connection: its requests are cancelled
@@ -58,6 +59,7 @@ _STATS_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # a rank that said nothing for so long is named
 _MOST_UNSENT = 64 << 20  # bytes that an API process may be behind before it is given up
 _READ_BYTES = 1 << 20
+_POLL_SECONDS = 1e-3  # poll() waits for whole milliseconds
 _FLUSH_SECONDS = 2.0
 
 log = logging.getLogger("lockstride")
@@ -284,6 +286,7 @@ class EngineServer:
             while True:
                 tend()
                 self._take_orders()
+                self._put_off()
                 if self._draining is not None and self._drained(self._draining):
                     break
                 self._turn()
@@ -414,6 +417,16 @@ class EngineServer:
         else:
             client.wait(self._ordered, _IDLE_SECONDS)
             self._beats.progress("idle", 0)
+
+    def _put_off(self) -> None:
+        """Reads what comes until the turn must begin: it is in this turn's plan then, not in the next one's."""
+        while self._client.live and (left := self._engine.slack()) > 0:
+            if left < _POLL_SECONDS:
+                time.sleep(left)
+                self._take_orders()
+                return
+            if self._ordered(left - left % _POLL_SECONDS):
+                self._take_orders()
 
     def _ordered(self, timeout: float) -> bool:
         """Waits for the sockets: whether one of them has something."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from runtime.schedule.fence import Fence
 from runtime.schedule.request import packed
 from runtime.schedule.slots import AccountingError
+from runtime.schedule.snapshots import NO_SNAPSHOT, SnapshotPool
 
 ROOT = 0  # the prefix id of "nothing before"
 
@@ -28,11 +29,13 @@ class BlockPool:
     A published block is found by (prefix id of the blocks before it, its exact token ids): contents are compared, not
     hashed down, so two prompts can never collide. Prefix ids are given in order of publishing and never reused.
     A block is trusted once a token has landed that was drawn over its contents: before, they may hold NaN.
+    ``snapshots``: of the state behind published blocks, for models that keep some; a forgotten block loses its own.
     """
 
-    def __init__(self, count: int, block_size: int) -> None:
+    def __init__(self, count: int, block_size: int, snapshots: SnapshotPool | None = None) -> None:
         self.count = count
         self.block_size = block_size
+        self._snapshots = snapshots
         self.refs = [0] * (count + 1)
         self._fenced_refs = [0] * (count + 1)
         self.soon_free = 0  # blocks whose every reference waits behind a fence
@@ -103,21 +106,47 @@ class BlockPool:
             self.refs[block] += 1
         return self._prefix_id[blocks[-1]] if blocks else ROOT
 
-    def publish(self, block: int, parent: int, token_ids: Sequence[int], index: int = 0) -> int:
+    def publish(
+        self, block: int, parent: int, token_ids: Sequence[int], index: int = 0, *, snapshot: int = NO_SNAPSHOT
+    ) -> int:
         """Make ``block``, full with block ``index`` of ``token_ids``, findable. Returns what its successor continues.
 
         ``parent`` is that of the block before it, ROOT for the first: the prefix id that this returned for that one.
         Where equal contents are findable already, that block stays the one to find and this one stays private.
+
+        ``snapshot``: a row that was taken for the state behind it. The block takes the place of an equal one that has
+        none, with its prefix id, so that a snapshot and its block come from the same steps: what breaks, breaks both.
+        Where the equal one has a snapshot, the row is given back.
         """
         key = self.key_of(token_ids, index, parent)
-        known = self._index.get(key)
+        known, snapshots = self._index.get(key), self._snapshots
+        if snapshot and snapshots is not None:
+            if known is not None and snapshots.find(known):
+                snapshots.give_back(snapshot)
+            else:
+                if known is not None:
+                    self.forget([known])
+                    self._enter(block, key, self._prefix_id[known])
+                snapshots.keep(snapshot, block)
+                known = self._index.get(key)
         if known is not None:
             return self._prefix_id[known]
-        self._index[key] = block
-        self._key[block] = key
-        self._prefix_id[block] = self._next_prefix_id
+        self._enter(block, key, self._next_prefix_id)
         self._next_prefix_id += 1
         return self._prefix_id[block]
+
+    def _enter(self, block: int, key: tuple[int, bytes], prefix_id: int) -> None:
+        self._index[key] = block
+        self._key[block] = key
+        self._prefix_id[block] = prefix_id
+
+    def prefix_id(self, block: int) -> int:
+        """What a successor of ``block``, which is findable, continues."""
+        return self._prefix_id[block]
+
+    def has_snapshot(self, block: int) -> bool:
+        """Whether the state behind ``block`` was kept."""
+        return self._snapshots is not None and self._snapshots.find(block) != NO_SNAPSHOT
 
     def findable(self, block: int) -> bool:
         """Whether a lookup of its contents leads to it."""
@@ -130,6 +159,8 @@ class BlockPool:
             if key is not None:
                 del self._index[key]
                 self._key[block] = None
+                if self._snapshots is not None:
+                    self._snapshots.drop(block)
 
     def trust(self, blocks: Sequence[int]) -> None:
         """A token has landed that was drawn over the contents of all of these."""

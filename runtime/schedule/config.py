@@ -20,6 +20,7 @@ LIMIT_RANGES: Final[dict[str, tuple[int, int | None]]] = {
     "depth": (0, 64),
     "width": (1, 256),
     "max_prefill_tokens": (1, None),
+    "tree": (0, 33),
 }
 
 
@@ -31,7 +32,8 @@ class StepLimits:
     the deepest that may be chosen, where the chain depth is measured once graphs are there. ``rows`` sequences prefill
     or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor is seated while the last
     tokens of its predecessor are in flight. ``block_size`` is tokens a KV block. ``max_model_len``: tokens of a prompt
-    and its answer together. ``depth`` is the chain depth D. ``width`` is the largest W of any step.
+    and its answer together. ``depth`` is the chain depth D. ``width`` is the largest W of any step. ``tree``: tokens of
+    a draft tree, root included, of which a row may gain up to W; 0 where windows are chains.
     ``max_prefill_tokens`` is the most that the chunks of one step hold together. Raises ValueError for a value outside
     LIMIT_RANGES, and for fewer slots than rows.
     """
@@ -43,6 +45,7 @@ class StepLimits:
     depth: int = 2
     width: int = 1
     max_prefill_tokens: int = 8192
+    tree: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMIT_RANGES.items():
@@ -51,16 +54,25 @@ class StepLimits:
                 raise ValueError(f"{name} is {value}, but must be {low} to {'any number' if high is None else high}")
         if self.slots < self.rows:
             raise ValueError(f"slots is {self.slots}, but each of {self.rows} rows needs one")
+        if self.tree and self.tree < self.width:
+            raise ValueError(f"tree is {self.tree}, but a path of {self.width} tokens, the width, has to fit in")
 
     @property
     def max_blocks(self) -> int:
-        """Blocks that one sequence may hold: its last step reserves W positions behind the last token but one."""
-        return -(-(self.max_model_len + self.width) // self.block_size)
+        """Blocks that one sequence may hold: its last step writes a window behind the last token but one."""
+        return -(-(self.max_model_len + self.window) // self.block_size)
+
+    @property
+    def window(self) -> int:
+        """KV entries that a row writes in its widest step: a tree's tokens, or W."""
+        return self.tree or self.width
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens that a row may gain in all steps that are in flight together: what is reserved before it runs."""
-        return (self.depth + 1) * self.width
+        """KV entries that steps in flight together may write behind those landed: what is reserved before a row runs.
+        W for each step but the last, which writes its whole window.
+        """
+        return self.depth * self.width + self.window
 
 
 def _ascending(numbers: Sequence[Any]) -> bool:
@@ -116,6 +128,32 @@ class MixedSteps:
         return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """Snapshots of recurrent state, of a model that keeps some: without one, the KV of a prefix cannot be continued.
+
+    ``count``: snapshots there is memory for. ``interval``: a prompt's chunk ends at every so many blocks, to leave one
+    there (0: nowhere but at the last full block, and where the KV that others left ends). ``worth``: tokens that a
+    snapshot must lie behind the one before it, since each costs its prompt a step. Raises ValueError for others.
+    """
+
+    count: int
+    interval: int = 0
+    worth: int = 256
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.interval < 0 or self.worth < 1:
+            raise ValueError(
+                f"count is {self.count}, interval {self.interval} and worth {self.worth}: numbers of snapshots, blocks "
+                "and tokens, at least 1, 0 and 1"
+            )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Everything above as the digest folds it."""
+        return self.count, self.interval, self.worth
+
+
 # What parked sessions do when memory is short: they are recomputed later, the oldest is closed, or nothing new begins
 # that could make it so.
 SessionPolicy = Literal["evict", "close", "refuse"]
@@ -132,7 +170,8 @@ class SchedulerConfig:
     decode. ``max_waiting``: requests that may queue. ``speculation``: decode steps have its width or 1, as
     speculation.py decides, and mixed steps 1; ``widths`` count for nothing then. ``max_sessions``: sessions there may
     be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
-    ``rows``. ``session_policy``: what becomes of those that are parked when memory is short.
+    ``rows``. ``session_policy``: what becomes of those that are parked when memory is short. ``snapshots``: of a model
+    that keeps recurrent state; it needs them for prefix caching, and others have none.
     Raises ValueError for widths outside 1 to ``limits.width``, for mixed buckets that all decode rows would fill, for
     too few slots, and for another policy.
     """
@@ -148,6 +187,7 @@ class SchedulerConfig:
     speculation: Speculation | None = None
     max_sessions: int = 0
     session_policy: SessionPolicy = "evict"
+    snapshots: SnapshotPolicy | None = None
 
     def __post_init__(self) -> None:
         rows, width = self.limits.rows, self.limits.width

@@ -45,6 +45,10 @@ class ScheduleCounters:
     because blocks that they shared came from one that broke. ``forks``: answers that began where another answer's
     prompt ended; ``forked_tokens``: of their prompts, which were not computed for them. Both are no part of the three.
 
+    Snapshots of recurrent state: ``snapshot_saves``; ``snapshot_restores``: prefixes that were continued from one;
+    ``snapshot_evictions``: those that gave way to others. ``snapshot_missed_tokens``: known to the prefix index when
+    their prompt was begun, and computed again, because their state was not kept.
+
     Sessions: ``session_parks``: quanta that ended with a session parked. ``session_continues``, ``session_extends``,
     ``session_forks``: events that were carried out; ``session_refusals``: that were not. ``session_evictions``: parked
     sessions that gave up slot and blocks (``evictions`` counts them, too); ``session_closes``: that were ended for it.
@@ -78,6 +82,10 @@ class ScheduleCounters:
     prefix_waits: int = 0
     forks: int = 0
     forked_tokens: int = 0
+    snapshot_saves: int = 0
+    snapshot_restores: int = 0
+    snapshot_evictions: int = 0
+    snapshot_missed_tokens: int = 0
     distrusted: int = 0
     fenced_blocks: int = 0
     session_parks: int = 0

@@ -197,6 +197,9 @@ class StepPlan:
     token's position on; it holds blocks for all of them. A row with a chunk gains one token at most, whatever W is.
     ``chunks``: those of the rows behind the ``decode_rows`` that decode, in order: none in a decode step. ``forks``: of
     the rows behind these, in order.
+    ``restored``: (snapshot, slot): recurrent state that a slot begins with, in place of none, or goes on with, before
+    the step's rows read it. ``saved``: (slot, snapshot), behind the step: the state of a row whose chunk ends with a
+    block. The device reads and writes snapshots in the order of steps.
     """
 
     step: int
@@ -209,6 +212,8 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     forks: tuple[Fork, ...] = ()
     slot_updates: tuple[SlotUpdate, ...] = ()
+    restored: tuple[tuple[int, int], ...] = ()
+    saved: tuple[tuple[int, int], ...] = ()
 
     @property
     def decode_rows(self) -> int:

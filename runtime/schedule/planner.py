@@ -31,7 +31,7 @@ from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
-from runtime.schedule.shares import cost, gets_a_share, remaining, share_out
+from runtime.schedule.shares import cost, gets_a_share, in_one_step, remaining, share_out
 from runtime.schedule.speculation import SpeculationPolicy
 from runtime.schedule.states import State, Trigger
 
@@ -60,6 +60,8 @@ class Planner:
         self._scored_before = False  # the step before was for scored prompts, and rows that decode waited for it
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
         self._slot_writes: list[SlotWrite] = []
+        self._restored: list[tuple[int, int]] = []  # of the plan that is being made, as those that follow
+        self._saved: list[tuple[int, int]] = []
         self._forks: list[Fork] = []  # of the plan that is being made, and the sequences that they are of
         self._forked: list[SequenceState] = []
         self._paused_now = 0  # rows of the plan that is being made whose requests are paused already
@@ -168,7 +170,7 @@ class Planner:
 
         It ends at one who would get tokens of the other kind's next step, so that neither kind takes the other's room.
         """
-        wanted = sum(cost(sequence, remaining(sequence), costly_prefix) for sequence in prefills)
+        wanted = sum(cost(sequence, in_one_step(sequence), costly_prefix) for sequence in prefills)
         others = [s for s in self._prefilling.values() if s.scoring is not scored]
         while self._row_to_give and not self._stalled:
             for candidate in self.resources.queue.heads():
@@ -183,7 +185,7 @@ class Planner:
                 return
             if self._goes_on(candidate):
                 prefills.append(candidate)
-                wanted += remaining(candidate)
+                wanted += in_one_step(candidate)
 
     def _waiting_tokens(self, long_prompt: int) -> int:
         """Prompt tokens that are to be prefilled, of those who have a row and, on average, of those there is one for.
@@ -260,11 +262,16 @@ class Planner:
         resources = self.resources
         if not sequence.prefill_begun:
             self._slot_writes.append(_slot_write(sequence))
+            resources.counters.snapshot_missed_tokens += max(0, sequence.branch_at - sequence.prefilled)
         sequence.prefill_begun, sequence.resumes = True, False
+        if sequence.restores:
+            self._restored.append((resources.take_restored(sequence), sequence.slot))
         start = sequence.prefilled
-        end = min(start + budget, sequence.prefill_target)
+        end = start + min(budget, in_one_step(sequence))
         last = end == sequence.prefill_target
         sequence.prefilled = end
+        if saved := resources.save(sequence, end):
+            self._saved.append((sequence.slot, saved))
         sequence.last_step = resources.chain.step
         rows.append(sequence)
         chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:end], last, sequence.take_scored(end)))
@@ -310,7 +317,7 @@ class Planner:
                 break
             session.extends = False
             sequence.resumes, sequence.prefill_begun = True, False
-            sequence.prefill_target = sequence.landed_tokens
+            sequence.prefill_target, sequence.branch_at = sequence.landed_tokens, 0
             resources.move(sequence, Trigger.GOT_ROOM_TO_EXTEND)
 
     # ---- decode ----
@@ -428,8 +435,12 @@ class Planner:
             chunks=tuple(chunks),
             forks=forks,
             slot_updates=self.resources.take_slot_updates(),
+            restored=tuple(self._restored),
+            saved=tuple(self._saved),
         )
         self._slot_writes.clear()
+        self._restored.clear()
+        self._saved.clear()
         writes = [number for write in plan.block_writes for number in write]
         for write in plan.slot_writes:
             writes += (write.slot, write.epoch, write.request_id, write.length)
@@ -439,6 +450,8 @@ class Planner:
             writes += (update.slot, update.max_length, update.revive)
         for fork in forks:
             writes += (fork.slot, fork.chunk, *(fork.copied or ()))
+        for pair in (*plan.restored, *plan.saved):
+            writes += pair
         self.resources.digest.fold(step, kind.name, (len(slots), *writes))
         return plan
 

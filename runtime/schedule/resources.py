@@ -22,6 +22,7 @@ from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.sequence import NOT_WAITING, SequenceState, Session
 from runtime.schedule.sharing import PrefixSharing
 from runtime.schedule.slots import AccountingError, SlotPool
+from runtime.schedule.snapshots import NO_SNAPSHOT, SnapshotPool
 from runtime.schedule.states import State, Trigger
 
 LANES = 3  # of the waiting queue, with mixed steps
@@ -41,7 +42,9 @@ class Resources:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.limits = config, config.limits
-        self.pool = BlockPool(config.blocks, config.limits.block_size)
+        keeps = config.snapshots if config.prefix_caching else None
+        self.snapshots = None if keeps is None else SnapshotPool(keeps.count)
+        self.pool = BlockPool(config.blocks, config.limits.block_size, self.snapshots)
         self.slots = SlotPool(config.limits.slots)
         self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
         self.chain = Chain(config.limits.depth)
@@ -53,6 +56,8 @@ class Resources:
             self.digest.fold(0, "sessions", (config.max_sessions, *config.session_policy.encode()))
         if config.speculation is not None:
             self.digest.fold(0, "speculation", config.speculation.numbers)
+        if keeps is not None:
+            self.digest.fold(0, "snapshots", keeps.numbers)
         self.counters = ScheduleCounters()
         self.sharing = PrefixSharing(config, self.pool, self.counters)
         self.sequences: dict[int, SequenceState] = {}
@@ -70,6 +75,7 @@ class Resources:
         self._idled = 0  # times that a request became PAUSED or PARKED
         self._block_writes: dict[tuple[int, int], int] = {}  # (slot, index) -> block, for the next step
         self._slot_updates: dict[int, SlotUpdate] = {}  # by slot, for the next step
+        self._saving: dict[int, int] = {}  # by request, the snapshot that the plan which is being made writes
 
     def _lane(self, sequence: SequenceState) -> int:
         """Those who may be passed by others wait apart: scored prompts, and long ones."""
@@ -217,6 +223,7 @@ class Resources:
 
     def _release(self, sequence: SequenceState) -> None:
         """Give slot and blocks back, behind the fence of the last step that may touch them."""
+        self._unpin(sequence)
         step = sequence.last_step
         if step != self.chain.step:  # else it is a row of the plan that is being made, and needs them
             for cell in [cell for cell in self._block_writes if cell[0] == sequence.slot]:
@@ -440,6 +447,9 @@ class Resources:
         sequence.prefix_id = self.pool.share(found)
         sequence.blocks[first:last] = found
         sequence.published_blocks = last
+        if self.snapshots is not None:
+            self._unpin(sequence)
+            sequence.restores, sequence.state_at = self.snapshots.pin(found[-1]), last * self.limits.block_size
         self.counters.prefix_hit_tokens += last * self.limits.block_size - sequence.prefilled
         sequence.prefilled = last * self.limits.block_size
         sequence.waits_since = NOT_WAITING
@@ -459,6 +469,34 @@ class Resources:
         else:
             self.pool.retire_after(sequence.last_step, own[:begun])
         self._write_blocks(sequence, first, first + len(found))
+
+    # ---- recurrent state ----
+
+    def _unpin(self, sequence: SequenceState) -> None:
+        if sequence.restores and self.snapshots is not None:
+            self.snapshots.unpin(sequence.restores)
+        sequence.restores = NO_SNAPSHOT
+
+    def take_restored(self, sequence: SequenceState) -> int:
+        """The snapshot that its slot is to hold before the chunk that is being cut; NO_SNAPSHOT where it does."""
+        row = sequence.restores
+        self._unpin(sequence)
+        self.counters.snapshot_restores += row != NO_SNAPSHOT
+        return row
+
+    def save(self, sequence: SequenceState, end: int) -> int:
+        """A snapshot for its state behind the chunk that is being cut and ends at ``end``; NO_SNAPSHOT where there is
+        to be none, or all are about to be read.
+        """
+        if self.snapshots is None or not self.sharing.leaves_snapshot(sequence, end):
+            return NO_SNAPSHOT
+        row = self.snapshots.take()
+        self.counters.snapshot_evictions = self.snapshots.evictions
+        if row:
+            self._saving[sequence.request.request_id] = row
+            sequence.state_at = end
+            self.counters.snapshot_saves += 1
+        return row
 
     def _write_blocks(self, sequence: SequenceState, first: int, end: int | None = None) -> None:
         """Have the device told of its blocks [first, end), by default of all from ``first`` on."""
@@ -491,7 +529,8 @@ class Resources:
         """KV entries to hold blocks for: landed + (D+1)*W tokens (law 4), or all it can ever write, if fewer.
 
         W is the largest width of any step, not that of the step being planned: the D steps behind it run over the same
-        blocks, and may be wider. An upper bound of both is ``max_model_len - 2 + W`` entries.
+        blocks, and may be wider. Of a draft tree the last step writes more entries than W. An upper bound of both is
+        ``max_model_len - 2 + limits.window`` entries.
         """
         return min(sequence.landed_tokens + self.limits.tokens_ahead, self._most_kv(sequence.max_length))
 
@@ -543,17 +582,17 @@ class Resources:
 
     def _wake_at_latest(self, sequence: SequenceState) -> int:
         capacity = len(sequence.blocks) * self.limits.block_size
-        return min(capacity + 2 - self.limits.width, sequence.max_length)
+        return min(capacity + 2 - self.limits.window, sequence.max_length)
 
     def _early(self, sequence: SequenceState) -> int:
         """In tokens: 0 to not quite half a block."""
         return sequence.slot % self._spread
 
     def _most_kv(self, max_length: int) -> int:
-        """KV entries that live rows can ever write. The newest token has none yet, so a live row of width W starts at
-        most at position max_length - 2, and writes W entries from there.
+        """KV entries that live rows can ever write. The newest token has none yet, so a live row starts at most at
+        position max_length - 2, and writes a window from there: W entries, or those of a draft tree.
         """
-        return max_length - 2 + self.limits.width
+        return max_length - 2 + self.limits.window
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""
@@ -574,6 +613,10 @@ class Resources:
         prompts = rows[plan.decode_rows : len(rows) - len(plan.forks)]
         for sequence in prompts:
             self.publish(sequence, sequence.prefilled)
+        if self.snapshots is not None:
+            for row in self._saving.values():  # their writers have left, in the plan that they have chunks in
+                self.snapshots.give_back(row)
+            self._saving.clear()
         for fork, answer in zip(plan.forks, rows[len(rows) - len(plan.forks) :], strict=True):
             prompt = prompts[fork.chunk]
             answer.published_blocks, answer.prefix_id = prompt.published_blocks, prompt.prefix_id
@@ -605,7 +648,10 @@ class Resources:
         while written >= (sequence.published_blocks + 1) * size:
             index = sequence.published_blocks
             block = sequence.blocks[index]
-            sequence.prefix_id = self.pool.publish(block, sequence.prefix_id, sequence.tokens, index)
+            saved = NO_SNAPSHOT
+            if self._saving and (index + 1) * size == sequence.prefilled:
+                saved = self._saving.pop(sequence.request.request_id, NO_SNAPSHOT)
+            sequence.prefix_id = self.pool.publish(block, sequence.prefix_id, sequence.tokens, index, snapshot=saved)
             sequence.published_blocks += 1
 
     def distrust(self, broken: SequenceState, *, ghost: bool) -> None:
@@ -643,6 +689,9 @@ class Resources:
         holders = [s for s in self.sequences.values() if s.slot and s.state is not State.EVICTING]
         self.slots.check([s.slot for s in holders])
         self.pool.check([block for s in holders for block in s.blocks])
+        if self.snapshots is not None:
+            findable = [block for block in range(1, self.config.blocks + 1) if self.pool.findable(block)]
+            self.snapshots.check([s.restores for s in self.sequences.values() if s.restores], findable)
         planned = {id_: [s.landed_tokens, 0] for id_, s in self.sequences.items()}
         for sequence, width in self.chain.tokens_in_flight():
             if self.sequences.get(sequence.request.request_id) is sequence and not sequence.slot_ended:

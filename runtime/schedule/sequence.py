@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from runtime.schedule.blocks import ROOT
 from runtime.schedule.plan import Scored
 from runtime.schedule.request import FinishReason, Request, packed
+from runtime.schedule.snapshots import NO_SNAPSHOT
 from runtime.schedule.states import State
 
 NOT_WAITING = -1
@@ -56,10 +57,14 @@ class SequenceState:
         "answers",
         "blocks",
         "borrowed",
+        "branch_at",
         "epoch",
         "expects_fork",
         "given_up",
         "joins",
+        "known_blocks",
+        "known_id",
+        "known_last",
         "last_step",
         "max_length",
         "order",
@@ -73,6 +78,7 @@ class SequenceState:
         "published_blocks",
         "queued_in",
         "request",
+        "restores",
         "resumes",
         "rounds",
         "score_at",
@@ -81,6 +87,8 @@ class SequenceState:
         "slot",
         "slot_ended",
         "state",
+        "state_at",
+        "stop_at",
         "tokens",
         "trusted",
         "uncertain_tokens",
@@ -117,6 +125,13 @@ class SequenceState:
         self.trusted = False  # since it was seated a token of it has landed, so that all its blocks are trusted
         self.alone = False  # it broke, or may have, over borrowed blocks: it borrows none any more
         self.waits_since = NOT_WAITING  # the step since which somebody else is to write its next block
+        self.restores = NO_SNAPSHOT  # that its slot is to begin with; pinned until its next chunk is cut
+        self.state_at = 0  # tokens behind which its state was restored, or kept, last
+        self.stop_at = 0  # tokens at which its next chunk ends at the latest, to leave a snapshot; 0: nowhere
+        self.branch_at = 0  # tokens whose KV could be found when its first chunk was cut, but not their state
+        self.known_blocks = 0  # so many of its blocks could be found when it looked last, and theirs are, of the last
+        self.known_id = ROOT  # of them, the prefix id
+        self.known_last = 0  # and the block
         self.paused = False
         scoring = request.sampling.prompt_logprobs is not None
         self.score_at = 1 if scoring else len(self.tokens)  # the next prompt position to score; nothing predicts 0
@@ -149,6 +164,9 @@ class SequenceState:
         self.waits_since = NOT_WAITING
         self.prefix_id = ROOT
         self.borrowed = self.trusted = False
+        self.restores = NO_SNAPSHOT
+        self.state_at = self.stop_at = self.branch_at = self.known_blocks = self.known_last = 0
+        self.known_id = ROOT
 
     @property
     def room_order(self) -> tuple[int, int, int]:

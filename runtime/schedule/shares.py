@@ -31,7 +31,7 @@ def share_out(prefills: Sequence[SequenceState], tokens: int, costly_prefix: int
         if more:
             shares[sequence] = had + more
             left -= cost(sequence, more, costly_prefix)
-        if had + more < remaining(sequence):
+        if had + more < in_one_step(sequence):
             break
     return shares
 
@@ -49,13 +49,18 @@ def gets_a_share(
     for sequence in prefills:
         had = guaranteed if sequence is first else 0
         if _turn(sequence, had) < turn:
-            left -= cost(sequence, remaining(sequence) - had, costly_prefix)
+            left -= cost(sequence, in_one_step(sequence) - had, costly_prefix)
     return left > 0
 
 
 def remaining(sequence: SequenceState) -> int:
     """Tokens that are still to be planned of the prompt of one who is seated."""
     return sequence.prefill_target - sequence.prefilled
+
+
+def in_one_step(sequence: SequenceState) -> int:
+    """How many of them one step may take: a chunk ends where state is to be kept (sharing.py)."""
+    return (sequence.stop_at or sequence.prefill_target) - sequence.prefilled
 
 
 def cost(sequence: SequenceState, tokens: int, costly_prefix: int) -> int:
@@ -78,4 +83,4 @@ def _affordable(sequence: SequenceState, tokens: int, costly_prefix: int, had: i
     """How many of its tokens, besides those it ``had``, cost ``tokens`` at most."""
     if costly_prefix:
         tokens = tokens * costly_prefix // (costly_prefix + sequence.prefilled)
-    return max(0, min(tokens, remaining(sequence) - had))
+    return max(0, min(tokens, in_one_step(sequence) - had))

@@ -10,6 +10,16 @@ Does not know: how blocks change hands (resources.py), the index itself (blocks.
 
 A block of known tokens (of a prompt, or of a sequence that is recomputed) is found so early because its contents are
 known before the device has written them. A block with generated tokens is published when they have landed.
+
+Of a model with recurrent state a prefix is of use only where its state was kept, too. So its chunks end where a
+snapshot is to be left, and blocks are taken up to the last one that has a snapshot:
+
+    at the last full block       of a prompt: for those that are equal, and for the next turn of a conversation
+    at every ``interval`` blocks    of a long prompt
+    where it branches            at the end of the blocks that others have published, where these have no snapshot: what
+                                 two prompts have in common, a third one may have, too
+
+Each costs its prompt a step, so it must lie ``worth`` tokens behind the one before. Others wait for it as for a block.
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from runtime.schedule.blocks import BlockPool
-from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.config import SchedulerConfig, SnapshotPolicy
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.sequence import NOT_WAITING, SequenceState
 
@@ -36,6 +46,9 @@ class PrefixSharing:
         self._cut_now: dict[_Key, int] = {}  # first blocks of chunks in the plan that is being made -> request ids
         self._begun: dict[_Key, int] = {}  # blocks of which a prompt's earlier chunk wrote a part -> its request id
         self._begun_by: dict[int, _Key] = {}  # the same the other way round
+        self._snapshots = config.snapshots if config.prefix_caching else None
+        self._branches: dict[int, int] = {}  # findable blocks -> the request that is to leave a snapshot behind one
+        self._branch_of: dict[int, int] = {}  # the same the other way round
 
     def looks_up(self, sequence: SequenceState) -> bool:
         """Whether it may share at all. Scored prompts are computed whole: scores come from the last layer."""
@@ -43,7 +56,15 @@ class PrefixSharing:
 
     def hits(self, sequence: SequenceState) -> list[int]:
         """For a sequence that is about to be seated: the findable blocks of its beginning."""
-        return self._lookup(sequence, 0) if self.looks_up(sequence) else []
+        return self._with_state(self._lookup(sequence, 0)) if self.looks_up(sequence) else []
+
+    def _with_state(self, found: list[int]) -> list[int]:
+        """As many of them as can be continued from."""
+        if self._snapshots is None:
+            return found
+        while found and not self._pool.has_snapshot(found[-1]):
+            found.pop()
+        return found
 
     def found_since(self, sequence: SequenceState) -> list[int]:
         """For one in the middle of its prompt: findable blocks, from the one that its next token lies in.
@@ -53,8 +74,18 @@ class PrefixSharing:
         if not self.looks_up(sequence):
             return []
         found = self._lookup(sequence, sequence.published_blocks)
+        if self._snapshots is not None:
+            self._note_known(sequence, found)
+            found = self._with_state(found)
         end = (sequence.published_blocks + len(found)) * self._block_size
         return found if end > sequence.prefilled else []
+
+    def _note_known(self, sequence: SequenceState, found: list[int]) -> None:
+        known = sequence.published_blocks + len(found)
+        if known > sequence.known_blocks:
+            sequence.waits_since = NOT_WAITING  # who writes its blocks gets on
+        sequence.known_blocks, sequence.known_last = known, found[-1] if found else 0
+        sequence.known_id = self._pool.prefix_id(found[-1]) if found else sequence.prefix_id
 
     def _lookup(self, sequence: SequenceState, first: int) -> list[int]:
         most = (sequence.landed_tokens - 1) // self._block_size
@@ -67,7 +98,7 @@ class PrefixSharing:
 
         If so, others wait for the block that the chunk begins in. It waits itself for one block in MOST_WAITS steps.
         """
-        if self._is_written_for(sequence):
+        if self._is_written_for(sequence) or self._snapshot_is_made_for(sequence):
             if sequence.waits_since == NOT_WAITING:
                 sequence.waits_since = step
                 self._counters.prefix_waits += 1
@@ -76,22 +107,77 @@ class PrefixSharing:
         sequence.waits_since = NOT_WAITING
         if self._config.prefix_caching and self._next_is_known(sequence):
             self._cut_now.setdefault(self._key(sequence), sequence.request.request_id)
+        if self._snapshots is not None:
+            self._choose_stop(sequence, self._snapshots)
         return True
 
     def _is_written_for(self, sequence: SequenceState) -> bool:
-        size, index = self._block_size, sequence.published_blocks
+        size, index, prefix_id = self._block_size, sequence.published_blocks, sequence.prefix_id
+        if self._snapshots is not None and sequence.known_blocks > index:
+            index, prefix_id = sequence.known_blocks, sequence.known_id
         if sequence.alone or sequence.prefilled > index * size or not self.looks_up(sequence):
             return False
         if (index + 1) * size >= sequence.landed_tokens:  # it has to compute a token of this block itself
             return False
-        key, request_id = self._key(sequence), sequence.request.request_id
+        if self._snapshots is not None and self._last_full(sequence) < sequence.state_at + self._snapshots.worth:
+            return False
+        key, request_id = self._pool.key_of(sequence.tokens, index, prefix_id), sequence.request.request_id
         return self._cut_now.get(key, request_id) != request_id or self._begun.get(key, request_id) != request_id
+
+    # ---- where chunks end ----
+
+    def _snapshot_is_made_for(self, sequence: SequenceState) -> bool:
+        """Whether another one is to leave a snapshot where the blocks end that it could continue with."""
+        if self._snapshots is None or sequence.alone or sequence.prefill_begun or not sequence.known_last:
+            return False
+        own = sequence.request.request_id
+        return self._branches.get(sequence.known_last, own) != own
+
+    def _last_full(self, sequence: SequenceState) -> int:
+        """Tokens of the blocks that another one with the same tokens could share."""
+        return (sequence.prefill_target - 1) // self._block_size * self._block_size
+
+    def _choose_stop(self, sequence: SequenceState, policy: SnapshotPolicy) -> None:
+        """The next place where it leaves a snapshot, if there is one before its end."""
+        sequence.stop_at = 0
+        if sequence.scoring:
+            return
+        begun, least = sequence.prefilled, sequence.state_at + policy.worth
+        last = self._last_full(sequence)
+        if not sequence.prefill_begun:
+            known = sequence.known_blocks * self._block_size
+            sequence.branch_at = known if known > begun else 0
+        places = [last]
+        if sequence.branch_at > begun and sequence.branch_at >= least:
+            places.append(sequence.branch_at)
+            self._announce(sequence)
+        if policy.interval:
+            every = policy.interval * self._block_size
+            place = max(begun // every + 1, -(-least // every)) * every
+            if place + policy.worth <= last:
+                places.append(place)
+        sequence.stop_at = min((place for place in places if place > begun and place >= least), default=0)
+
+    def _announce(self, sequence: SequenceState) -> None:
+        """Others who know the same blocks, and no more, wait for the snapshot behind them."""
+        request_id = sequence.request.request_id
+        if not sequence.prefill_begun and self._branches.setdefault(sequence.known_last, request_id) == request_id:
+            self._branch_of[request_id] = sequence.known_last
+
+    def leaves_snapshot(self, sequence: SequenceState, end: int) -> bool:
+        """Whether its state is to be kept, of a chunk that ends at ``end``."""
+        policy = self._snapshots
+        if policy is None or sequence.scoring or end % self._block_size:
+            return False
+        return end == sequence.stop_at or (end == sequence.prefill_target and end >= sequence.state_at + policy.worth)
 
     def planned(self, sequences: Iterable[SequenceState]) -> None:
         """The plan is made, and what these wrote with it is published: others wait for blocks that they began."""
         self._cut_now.clear()
         for sequence in sequences:
-            self.left(sequence)
+            self._left_writing(sequence)
+            if sequence.prefilled >= sequence.branch_at or not sequence.prefilling:
+                self._left_branch(sequence)
             partly = sequence.prefilled > sequence.published_blocks * self._block_size
             if self._config.prefix_caching and sequence.prefilling and partly and self._next_is_known(sequence):
                 key = self._key(sequence)
@@ -100,6 +186,15 @@ class PrefixSharing:
 
     def left(self, sequence: SequenceState) -> None:
         """It writes no more of its prompt: nobody waits for it."""
+        self._left_writing(sequence)
+        self._left_branch(sequence)
+
+    def _left_branch(self, sequence: SequenceState) -> None:
+        block = self._branch_of.pop(sequence.request.request_id, None)
+        if block is not None:
+            del self._branches[block]
+
+    def _left_writing(self, sequence: SequenceState) -> None:
         key = self._begun_by.pop(sequence.request.request_id, None)
         if key is not None:
             del self._begun[key]

@@ -23,10 +23,10 @@ from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.guesses import Guesses, LikeliestGuesses
+from runtime.speculate.guesses import Drafter, Guesses
 
 
-class DFlashProposer:
+class DFlashProposer(Drafter):
     """``draft``: this rank's share, for the parts' model. ``head``: what it guesses with; by default the model's.
 
     ValueError for windows wider than its blocks.
@@ -42,9 +42,6 @@ class DFlashProposer:
         self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
-
-    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
 
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))

@@ -1,10 +1,13 @@
-"""How a drafter's hidden states become guesses: the likeliest token of each, or one drawn from its distribution.
+"""How a drafter's hidden states become guesses: the likeliest token of each, one drawn from its distribution, or, for
+trees, some of the likeliest.
 
-Knows: both, and what a round hands on of them. Does not know: which drafter there is, how it computes, what is kept.
+Knows: these, and what a round hands on of them. Does not know: which drafter there is, how it computes, what is kept.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,11 +15,11 @@ import torch
 from torch import Tensor
 
 from models.drafters.draft_head import DraftHead
-from runtime.execute.proposer import Observed, Proposed, Proposer
+from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted, draw_guesses
 from runtime.execute.slot_state import SlotColumns
-from runtime.speculate.likeliest import likeliest
+from runtime.speculate.likeliest import likeliest, likeliest_few
 
 
 class Guesses(Protocol):
@@ -47,6 +50,28 @@ class LikeliestGuesses:
         return Proposed(torch.cat(self._taken, 1))
 
 
+class BranchingGuesses:
+    """Those of trees: the ``top_k`` likeliest of each, of which the first goes on. Ranks exchange 8 * (top_k + 1) bytes
+    a guess."""
+
+    def __init__(self, head: DraftHead, top_k: int) -> None:
+        self._head, self._top_k = head, top_k
+        self._taken: list[Candidates] = []
+
+    def take(self, hidden_BQN: Tensor) -> Tensor:
+        shape = *hidden_BQN.shape[:2], self._top_k
+        found = likeliest_few(self._head, hidden_BQN.flatten(0, 1), self._top_k)
+        self._taken.append(Candidates(*(part.view(shape) for part in found)))
+        return self._taken[-1].ids_BQC[:, :, 0]
+
+    def candidates(self) -> Candidates:
+        """All that were taken."""
+        return Candidates(*(torch.cat(parts, 1) for parts in zip(*self._taken, strict=True)))
+
+    def proposed(self) -> Proposed:
+        return Proposed(self.candidates().ids_BQC[:, :, 0])
+
+
 class DrawnGuesses:
     """``draft_sample_method`` probabilistic, for rows with such records. Ranks exchange all logits of a guess."""
 
@@ -74,15 +99,33 @@ class DrawnGuesses:
         return Proposed(self._head.target_ids(index_BQ), drafted=drafted)
 
 
-class Drafter(Proposer, Protocol):
-    """A proposer with weights."""
+class Drafter(ABC):
+    """A proposer with weights: which kinds of guesses it gives is said here, how each comes about by a subclass.
+    ``head``: what it guesses with."""
 
-    @property
-    def head(self) -> DraftHead: ...
+    name: str
+    layers: tuple[int, ...] = ()
+    reads_hidden: bool
+    head: DraftHead
 
+    @abstractmethod
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
-        """As ``propose``, with guesses of that kind."""
-        ...
+        """As ``propose``, with guesses of that kind: takes ``count`` a row."""
+
+    @abstractmethod
+    def observe(self, observed: Observed) -> None:
+        """As every proposer."""
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        """The likeliest of each place."""
+        return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
+
+    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
+        """As a BranchingProposer. A drafter that reads its guesses goes on with the likeliest, whichever of them a path
+        takes."""
+        guesses = BranchingGuesses(self.head, top_k)
+        self.guess(rows_B, columns, count, guesses)
+        return guesses.candidates()
 
 
 class ProbabilisticProposer:
@@ -100,3 +143,8 @@ class ProbabilisticProposer:
 
     def observe(self, observed: Observed) -> None:
         self._drafter.observe(observed)
+
+
+def drawing(make: Callable[[ProposerParts], Drafter]) -> MakeProposer:
+    """What ``make`` makes, with guesses that are drawn."""
+    return lambda parts: ProbabilisticProposer(make(parts))

@@ -6,6 +6,7 @@ Knows: the methods there are, and which of them read a drafter's folder. Does no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -16,16 +17,25 @@ from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_head import DraftHead
 from models.drafters.draft_vocabulary import TargetIds, chosen_ids
 from models.drafters.eagle3 import Eagle3Draft
-from models.drafters.load import check_own_mtp, load_dflash, load_eagle3, load_head, load_mtp, load_own_mtp
+from models.drafters.load import (
+    check_own_mtp,
+    load_dflash,
+    load_eagle3,
+    load_head,
+    load_mtp,
+    load_own_mtp,
+    own_draft_ids,
+)
 from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
-from runtime.execute.proposer import MakeProposer, Proposer, ProposerParts
+from runtime.execute.proposer import BranchingProposer, MakeProposer, Proposer, ProposerParts
 from runtime.speculate.dflash import DFlashProposer, require_blocks
 from runtime.speculate.eagle3 import Eagle3Proposer
-from runtime.speculate.guesses import Drafter, ProbabilisticProposer
+from runtime.speculate.guesses import Drafter, drawing
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculate.synthetic import AnyTokens, scripted
+from runtime.speculate.tree import branching
 from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError
 
 
@@ -37,13 +47,15 @@ def check_drafter(
     load_format: str = "safetensors",
 ) -> None:
     """Before anything is loaded: ModelConfigError where the drafter's config.json is not one, or is of another target;
-    SpeculativeConfigError where it cannot guess as many tokens, or not among the ids that it shall, or where ``config``
-    names no drafter and the target's folder holds none.
+    SpeculativeConfigError where it cannot guess as many tokens, or not among the ids that it shall, or among fewer than
+    a place of a tree has, or where ``config`` names no drafter and the target's folder holds none. WeightsError where
+    it has a tree and its map of draft ids is not one.
     """
     if config.method not in _CONFIGS:
         return
-    _chosen(config, target.vocab_size)
+    chosen = _chosen(config, target.vocab_size)
     if config.model is None:
+        _check_top_k(config, chosen)
         try:
             check_own_mtp(target, target_folder, load_format=load_format)
         except ValueError as error:
@@ -62,6 +74,9 @@ def check_drafter(
             require_blocks(drafter, config.width)
         except ValueError as error:
             raise SpeculativeConfigError(str(error)) from error
+    if config.tree_size is not None and chosen is None:
+        chosen = own_draft_ids(drafter, folder, target.vocab_size, load_format=load_format)
+    _check_top_k(config, chosen)
 
 
 def proposer_for(
@@ -74,14 +89,20 @@ def proposer_for(
     ``check_drafter`` then, and WeightsError.
     """
     weights = _Weights(target_folder, load_format, seed)
-    make = _MAKERS[config.method](config, weights)
+    make: MakeProposer
+    if config.tree_size is not None:
+        assert config.tree_top_k is not None  # a checked config has both
+        make = branching(_BRANCHING[config.method](config, weights), config.tree_top_k)
+    elif config.probabilistic:
+        make = drawing(_DRAFTERS[config.method](config, weights))
+    else:
+        make = _MAKERS[config.method](config, weights)
     rates = config.synthetic_acceptance_rates
     return scripted(make, rates) if config.synthetic and rates is not None else make
 
 
-def _sampling(config: SpeculativeConfig, drafter: Drafter) -> Proposer:
-    """As ``draft_sample_method`` asks for."""
-    return ProbabilisticProposer(drafter) if config.probabilistic else drafter
+_MakeBranching = Callable[[ProposerParts], BranchingProposer]
+_MakeDrafter = Callable[[ProposerParts], Drafter]
 
 
 class _How(TypedDict):
@@ -112,6 +133,15 @@ def _chosen(config: SpeculativeConfig, vocab_size: int) -> TargetIds | None:
         raise SpeculativeConfigError(f"--speculative-config: {error}") from error
 
 
+def _check_top_k(config: SpeculativeConfig, ids: TargetIds | None) -> None:
+    """``ids``: those that the drafter guesses among; None: all the target's, with which runtime/build.py compares."""
+    if ids is not None and config.tree_top_k is not None and config.tree_top_k > len(ids):
+        raise SpeculativeConfigError(
+            f"--speculative-config: tree_top_k is {config.tree_top_k}, but the drafter guesses among {len(ids)} ids: "
+            f'type "tree_top_k": {len(ids)} or less'
+        )
+
+
 def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     assert low is not None  # a checked config has both
@@ -123,7 +153,7 @@ def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return make
 
 
-def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _mtp(config: SpeculativeConfig, weights: _Weights) -> _MakeDrafter:
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
@@ -136,10 +166,10 @@ def _mtp(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
         drafter = MTPConfig.from_folder(folder)
         return load_mtp(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: _sampling(config, MTPProposer(parts, *load(parts.model)))
+    return lambda parts: MTPProposer(parts, *load(parts.model))
 
 
-def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _dflash(config: SpeculativeConfig, weights: _Weights) -> _MakeDrafter:
     folder = _folder(config)
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
@@ -148,10 +178,10 @@ def _dflash(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
         drafter, chosen = DFlashConfig.from_folder(folder), _chosen(config, target.config.vocab_size)
         return load_dflash(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: _sampling(config, DFlashProposer(parts, *load(parts.model)))
+    return lambda parts: DFlashProposer(parts, *load(parts.model))
 
 
-def _eagle3(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _eagle3(config: SpeculativeConfig, weights: _Weights) -> _MakeDrafter:
     folder = _folder(config)
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
@@ -160,10 +190,10 @@ def _eagle3(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
         drafter, chosen = Eagle3Config.from_folder(folder), _chosen(config, target.config.vocab_size)
         return load_eagle3(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: _sampling(config, Eagle3Proposer(parts, *load(parts.model)))
+    return lambda parts: Eagle3Proposer(parts, *load(parts.model))
 
 
-def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
+def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
     return AnyTokens
 
 
@@ -172,4 +202,18 @@ _CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig] | type[Eagle3Config]] =
     "dflash": DFlashConfig,
     "eagle3": Eagle3Config,
 }
-_MAKERS = {"ngram": _ngram, "mtp": _mtp, "dflash": _dflash, "eagle3": _eagle3, "synthetic": _any_tokens}
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeDrafter]] = {
+    "mtp": _mtp,
+    "dflash": _dflash,
+    "eagle3": _eagle3,
+}
+_BRANCHING: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeBranching]] = {
+    "mtp": _mtp,
+    "dflash": _dflash,
+    "synthetic": _any_tokens,
+}
+_MAKERS: dict[str, Callable[[SpeculativeConfig, _Weights], MakeProposer]] = {
+    "ngram": _ngram,
+    **_DRAFTERS,
+    "synthetic": _any_tokens,
+}

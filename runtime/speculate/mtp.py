@@ -16,7 +16,7 @@ computed it, whatever follows in the other: that changes which tokens are guesse
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -30,7 +30,7 @@ from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.guesses import Guesses, LikeliestGuesses
+from runtime.speculate.guesses import Drafter, Guesses
 
 
 class ChainDraft(Protocol):
@@ -50,7 +50,7 @@ class ChainDraft(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class ChainProposer(ABC):
+class ChainProposer(Drafter):
     """What guesses one token after the other. ``embed``: of tokens that it reads. A subclass says which states."""
 
     name: str
@@ -72,10 +72,9 @@ class ChainProposer(ABC):
     def states(self, observed: Observed) -> Tensor:
         """[T, N]: what the drafter reads of the tokens that were observed, as a tensor of its own or not."""
 
-    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
-
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
+        """Each place is behind the token that ``guesses`` goes on with, of the place before: where it has several, one
+        of them, whichever a path takes."""
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
         state_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
         for number in range(count):

@@ -10,12 +10,13 @@ whatever else runs. Request seeds differ, so rows keep different numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from runtime.execute.proposer import MakeProposer, Observed, Proposed, Proposer, ProposerParts
+from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.sampling.counter_rng import Purpose, uniform_draws
 from runtime.execute.slot_state import SlotColumns
 
@@ -36,6 +37,13 @@ class AnyTokens:
         position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count, device=rows_B.device)
         return Proposed((columns.last_token[:, None] + position_BQ * _STRIDE) % self._vocab_size)
 
+    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
+        """Each half as likely as the one before it."""
+        rank_C = torch.arange(1, top_k + 1, device=rows_B.device)
+        ids_BQC = self.propose(rows_B, columns, count).tokens_BQ[:, :, None] + rank_C - 1
+        logprobs_C = rank_C * -math.log(2.0)
+        return Candidates(ids_BQC % self._vocab_size, logprobs_C.expand_as(ids_BQC))
+
     def observe(self, observed: Observed) -> None:
         """It reads nothing."""
 
@@ -54,7 +62,8 @@ class ScriptedAcceptance:
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         proposed = self._proposer.propose(rows_B, columns, count)
         coin_B1 = uniform_draws(columns.seed, columns.length, Purpose.ACCEPT)[:, None]
-        kept_B = (coin_B1 < self._rates_Q[:count]).sum(1, dtype=torch.int32)  # rates do not ascend
+        # Rates do not ascend. Of a tree more tokens are proposed than there are places.
+        kept_B = (coin_B1 < self._rates_Q[:count]).sum(1, dtype=torch.int32)
         return proposed._replace(scripted_B=kept_B)
 
     def observe(self, observed: Observed) -> None:

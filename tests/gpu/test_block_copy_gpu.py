@@ -49,6 +49,22 @@ def test_blocks_are_copied_in_every_layer(
     assert all(torch.equal(layer, wanted) for layer, wanted in zip(layers, expected, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(4, 40, 128), (17, 33, 32), (3, 6)], ids=str)
+def test_rows_of_a_bank_are_copied_in_every_layer(shape: tuple[int, ...]) -> None:
+    """States are larger than blocks: several programs copy one, and the last has less to do."""
+    bank = torch.randn(5, 6, *shape, device=DEVICE)
+    expected = bank.clone()
+    expected[:, [4, 1]] = bank[:, [2, 5]]
+    pairs_2C = torch.tensor([[2, 5], [4, 1]], device=DEVICE)
+    if INTERPRETED:
+        triton_copy(torch.tensor([bank.data_ptr()]), pairs_2C, 6, bank[0, 0].nbytes // 4, 5)
+    else:
+        copier = BlockCopier([bank])
+        assert copier._kernel is triton_copy
+        copier.copy(pairs_2C)
+    assert torch.equal(bank, expected)
+
+
 def test_torch_copies_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_copy, "_triton_kernel", lambda: None)
     layer = torch.randn(2, 9, 4, 2, 8, device=DEVICE)

@@ -72,8 +72,8 @@ def generate_load(
             requests.append(Served(prompt_tokens[len(requests)], due, max(due, free_since), now))
             backend.send(len(requests) - 1)
             now = clock()
-        until = started + offsets[len(requests)] if len(requests) < count else float("inf")
-        was_full = len(requests) - ended == most
+        was_full = len(requests) - ended == most  # then an end is waited for: what is due has no place
+        until = started + offsets[len(requests)] if len(requests) < count and not was_full else float("inf")
         fresh = backend.advance(until)
         if fresh:
             latest = fresh[-1][0]

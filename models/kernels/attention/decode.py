@@ -25,10 +25,12 @@ from models.kernels.attention.decode_work import MERGED_AT_ONCE, SplitRule, spli
 from models.kernels.attention.query import (
     LOG2_E,
     block_to_l2,
+    nodes_seen,
     padded_dim,
     power_of_two_above,
     query,
     rotation_arguments,
+    seen_in_tree,
     steady_of_rotation,
 )
 from models.kernels.interface import Rotation
@@ -41,6 +43,7 @@ def _decode_attention_kernel(
     values_ptr,
     page_table_ptr,
     lengths_ptr,
+    tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
     partial_ptr,
     stats_ptr,
@@ -71,6 +74,7 @@ def _decode_attention_kernel(
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
+    TREE: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -103,6 +107,9 @@ def _decode_attention_kernel(
             BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
+        nodes = 0
+        if TREE:
+            nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -118,7 +125,10 @@ def _decode_attention_kernel(
             mask = (keys < length)[:, None] & (dims < D)[None, :]
             k = tl.load(keys_ptr + where, mask=mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-            scores = tl.where(keys[None, :] < visible[:, None], scores, -float("inf"))
+            seen = keys[None, :] < visible[:, None]
+            if TREE:
+                seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
+            scores = tl.where(seen, scores, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
             shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -175,6 +185,7 @@ def decode_attention(
         kv_layer[1],
         inputs.page_table_BP,
         inputs.kv_lengths_B,
+        inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ,
         out_THD,
         workspace,
         workspace[slots * real_rows * block_d :] if most > 1 else workspace,
@@ -200,6 +211,7 @@ def decode_attention(
         MERGE=max(1, min(MERGED_AT_ONCE, merged)),
         ALONE=most == 1,
         SKIP_EMPTY=inputs.skip_empty,
+        TREE=inputs.tree_BQ is not None,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

@@ -24,10 +24,12 @@ from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
 from models.kernels.attention.query import (
     LOG2_E,
     block_to_l2,
+    nodes_seen,
     padded_dim,
     power_of_two_above,
     query,
     rotation_arguments,
+    seen_in_tree,
     steady_of_rotation,
 )
 from models.kernels.interface import Rotation
@@ -42,6 +44,7 @@ def _attend_list_kernel(
     units_ptr,  # DecodeWork.units_U4
     starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
     queries_ptr,
+    tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
     partial_ptr,
     stats_ptr,
@@ -70,6 +73,7 @@ def _attend_list_kernel(
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
     RAGGED: tl.constexpr,
+    TREE: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -119,6 +123,9 @@ def _attend_list_kernel(
             BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         visible = length - count + 1 + rows // GROUP  # keys that each row may see
+        nodes = 0
+        if TREE:
+            nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -134,7 +141,10 @@ def _attend_list_kernel(
             mask = (keys < length)[:, None] & (dims < D)[None, :]
             k = tl.load(keys_ptr + where, mask=mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-            scores = tl.where(keys[None, :] < visible[:, None], scores, -float("inf"))
+            seen = keys[None, :] < visible[:, None]
+            if TREE:
+                seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
+            scores = tl.where(seen, scores, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
             shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -198,6 +208,7 @@ def attend_list(
         work.units_U4,
         inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
         inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
+        work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ,
         out_THD,
         workspace,
         workspace[slots * real_rows * block_d :] if most > 1 else workspace,
@@ -221,6 +232,7 @@ def attend_list(
         MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps),
         ALONE=most == 1,
         RAGGED=inputs.starts_B is not None,
+        TREE=inputs.tree_BQ is not None,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

@@ -123,6 +123,22 @@ def block_to_l2(
     prefetch_to_l2(values_ptr + lines)
 
 
+@triton.jit
+def nodes_seen(tree_ptr, row, rows, GROUP: tl.constexpr, QUERY_LEN: tl.constexpr):
+    """int32 of each query row: the nodes that its token sees (DecodeAttention.tree_BQ)."""
+    token = rows // GROUP
+    return tl.load(tree_ptr + row * QUERY_LEN + token, mask=token < QUERY_LEN, other=0)
+
+
+@triton.jit
+def seen_in_tree(nodes, keys, length, QUERY_LEN: tl.constexpr):
+    """bool [rows, keys]: all keys before the tree, its root, and the nodes whose bits are set."""
+    node = keys - (length - QUERY_LEN)
+    bit = tl.minimum(tl.maximum(node - 1, 0), 31)
+    mine = (nodes[:, None] >> bit[None, :]) & 1
+    return (node <= 0)[None, :] | ((mine == 1) & (keys < length)[None, :])
+
+
 def power_of_two_above(n: int) -> int:
     """The smallest power of two that is at least ``n`` (1 for n < 1)."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Contents of KV blocks copied to other blocks, in all layers of one shape.
+"""Contents of KV blocks, or of rows of a bank of recurrent state, copied to others, in all tensors of one shape.
 
 Knows: how such layers lie in memory, and which implementation runs on them: on CUDA one Triton launch for all layers
 where Triton is installed, torch otherwise. Does not know: who owns a block, or when one is copied.
@@ -17,16 +17,20 @@ from torch import Tensor
 class _CopyKernel(Protocol):
     """block_copy_triton.copy_blocks."""
 
-    def __call__(self, addresses_L: Tensor, pairs_2C: Tensor, blocks: int, words: int) -> None: ...
+    def __call__(self, addresses_L: Tensor, pairs_2C: Tensor, blocks: int, words: int, halves: int = 2) -> None: ...
 
 
 class BlockCopier:
-    """``layers``: PagedKV tensors [2, blocks, S, K, D] of one shape, dtype and place for good, contiguous."""
+    """``layers``: PagedKV tensors [2, blocks, S, K, D] of one shape, dtype and place for good, contiguous.
+
+    Or one bank of slot state [layers, rows, *shape]: what is said of blocks holds for its rows, and of halves for
+    layers.
+    """
 
     def __init__(self, layers: Sequence[Tensor]) -> None:
         self._layers = layers
         first = layers[0]
-        self._blocks = first.shape[1]
+        self._halves, self._blocks = first.shape[:2]
         block_bytes = first[0, 0].numel() * first.element_size()
         self._words = block_bytes // 4
         self._kernel = _triton_kernel() if first.is_cuda and block_bytes % 4 == 0 else None
@@ -39,7 +43,7 @@ class BlockCopier:
         int64 [2, C], each row contiguous, C at least 1. Only the trash block may be in both rows.
         """
         if self._kernel is not None:
-            self._kernel(self._addresses_L, pairs_2C, self._blocks, self._words)
+            self._kernel(self._addresses_L, pairs_2C, self._blocks, self._words, self._halves)
             return
         sources_C, targets_C = pairs_2C
         for layer in self._layers:

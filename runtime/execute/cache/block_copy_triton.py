@@ -16,31 +16,45 @@ import triton.language as tl
 from torch import Tensor
 
 _WORDS = 2048  # that a program copies at a time
+_PIECE = 8 * _WORDS  # and in all: a row of recurrent state has some hundred thousand
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
-def _copy_kernel(addresses_ptr, sources_ptr, targets_ptr, blocks, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    pair, layer, half = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+def _copy_kernel(
+    addresses_ptr,
+    sources_ptr,
+    targets_ptr,
+    blocks,
+    WORDS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pair, layer, half = tl.program_id(0) // PIECES, tl.program_id(1), tl.program_id(2)
+    begin = tl.program_id(0) % PIECES * PIECE
     # Triton knows nothing of an address that was an integer: without the hint it would copy word by word.
     layer_ptr = tl.multiple_of(tl.load(addresses_ptr + layer).to(tl.pointer_type(tl.int32)), 16)
-    first = half.to(tl.int64) * blocks  # keys, or values
+    first = half.to(tl.int64) * blocks  # keys, or values; or a layer of a bank
     source_ptr = layer_ptr + (first + tl.load(sources_ptr + pair)) * WORDS
     target_ptr = layer_ptr + (first + tl.load(targets_ptr + pair)) * WORDS
-    for start in range(0, WORDS, BLOCK):
-        word = start + tl.arange(0, BLOCK)
+    for start in range(0, PIECE, BLOCK):
+        word = begin + start + tl.arange(0, BLOCK)
         inside = word < WORDS
         tl.store(target_ptr + word, tl.load(source_ptr + word, mask=inside), mask=inside)
 
 
-def copy_blocks(addresses_L: Tensor, pairs_2C: Tensor, blocks: int, words: int) -> None:
-    """See block_copy.BlockCopier.copy. addresses_L int64: of layers [2, blocks, words * 4 bytes], multiples of 16."""
-    grid = (pairs_2C.shape[1], len(addresses_L), 2)
+def copy_blocks(addresses_L: Tensor, pairs_2C: Tensor, blocks: int, words: int, halves: int = 2) -> None:
+    """See block_copy.BlockCopier.copy. addresses_L int64: of [halves, blocks, words * 4 bytes], multiples of 16."""
+    pieces = triton.cdiv(words, _PIECE)
+    grid = (pairs_2C.shape[1] * pieces, len(addresses_L), halves)
     _copy_kernel[grid](
         addresses_L,
         pairs_2C[0],
         pairs_2C[1],
         blocks,
         WORDS=words,
+        PIECE=min(_PIECE, words),
+        PIECES=pieces,
         BLOCK=min(_WORDS, triton.next_power_of_2(words)),
         num_warps=4,
     )

@@ -5,12 +5,16 @@ a slot (runtime/schedule), how many fit (sizing.py), or what a layer does with i
 
     declared     allocated                                   row 0
     PagedKV      a layer: [2, 1 + blocks, S, K, D]           the trash block: masked rows write there, nobody reads it
-    SlotState    a kind: [layers, 1 + slots, *shape] a name  the null slot: rows that are not live share it
+    SlotState    a kind: [layers, 1 + slots + snapshots, *shape] a name
+                                                             the null slot: rows that are not live share it
+
+Snapshots of state are further rows of the same banks, behind those of slots: no step of a model knows them, and a state
+that is kept, restored or forked is a row that is copied to another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -30,19 +34,21 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 class CachePool:
     """``blocks`` and ``slots`` exclude trash block and null slot; all models have the same ones, by the same numbers.
+    Snapshot k of ``snapshots``, from 1 on, is row slots + k of each bank.
 
     ``layout``: everything that was allocated. ``paged``: the tensors of paged layers; ``banks``: those of slot state.
     """
 
-    def __init__(self, device: Device, *, block_size: int, blocks: int, slots: int) -> None:
+    def __init__(self, device: Device, *, block_size: int, blocks: int, slots: int, snapshots: int = 0) -> None:
         self.num_blocks = blocks
         self.layout = CacheLayout(())
         self.paged: list[Tensor] = []
         self.banks: list[Tensor] = []
         self._device = device
         self._block_size = block_size
-        self._slots = slots
+        self._rows = 1 + slots + snapshots
         self._copiers: list[BlockCopier] = []
+        self._bank_copiers: list[BlockCopier] = []
 
     def allocate(self, layout: CacheLayout) -> list[CacheView]:
         """Caches of one more model, zeroed: what each of its layers reads and writes. Before the first step only."""
@@ -64,7 +70,7 @@ class CachePool:
     def _new_banks(self, kind: SlotState, layers: int) -> dict[str, Tensor]:
         """Layers of one kind share a tensor a name, so that a slot is reset in all of them at once."""
         banks = {
-            name: self._device.zeros(layers, 1 + self._slots, *shape, dtype=dtype)
+            name: self._device.zeros(layers, self._rows, *shape, dtype=dtype)
             for name, (shape, dtype) in kind.tensors.items()
         }
         self.banks += banks.values()
@@ -82,11 +88,10 @@ class CachePool:
         for bank in self.banks:
             bank.index_fill_(1, slots_N, 0)
 
-    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Give the second slot of each pair the state of the first."""
-        for bank in self.banks:
-            for source, target in pairs:  # not all at once, which would need memory for as many states
-                bank[:, target].copy_(bank[:, source])
+    def copy_states(self, pairs_2C: Tensor) -> None:
+        """Give rows pairs_2C[1] of every bank the contents of rows pairs_2C[0] (int64). No row is in both."""
+        for copier in self._bank_copiers:
+            copier.copy(pairs_2C)
 
     def copy_blocks(self, pairs_2C: Tensor) -> None:
         """Give blocks pairs_2C[1] the contents of blocks pairs_2C[0] (int64) in every layer. No block is in both."""
@@ -94,11 +99,13 @@ class CachePool:
             copier.copy(pairs_2C)
 
     def warm_up_copies(self) -> None:
-        """Once, after the last ``allocate``: prepare ``copy_blocks``, and run it over the trash block."""
+        """Once, after the last ``allocate``: prepare both copies, and run them over trash block and null slot."""
         kinds: dict[torch.Size, list[Tensor]] = {}
         for paged in self.paged:
             kinds.setdefault(paged.shape, []).append(paged)
         self._copiers = [BlockCopier(layers) for layers in kinds.values()]
+        self._bank_copiers = [BlockCopier([bank]) for bank in self.banks]
         trash_21 = self._device.zeros(2, 1, dtype=torch.int64)
         self._device.compute.submit(lambda: self.copy_blocks(trash_21))
+        self._device.compute.submit(lambda: self.copy_states(trash_21))
         self._device.compute.synchronize()

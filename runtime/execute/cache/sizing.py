@@ -13,6 +13,8 @@ from runtime.execute.device.protocol import MemoryInfo
 
 _GIB = 1 << 30
 _MIB = 1 << 20
+SNAPSHOT_SHARE = 0.25  # of what slots leave for caches: snapshots of recurrent state, unless --num-snapshots says so
+SNAPSHOTS_PER_ROW = 4  # at most
 
 
 class CacheMemoryError(ValueError):
@@ -21,11 +23,12 @@ class CacheMemoryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """This rank's share of the caches of all models that serve ``slots`` sequences."""
+    """This rank's share of the caches of all models that serve ``slots`` sequences, with ``snapshots`` of state."""
 
     layout: CacheLayout
     block_size: int
     slots: int
+    snapshots: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -34,18 +37,25 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """State of all slots in all layers, that of the null slot included."""
-        return self.layout.state_bytes(self.slots)
+        """State of all slots in all layers, that of the null slot and all snapshots included."""
+        return self.layout.state_bytes(self.slots + self.snapshots)
 
     def state_lines(self) -> list[str]:
         """One line a kind of slot state."""
         kinds = [(kind, layers) for kind, layers in self.layout.kinds if isinstance(kind, SlotState)]
         rows = 1 + self.slots
-        return [
+        lines = [
             f"  - state of slots               {_size(layers * rows * kind.bytes_per_slot)}  "
             f"{layers} layers x {rows} slots x ({kind}), the null slot included"
             for kind, layers in kinds
         ]
+        if self.snapshots and kinds:
+            each = self.layout.bytes_per_slot
+            lines.append(
+                f"  - snapshots of state           {_size(self.snapshots * each)}  "
+                f"{self.snapshots} x {each:,} B, for prefixes"
+            )
+        return lines
 
     def block_lines(self) -> list[str]:
         """One line a kind of paged layer."""
@@ -151,6 +161,16 @@ def size_cache(
     return _checked(sizing, _fitting(sizing) if num_blocks is None else num_blocks)
 
 
+def snapshots_that_fit(left: int, shape: CacheShape, rows: int, blocks: int) -> int:
+    """How many snapshots of state to keep where nobody says it; ``shape`` has some.
+
+    A share of the ``left`` bytes that slots leave for caches, as far as ``blocks`` and the trash block leave it:
+    those that were asked for, or that one request of the longest length needs.
+    """
+    spare = left - (1 + blocks) * shape.block_bytes
+    return max(0, min(SNAPSHOTS_PER_ROW * rows, min(int(left * SNAPSHOT_SHARE), spare) // shape.layout.bytes_per_slot))
+
+
 def _fitting(sizing: CacheSizing) -> int:
     """Blocks that the budget holds, minus the trash block; where blocks take no memory, as many as slots can use."""
     shape = sizing.shape
@@ -171,7 +191,7 @@ def _checked(sizing: CacheSizing, num_blocks: int) -> CacheSizing:
         held = num_blocks * shape.block_size - (sizing.tokens_needed - sizing.max_model_len)
         shorter = f"--max-model-len {held}" if held > 1 else "a smaller model or a larger device"
         if shape.state_bytes:
-            shorter += ", a lower --max-num-seqs"
+            shorter += ", a lower --max-num-seqs" + (" or --num-snapshots" if shape.snapshots else "")
         remedy = f"--num-blocks {needed}" if sizing.given else "a larger --memory-fraction"
         raise CacheMemoryError(
             f"one request of --max-model-len {sizing.max_model_len} needs {needed} KV blocks, there are {num_blocks}: "

@@ -9,22 +9,27 @@ Does not know: who proposed, slots, the model. Graph-safe: fixed shapes, nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from runtime.execute.sampling.draft_tree import NO_GUESS, DraftTree, walk
+from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.schedule.request import FinishReason
 
 
 class Acceptance(NamedTuple):
     """``tokens_BW`` int64: the draws; a row gains its first ``count_B`` (int32, 0..W). ``finish_B`` int32: a
-    FinishReason value, of the last token gained or of the error that came instead of one."""
+    FinishReason value, of the last token gained or of the error that came instead of one. ``nodes_BW`` int64: where
+    tokens are the nodes of a tree, those behind which they were drawn."""
 
     tokens_BW: Tensor
     count_B: Tensor
     finish_B: Tensor
+    nodes_BW: Tensor | None = None
 
 
 def accept(
@@ -60,3 +65,36 @@ def accept(
         (count_BW * reached_BW).sum(1, dtype=torch.int32),
         (finish_BW * reached_BW).sum(1, dtype=torch.int32),
     )
+
+
+def accept_path(
+    draw: Draw,
+    verdict: Verdict,
+    logprobs: TokenLogprobs | None,
+    tokens_BN: Tensor,
+    tree: DraftTree,
+    width: int,
+    limit_B: Tensor | None = None,
+    scripted_B: Tensor | None = None,
+) -> tuple[Acceptance, TokenLogprobs | None]:
+    """``accept`` of B * N rows whose tokens are trees, along the path that was drawn, and its log-probabilities.
+
+    A node saw its ancestors, so its draw counts if they are what was drawn behind theirs. ``width``: most tokens of a
+    path. ``scripted_B``: the first child of each node in place of the one that was drawn, as far down as there are any.
+    """
+    rows, nodes = tokens_BN.shape
+    way = walk(tokens_BN, tree, draw.token_B.view(rows, nodes), width - 1, scripted=scripted_B is not None)
+    first_B1 = torch.arange(rows, device=tokens_BN.device)[:, None] * nodes
+    chosen_T = (first_B1 + way.nodes_BW).reshape(-1)
+    if scripted_B is not None:
+        there_B = (way.guesses_BQ != NO_GUESS).sum(1, dtype=scripted_B.dtype)
+        scripted_B = torch.minimum(scripted_B, there_B)
+    draw, verdict = Draw(*_picked(draw, chosen_T)), Verdict(*_picked(verdict, chosen_T))
+    if logprobs is not None:
+        logprobs = TokenLogprobs(*_picked(logprobs, chosen_T))
+    accepted = accept(draw, verdict, way.guesses_BQ, limit_B, scripted_B)
+    return accepted._replace(nodes_BW=way.nodes_BW), logprobs
+
+
+def _picked(parts: Sequence[Tensor], index_T: Tensor) -> list[Tensor]:
+    return [part.index_select(0, index_T) for part in parts]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
+from runtime.execute.sampling.draft_tree import DraftTree, generations
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 HISTORY = MAX_BAD_WORD_TOKENS - 1  # generated tokens that a bad word may have to be compared with
@@ -80,6 +81,19 @@ def edits_in_window(tables: LogitEdits, slots_B: Tensor, proposals_BQ: Tensor) -
     known_BX = torch.cat((tables.recent_SH.index_select(0, slots_B), proposals_BQ.to(torch.int32)), dim=1)
     recent_BWH = known_BX.unfold(1, HISTORY, 1)
     return RowEdits(tables, slots_B.repeat_interleave(width), recent_BWH.reshape(-1, HISTORY))
+
+
+def edits_in_tree(tables: LogitEdits, slots_B: Tensor, tokens_BN: Tensor, tree: DraftTree) -> RowEdits:
+    """``edits_in_window`` where the tokens are the nodes of trees, the root generated already: each node comes after
+    its ancestors and itself."""
+    recent_BH, nodes = tables.recent_SH.index_select(0, slots_B), tokens_BN.shape[1]
+    newest_first = []
+    for age, node_BN in enumerate(generations(tree.parents_BN, HISTORY)):
+        older_BN = (HISTORY - 1 - age + tree.depth_BN).clamp(max=HISTORY - 1)  # of the row, where the path is shorter
+        found_BN = torch.where(tree.depth_BN > age, tokens_BN.gather(1, node_BN), recent_BH.gather(1, older_BN))
+        newest_first.append(found_BN.to(torch.int32))
+    recent_BNH = torch.stack(newest_first[::-1], 2)
+    return RowEdits(tables, slots_B.repeat_interleave(nodes), recent_BNH.reshape(-1, HISTORY))
 
 
 def remember_(tables: LogitEdits, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:

@@ -8,6 +8,7 @@ With tensor parallelism a rank may hold only its share of the vocabulary: ``voca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,6 +91,19 @@ def _columns(tokens: Tensor, live: Tensor, vocab_start: int, vocab: int) -> tupl
     """(column of each token, clamped into the share; whether the token is live and in the share)."""
     column = tokens - vocab_start
     return column.clamp(0, vocab - 1), live & (column >= 0) & (column < vocab)
+
+
+def seen_in_tree(seen: SeenTokens, tokens_BN: Tensor, generations: Sequence[Tensor]) -> SeenTokens:
+    """``seen_in_window`` where the tokens are the nodes of trees, the root seen already: what each node has seen,
+    [B * N, V]. ``generations`` (draft_tree.py): each node, its parent, ..., as many as a path has nodes but the root.
+    """
+    (rows, vocab), nodes = seen.counts.shape, tokens_BN.shape[1]
+    counts_BNV = seen.counts.unsqueeze(1).repeat(1, nodes, 1)
+    for node_BN in generations:
+        counted_BN = (node_BN > 0).to(counts_BNV.dtype)  # the root is counted in its row
+        counts_BNV.scatter_add_(2, tokens_BN.gather(1, node_BN)[:, :, None], counted_BN[:, :, None])
+    prompt_BNV = seen.prompt.unsqueeze(1).expand(-1, nodes, -1)
+    return SeenTokens(counts_BNV.reshape(-1, vocab), prompt_BNV.reshape(rows * nodes, vocab))
 
 
 def seen_in_window(seen: SeenTokens, proposals_BQ: Tensor) -> SeenTokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.inputs import StepInputs
+from models.inputs import DecodeAttention, StepInputs
 from models.layers.layer_tap import LayerTap
 from runtime.execute.proposer import Advanced, Observed, observes
 from runtime.execute.role import RoleParts
@@ -41,15 +41,23 @@ class ProposerFeed:
         return None if self.tap is None else self.tap.features_TF
 
     def show_window(self, inputs: StepInputs, window: Window, hidden_TN: Tensor, accepted: Acceptance) -> None:
-        """The B * W tokens of a window, behind its draw: those before a row's last one were kept, and that one drew."""
-        width, device = window.width, hidden_TN.device
+        """The B * W tokens of a window, behind its draw: those before a row's last one were kept, and that one drew.
+
+        Of a tree those of the path that was drawn, whose entries lie where a chain's would.
+        """
+        width, device = accepted.tokens_BW.shape[1], hidden_TN.device
+        features_TF = self.features_TF
+        if accepted.nodes_BW is not None:
+            inputs, path_T = _along_path(inputs, window, accepted.nodes_BW)
+            hidden_TN = hidden_TN.index_select(0, path_T)
+            features_TF = None if features_TF is None else features_TF.index_select(0, path_T)
         kept_BW = torch.arange(width, device=device) < accepted.count_B[:, None]
         first_B = torch.arange(len(window.rows_B), device=device) * width
         last_B = first_B + (accepted.count_B.to(torch.int64) - 1).clamp(min=0)
         slots_T = window.rows_B.repeat_interleave(width)
         advanced = Advanced(window.rows_B, last_B, accepted.count_B > 0, width)
         next_T, kept_T = accepted.tokens_BW.reshape(-1), kept_BW.reshape(-1)
-        self._show(Observed(inputs, slots_T, next_T, kept_T, hidden_TN, self.features_TF, advanced))
+        self._show(Observed(inputs, slots_T, next_T, kept_T, hidden_TN, features_TF, advanced))
 
     def show_rows(
         self,
@@ -80,3 +88,25 @@ class ProposerFeed:
     def _show(self, observed: Observed) -> None:
         assert self._proposer is not None
         self._proposer.observe(observed)
+
+
+def _along_path(inputs: StepInputs, window: Window, nodes_BW: Tensor) -> tuple[StepInputs, Tensor]:
+    """Inputs of W tokens a row, a path through its tree, as if they had been a chain; and which tokens those are."""
+    rows, width = nodes_BW.shape
+    tokens = window.tokens
+    path_T = (torch.arange(rows, device=nodes_BW.device)[:, None] * tokens + nodes_BW).reshape(-1)
+    bound = inputs.attention
+    assert isinstance(bound, DecodeAttention)  # of a window
+    attention = DecodeAttention(
+        page_table_BP=window.page_table_BP,
+        kv_lengths_B=window.kv_lengths_B - (tokens - width),
+        query_len=width,
+        max_kv_length=bound.max_kv_length,
+    )
+    path = StepInputs(
+        token_ids_T=inputs.token_ids_T.index_select(0, path_T),
+        positions_T=inputs.positions_T.index_select(0, path_T),
+        kv_slots_T=window.kv_slots_BW[:, :width].reshape(-1),
+        attention=attention,
+    )
+    return path, path_T

@@ -18,6 +18,7 @@ from models.inputs import PIECE, DecodeAttention
 from runtime.execute.proposer import Proposed
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.acceptance import Acceptance
+from runtime.execute.sampling.draft_tree import DraftTree, lay_out
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.rejection import Drafted
@@ -227,6 +228,9 @@ class Window:
     window included. ``limit_B``: most tokens that a row may gain in this step; None where there is no limit but W.
     ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide. ``drafted``: what the
     proposals were drawn from; None where they are compared with draws.
+
+    ``tree``: the tokens are the nodes of a tree, the last token its root, of which a row gains a path of at most W;
+    then there are N of them, and N takes the place of W in all shapes. None: each follows the one before it.
     """
 
     rows_B: Tensor
@@ -241,9 +245,11 @@ class Window:
     limit_B: Tensor | None = None
     scripted_B: Tensor | None = None
     drafted: Drafted | None = None
+    tree: DraftTree | None = None
 
     @property
-    def width(self) -> int:
+    def tokens(self) -> int:
+        """Of a row: W, or N."""
         return self.tokens_BW.shape[1]
 
 
@@ -253,9 +259,11 @@ def gather_window(
     columns: SlotColumns,
     proposed: Proposed,
     block_size: int,
+    width: int,
 ) -> Window:
-    """What a step of W = Q + 1 tokens a row needs of slots ``rows_B``; new tensors. ``columns``: ``tables.gather`` of
-    them. ``proposed``: the Q tokens that may follow each row's last one.
+    """What a step of Q + 1 tokens a row needs of slots ``rows_B``; new tensors. ``columns``: ``tables.gather`` of them.
+    ``proposed``: the Q tokens that may follow each row's last one. A row may gain ``width`` tokens, fewer than Q + 1
+    where they are a tree; a node's position follows from its depth, its KV place from its number.
 
     A row begins before its sequence's end and may reach past it. Tokens there draw nothing. Their KV goes into the
     row's own blocks nevertheless, for attention loads all that ``kv_lengths_B`` covers, and memory that nobody wrote
@@ -264,9 +272,11 @@ def gather_window(
     tokens_BW = torch.cat((columns.last_token[:, None], proposed.tokens_BQ), 1)
     offsets_W = torch.arange(tokens_BW.shape[1], device=rows_B.device)
     going_B, length_B = columns.finished == 0, columns.length.to(torch.int64)
-    drawn_BW = length_B[:, None] + offsets_W  # the position that each token's draw is for
+    tree = None if proposed.parents_BQ is None else lay_out(proposed.parents_BQ, width - 1)
+    # The position that each token's draw is for.
+    drawn_BW = length_B[:, None] + (offsets_W if tree is None else tree.depth_BN)
     live_BW = going_B[:, None] & (drawn_BW < columns.max_length[:, None])
-    kept_BW = torch.where(going_B[:, None], drawn_BW - 1, 0)
+    kept_BW = torch.where(going_B[:, None], length_B[:, None] + offsets_W - 1, 0)
     page_table_BP = tables.gather_blocks(rows_B)
     page_BW = page_table_BP.gather(1, kept_BW // block_size).to(torch.int64)
     sampling = columns.sampling().select(
@@ -285,6 +295,7 @@ def gather_window(
         limit_B=proposed.limit_B,
         scripted_B=proposed.scripted_B,
         drafted=proposed.drafted,
+        tree=tree,
     )
 
 
@@ -293,7 +304,7 @@ def write_back_window(
 ) -> None:
     """Write what the rows of a window gained into their records and report it.
 
-    ``logprobs``: of all B * W draws; the host reads as many as a row gained.
+    ``logprobs``: of all B * W draws that ``accepted`` has; the host reads as many as a row gained.
     """
     columns, count_B = window.columns, accepted.count_B
     last_B1 = (count_B.to(torch.int64)[:, None] - 1).clamp(min=0)

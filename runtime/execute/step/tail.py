@@ -12,11 +12,12 @@ from torch import Tensor
 
 from models.layers.decoder import Decoder
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling.acceptance import Acceptance, accept
+from runtime.execute.sampling.acceptance import Acceptance, accept, accept_path
+from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
-from runtime.execute.sampling.logit_edits import RowEdits, edits_in_window, edits_of, remember_
+from runtime.execute.sampling.logit_edits import RowEdits, edits_in_tree, edits_in_window, edits_of, remember_
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
-from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_window
+from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_tree, seen_in_window
 from runtime.execute.sampling.rejection import Drafted, draw_window
 from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check, stop_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
@@ -51,23 +52,25 @@ class Tail:
         self._tables.remember(rows_B, columns.length, draw.token_B[:, None], verdict.count_B)
         return draw, verdict
 
-    def finish_window(self, hidden_TN: Tensor, window: Window, variant: SamplingVariant) -> Acceptance:
+    def finish_window(self, hidden_TN: Tensor, window: Window, width: int, variant: SamplingVariant) -> Acceptance:
         """Draw at every position of the window, keep what the proposals foresaw and one token more, write back, report.
 
         hidden_TN: of the window's B * W tokens. A draw depends on its position only, so the tokens kept are those that
         W steps of one token would have drawn; where proposals were drawn (``window.drafted``), tokens as such.
+        ``width``: W.
         """
-        seen = None
-        if variant.penalties:
-            seen = seen_in_window(self._tables.need_seen().select(window.rows_B), window.tokens_BW[:, 1:])
-        edits = edits_in_window(self._tables.edits, window.rows_B, window.tokens_BW[:, 1:]) if variant.edits else None
+        seen, edits = self._seen_by(window, width, variant)
         local_TV = self._model.logits(hidden_TN)
         if window.drafted is None:
             draw, verdict, logprobs = self._draw(local_TV, window.sampling, variant, seen, edits)
         else:
             draw, verdict, logprobs = self._draw_drafted(local_TV, window, window.drafted, variant, seen, edits)
-        accepted = accept(draw, verdict, window.tokens_BW[:, 1:], window.limit_B, window.scripted_B)
-        for index in range(window.width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
+        limits = window.limit_B, window.scripted_B
+        if window.tree is None:
+            accepted = accept(draw, verdict, window.tokens_BW[:, 1:], *limits)
+        else:
+            accepted, logprobs = accept_path(draw, verdict, logprobs, window.tokens_BW, window.tree, width, *limits)
+        for index in range(width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
             gained_B = accepted.count_B > index
             if variant.penalties:
                 count_tokens_(self._tables.need_seen(), window.rows_B, accepted.tokens_BW[:, index], gained_B)
@@ -76,6 +79,23 @@ class Tail:
         write_back_window(self._tables, self._ring, window, accepted, logprobs)
         self._tables.remember(window.rows_B, window.columns.length, accepted.tokens_BW, accepted.count_B)
         return accepted
+
+    def _seen_by(
+        self, window: Window, width: int, variant: SamplingVariant
+    ) -> tuple[SeenTokens | None, RowEdits | None]:
+        """What penalties and edits ask of each token of a window: the tokens before it."""
+        tokens_BW, tree, seen, edits = window.tokens_BW, window.tree, None, None
+        if variant.penalties:
+            of_rows = self._tables.need_seen().select(window.rows_B)
+            if tree is None:
+                seen = seen_in_window(of_rows, tokens_BW[:, 1:])
+            else:
+                seen = seen_in_tree(of_rows, tokens_BW, generations(tree.parents_BN, width - 1))
+        if variant.edits and tree is None:
+            edits = edits_in_window(self._tables.edits, window.rows_B, tokens_BW[:, 1:])
+        elif variant.edits and tree is not None:
+            edits = edits_in_tree(self._tables.edits, window.rows_B, tokens_BW, tree)
+        return seen, edits
 
     def rehearse(self, rows: int, variant: SamplingVariant) -> None:
         """Draw for so many rows of the padding slot, so that the variant's kernels are compiled; writes nothing."""

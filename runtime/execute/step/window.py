@@ -2,6 +2,9 @@
 
 Knows: what such a step computes: propose, verify, accept, observe (runtime/execute/proposer.py). Does not know: which
 proposer there is. Of the scheduler it needs nothing but a plan of width W.
+
+The tokens of a window are a chain, or with ``limits.tree`` a tree of more tokens, of which a row gains a path. A tree's
+KV entries lie in the order of its nodes; those of the path are moved to where a chain's would be, behind the draw.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, StateRows, StepInputs
+from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.proposer import DrawingProposer, Proposed, Proposer
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -33,7 +37,12 @@ class WindowRole(RowRole):
                 f"windows of {width}: state of slots cannot be taken back where a row keeps fewer tokens, by "
                 f"{', '.join(stuck)}"
             )
-        super().__init__(parts, name or f"window of {width}", width)
+        tree = parts.limits.tree if width == parts.limits.width else 0
+        if tree and parts.has_slot_state:
+            raise ValueError(f"trees of {tree} tokens: state of slots takes tokens in one after the other")
+        super().__init__(parts, name or (f"tree of {tree}" if tree else f"window of {width}"), width)
+        self._tokens = tree or width  # of a row, that go through the model
+        self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)])
         self._proposer = proposer
         self._feed = ProposerFeed(parts)
         self._tail = Tail(parts.model, parts.tables, parts.ring)
@@ -50,12 +59,13 @@ class WindowRole(RowRole):
         parts = self._parts
         columns = parts.tables.gather(rows_B)
         proposed = self._propose(rows_B, columns, variant)
-        window = gather_window(parts.tables, rows_B, columns, proposed, parts.limits.block_size)
+        window = gather_window(parts.tables, rows_B, columns, proposed, parts.limits.block_size, self.width)
         attention = DecodeAttention(
             page_table_BP=window.page_table_BP,
             kv_lengths_B=window.kv_lengths_B,
-            query_len=self.width,
+            query_len=self._tokens,
             max_kv_length=window.page_table_BP.shape[1] * parts.limits.block_size,
+            tree_BQ=None if window.tree is None else window.tree.seen_BN,
         )
         # State takes tokens in when it is decided which of them are kept.
         undecided: list[Callable[[Tensor], None]] = []
@@ -70,7 +80,10 @@ class WindowRole(RowRole):
             exchange_rows=exchange_rows or None,
         )
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
-        accepted = self._tail.finish_window(hidden_TN, window, variant)
+        accepted = self._tail.finish_window(hidden_TN, window, self.width, variant)
+        if accepted.nodes_BW is not None:  # the path's entries go where those of single steps would be
+            places_BN = window.kv_slots_BW
+            self._mover.move(places_BN.gather(1, accepted.nodes_BW), places_BN[:, : self.width], accepted.count_B)
         for take_in in undecided:
             take_in(accepted.count_B)
         if self._feed.on:
@@ -79,5 +92,5 @@ class WindowRole(RowRole):
     def _propose(self, rows_B: Tensor, columns: SlotColumns, variant: SamplingVariant) -> Proposed:
         """Greedy steps have nothing to draw."""
         if variant.random and isinstance(self._proposer, DrawingProposer):
-            return self._proposer.draw(rows_B, columns, self.width - 1, variant)
-        return self._proposer.propose(rows_B, columns, self.width - 1)
+            return self._proposer.draw(rows_B, columns, self._tokens - 1, variant)
+        return self._proposer.propose(rows_B, columns, self._tokens - 1)

@@ -93,6 +93,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running or self._ended)
 
+    def slack(self) -> float:
+        return 0.0
+
     @property
     def counters(self) -> Mapping[str, int | float]:
         return {"steps": self._now, "chained_steps": self._now - 1, "chain_breaks{start}": 1, "ghost_rows": 2}

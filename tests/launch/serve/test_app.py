@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.generate.fake_engine import FakeModel, serial_answer
@@ -588,5 +589,56 @@ def test_sampling_params_travel_unchanged() -> None:
         assert sent == [replace(base, seed=-4), replace(base, seed=-3)]
         assert [request.priority for request in client.fake.added] == [-3, -3]
         assert client.fake.added[0].stop_token_ids == (11, 12)
+
+    run(body)
+
+
+def test_a_request_that_comes_while_a_turn_is_put_off_is_in_it() -> None:
+    class Late(ServedFake):
+        """Whose first turn is put off, once, until a second request is there."""
+
+        def __init__(self) -> None:
+            super().__init__(lag=0)
+            self.server: EngineServer | None = None
+            self.put_off = 0
+            self.added_at: list[int] = []
+
+        def slack(self) -> float:
+            if self._now > 0 or self.server is None or self.server.live > 1:
+                return 0.0
+            self.put_off += 1
+            return 0.0015  # once more, until it has come
+
+        def add(self, request: Request) -> None:
+            self.added_at.append(self._now)
+            super().add(request)
+
+    fake = Late()
+
+    async def body(client: Client) -> None:
+        fake.server = client.server
+        first = asyncio.ensure_future(client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "seed": 1}))
+        await client.until(lambda: fake.put_off > 0)
+        second = await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "seed": 2})
+        assert ((await first).status, second.status) == (200, 200)
+        assert fake.added_at == [0, 0]
+
+    run(body, fake)
+
+
+def test_a_client_that_left_while_it_waited_for_its_turn_costs_the_engine_nothing() -> None:
+    """Clients may come and leave faster than requests are read: those that are gone must not pile up."""
+
+    async def body(client: Client) -> None:
+        asked = json.dumps({"prompt": PROMPT, "max_tokens": 4, "seed": 1}).encode()
+        gone = asyncio.Event()
+        async with client.app._in_turn:
+            waits = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone))
+            await client.until(lambda: bool(client.app._in_turn._waiters))
+            gone.set()
+        reply = await waits
+        assert reply.status == 0, "nobody reads an answer"
+        assert (await client.post("/v1/completions", asked)).status == 200
+        assert len(client.fake.added) == 1
 
     run(body)

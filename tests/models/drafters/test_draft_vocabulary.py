@@ -22,6 +22,7 @@ from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
+from runtime.speculate.likeliest import likeliest_few
 from tests.models.drafters.test_drafters import TARGET
 from tests.models.drafters.tiny_drafters import SIZES, dflash_config, mtp_config, mtp_tensors, write
 from tests.runtime.engine.tensor_ranks import Meeting, MetCollectives
@@ -148,17 +149,20 @@ def test_the_head_of_a_drafters_folder_is_its_own_or_the_targets_rows(tmp_path: 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_computes_as_many_rows_whichever_ids_there_are(ranks: int) -> None:
-    """All ids are rank 0's in the whole head."""
+    """All ids are rank 0's in the whole head. What a tree takes of them is as of one rank."""
     ids, hidden = (0, 2, 3, 5, 7, 8, 11), torch.randn(5, SIZES["hidden_size"])
     alone = DraftHead.rows_of(target(), ids)
+    logprobs, index = alone.all_logits(hidden).log_softmax(-1).topk(6)
     meeting = Meeting(ranks)
 
-    def one(rank: int) -> tuple[Tensor, int]:
+    def one(rank: int) -> tuple[Tensor, int, tuple[Tensor, Tensor]]:
         model = target(MetCollectives(meeting, rank))
         head = DraftHead.rows_of(model, ids)
-        return head.all_logits(hidden), head.logits(hidden).shape[1]
+        return head.all_logits(hidden), head.logits(hidden).shape[1], likeliest_few(head, hidden, 6)
 
     with ThreadPoolExecutor(ranks) as threads:
-        for logits, width in threads.map(one, range(ranks)):
+        for logits, width, few in threads.map(one, range(ranks)):
             torch.testing.assert_close(logits, alone.all_logits(hidden))
             assert width == -(-len(ids) // ranks)
+            assert torch.equal(few[0], torch.tensor(ids)[index])
+            torch.testing.assert_close(few[1], logprobs)

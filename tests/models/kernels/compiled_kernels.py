@@ -41,7 +41,10 @@ from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.cache.block_copy_triton import copy_blocks
+from runtime.execute.cache.entry_move_triton import move_entries
+from runtime.execute.sampling import draft_tree_triton
 from runtime.execute.step.prefill import shorter_prefills
+from runtime.speculate.tree_triton import grow_trees
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
@@ -72,6 +75,8 @@ def dense(driver: CompilingDriver) -> None:
     for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens
         rank.prefill(tokens)
     rank.several_queries(32, 16)
+    for rows in (1, 32):  # without a list of splits, and with one
+        rank.several_queries(rows, 32, tree=True)
     Rank(driver, "8b", tp=4).decode(1)
     two = Rank(driver, "8b", tp=2)
     two.decode(32)
@@ -81,11 +86,26 @@ def dense(driver: CompilingDriver) -> None:
     driver.where = "a fork"
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
+    copy_blocks(torch.empty(1, dtype=torch.int64, device=META), pairs, 300, words=32 * 128 * 128, halves=36)
+    draft_trees(driver)
     same_bits(driver, "8b")
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def draft_trees(driver: CompilingDriver) -> None:
+    """What a round of 32 tokens a row has beside attention, of a drafter that guesses 15 places."""
+    driver.where = "draft trees"
+    rows, places, width, nodes = 8, 15, 16, 32
+    wide_BQ, wide_BN, way_BW = (torch.empty(rows, n, dtype=torch.int64, device=META) for n in (nodes - 1, nodes, width))
+    ids = torch.empty(rows, places, 8, dtype=torch.int64, device=META)
+    grow_trees(ids, torch.empty(rows, places, 8, device=META), nodes - 1)
+    draft_tree_triton.lay_out(wide_BQ, places)
+    draft_tree_triton.walk(wide_BN, wide_BN, wide_BN, places, False)
+    count = torch.empty(rows, dtype=torch.int32, device=META)
+    move_entries(torch.empty(36, dtype=torch.int64, device=META), way_BW, way_BW, count, 9000 * 16, 8 * 128 // 2)
 
 
 def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:

@@ -23,6 +23,7 @@ from models.inputs import DecodeAttention
 from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_tma, decode_work
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.interface import Rotation
+from runtime.execute.sampling.draft_tree import lay_out_in_torch
 from tests.models.kernels.interpreted_kernels import REFERENCE, Cache, InterpretedKernels, check, randn
 
 FORMS: tuple[Callable[..., Tensor], ...] = (
@@ -270,6 +271,37 @@ def suffixes(kernels: InterpretedKernels) -> None:
     kernels.check_counters()
 
 
+def trees(kernels: InterpretedKernels) -> None:
+    """The new tokens of a row are a tree, of 33 tokens and of 7, over splits and page borders."""
+    for heads, kv_heads, dim, page, new in ((2, 1, 16, 16, 33), (6, 2, 24, 8, 7)):
+        cache = Cache([new, 15 + new, 130], kv_heads, dim, page, torch.float32)
+        rows = len(cache.lengths)
+        parents = torch.stack([(torch.rand(new - 1) * torch.arange(1, new)).long() for _ in range(rows)])
+        tree = lay_out_in_torch(parents, new)
+        inputs = dataclasses.replace(cache.inputs(new), tree_BQ=tree.seen_BN)
+        q = randn(rows * new, heads, dim, dtype=torch.float32)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
+        chain = REFERENCE.decode_attention(q, cache.kv, cache.inputs(new), dim**-0.5)
+        assert not torch.allclose(chain, expected), "the mask matters"
+        for row in range(rows):  # a node is the last token of a chain of what it sees
+            node = new - 1
+            seen = [0, *(n for n in range(1, new) if int(tree.seen_BN[row, node]) >> (n - 1) & 1)]
+            places = torch.cat(
+                (torch.arange(int(cache.lengths[row]) - new), int(cache.lengths[row]) - new + torch.tensor(seen))
+            )
+            keys, values = cache.kv.flatten(1, 2)[:, cache.slots(row, places)].repeat_interleave(heads // kv_heads, 2)
+            weights = torch.einsum("hd,khd->hk", q[row * new + node], keys).mul(dim**-0.5).softmax(-1)
+            check(expected[row * new + node], torch.einsum("hk,khd->hd", weights, values), torch.float32, "reference")
+        for form in (FORMS[0], every_split):
+            for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 2, 16, 40)):
+                work = work_of(inputs, rule)
+                found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=9)
+                check(found, expected, torch.float32, ("tree", new, rule))
+        own = kernels.plan_decode(inputs, heads, cache.kv)
+        check(kernels.decode_attention(q, cache.kv, own, dim**-0.5), expected, torch.float32, ("chosen", new))
+    kernels.check_counters()
+
+
 def chosen(kernels: InterpretedKernels) -> None:
     """The rule and the form that the kernels choose; a list whose partial results do not fit is not used."""
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
@@ -294,6 +326,7 @@ PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
     neighbours,
     empties,
     suffixes,
+    trees,
     chosen,
 )
 

@@ -93,6 +93,9 @@ class ScriptedEngine:
         notices, closed = scheduler.take_notices()
         return replace(output, finished=_all(ended, output.finished, closed), notices=notices)
 
+    def slack(self) -> float:
+        return 0.0
+
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
         ready(timeout)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention
+from models.inputs import DecodeAttention, seen_keys
 from models.kernels.interface import Rotation
 from models.kernels.reference import ReferenceKernels
 
@@ -55,10 +55,11 @@ class ExactKernels(ReferenceKernels):
         if out_THD is not None or inputs.starts_B is not None:
             return super().decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
         q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
-        return _attend(q_BQHD, kv_layer, inputs.page_table_BP, inputs.kv_lengths_B, scale).flatten(0, 1)
+        return _attend(q_BQHD, kv_layer, inputs, scale).flatten(0, 1)
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-        return _attend(q_QHD[None], kv_layer, pages_P[None], torch.tensor([length]), scale)[0]
+        inputs = DecodeAttention(pages_P[None], torch.tensor([length]), len(q_QHD), length)
+        return _attend(q_QHD[None], kv_layer, inputs, scale)[0]
 
     def expert_mlp(
         self,
@@ -85,18 +86,19 @@ def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x_TKD[..., rotary:]), dim=-1)
 
 
-def _attend(q_BQHD: Tensor, kv_layer: Tensor, pages_BP: Tensor, lengths_B: Tensor, scale: float) -> Tensor:
-    """The last Q of each row's tokens, each over itself and those before it. What lies behind a row's length is looked
-    at by nobody, NaN or not.
+def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    """The last Q of each row's tokens, each over itself and those before it, or its ancestors in a tree. What lies
+    behind a row's length is looked at by nobody, NaN or not.
     """
     _, _, size, kv_heads, head_dim = kv_layer.shape
     rows, new, heads, _ = q_BQHD.shape
+    pages_BP, lengths_B = inputs.page_table_BP, inputs.kv_lengths_B
     pages = -(-int(lengths_B.max()) // size)
     keys_BLKD, values_BLKD = kv_layer[:, pages_BP[:, :pages].long()].flatten(2, 3)
     place_L = torch.arange(pages * size)
     behind_BL = place_L >= lengths_B.unsqueeze(1)
     values_BLKD = values_BLKD.masked_fill(behind_BL[:, :, None, None], 0.0)
-    later_BQL = place_L > (lengths_B.unsqueeze(1) - new + torch.arange(new)).unsqueeze(2)
+    later_BQL = ~seen_keys(inputs, place_L)
     q_BKXD = q_BQHD.view(rows, new, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)  # X: query, head of a group
     scores_BKXL = (q_BKXD @ keys_BLKD.permute(0, 2, 3, 1)) * scale
     later_BKXL = later_BQL.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)

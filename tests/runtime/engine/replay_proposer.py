@@ -40,18 +40,18 @@ class ReplayProposer:
         seed_B1 = columns.seed.clamp(0, seeds - 1)[:, None]
         position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count, device=columns.length.device)
         tokens_BQ = self._script_SL[seed_B1, position_BQ.clamp(max=longest - 1)]
-        wrong_BQ = _mixed(seed_B1 * 1009 + position_BQ) % 10 >= self._right
+        wrong_BQ = mixed(seed_B1 * 1009 + position_BQ) % 10 >= self._right
         tokens_BQ = torch.where(wrong_BQ, (tokens_BQ + 1) % self._vocab, tokens_BQ)
         if not self._limited:
             return Proposed(tokens_BQ)
         step_B = seed_B1[:, 0] + 977 * self._ring.appended_1  # another number each step, or a row could stay at 0
-        return Proposed(tokens_BQ, _mixed(step_B) % (count + 2))
+        return Proposed(tokens_BQ, mixed(step_B) % (count + 2))
 
     def observe(self, observed: Observed) -> None:
         raise AssertionError("it reads nothing of the target")
 
 
-def _mixed(number: Tensor) -> Tensor:
+def mixed(number: Tensor) -> Tensor:
     """A hash of non-negative int64, in [0, 2**31)."""
     return ((number * 0x9E3779B1 + 0x7F4A7C15) >> 7) & 0x7FFFFFFF
 

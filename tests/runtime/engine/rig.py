@@ -36,7 +36,8 @@ from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around
-from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
+from runtime.plan_late import PlanLate
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, SnapshotPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
@@ -103,6 +104,9 @@ class RigLimits(TypedDict, total=False):
     proposer: MakeProposer | None
     speculation: Speculation | None
     folder: Path | None
+    snapshots: SnapshotPolicy | None
+    tree: int
+    late: PlanLate | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -151,13 +155,18 @@ def rig(
     proposer: MakeProposer | None = None,
     speculation: Speculation | None = None,
     folder: Path | None = None,
+    snapshots: SnapshotPolicy | None = None,
+    tree: int = 0,
+    late: PlanLate | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
-    has them, both or neither. ``folder``: a model with weights in place of the tiny one.
+    has them, both or neither. ``snapshots``: of a model with state in slots. ``folder``: a model with weights in place
+    of the tiny one. ``tree``: tokens of trees, of which a row gains a path as long as the width.
+    ``late``: how turns are put off, where a front end does so.
     """
     torch.set_num_threads(1)
     if widths != (1,):  # where prefill and decode take turns
@@ -189,7 +198,7 @@ def rig(
     )
     widest = max(widths) if speculation is None else speculation.width
     slots = 2 * rows + max_sessions
-    limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens)
+    limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens, tree)
     executor = Executor(
         device,
         model,
@@ -205,6 +214,7 @@ def rig(
             else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
+            snapshots=0 if snapshots is None else snapshots.count,
         ),
         further_roles=further_roles,
         proposer=proposer,
@@ -223,6 +233,7 @@ def rig(
             max_sessions=max_sessions,
             session_policy=session_policy,
             speculation=speculation,
+            snapshots=snapshots,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
@@ -230,7 +241,9 @@ def rig(
     shared = None if groups is None else DpStepSync(groups, assignment)
     router = None if assignment is None else RequestRouter(control, assignment)
     thaw = freeze_heap() if frozen else None
-    engine = Engine(config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw)
+    engine = Engine(
+        config, served, scheduler, executor, control, observe, groups=shared, router=router, thaw=thaw, late=late
+    )
     try:
         yield engine
         engine.stop()

@@ -9,6 +9,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,21 +131,34 @@ def test_two_ranks_hold_a_half_of_each_state() -> None:
         assert engine.executor.sizing.shape.layout.bytes_per_slot == full // 2
 
 
-def test_prefix_caching_is_off_and_said_to_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("given", [{}, {"num_snapshots": 3}, {"num_snapshots": 0}, {"prefix_caching": False}], ids=str)
+def test_prefixes_are_continued_where_there_are_snapshots(
+    given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A prefix's keys and values are of no use where the state behind it is not there."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY | HYBRID))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | HYBRID | {"max_position_embeddings": 512}))
     config = EngineConfig(
-        model=str(tmp_path), load_format="dummy", device="cpu", max_num_seqs=2, num_blocks=40, max_model_len=64
+        model=str(tmp_path),
+        load_format="dummy",
+        device="cpu",
+        max_num_seqs=2,
+        num_blocks=60,
+        max_model_len=320,
+        max_prefill_tokens=64,
+        **given,
     )
     control = SingleRankControl()
     with (
         caplog.at_level(logging.INFO),
         build_engine(config, control=control, collectives=SingleRank(), agree_min=int, device="cpu") as engine,
     ):
-        asked = [request(i, range(40), max_tokens=4, stops=()) for i in range(2)]
+        asked = [request(i, [*range(200), *range(91)], max_tokens=4, stops=()) for i in range(2)]
         first, second = (run(engine, [one])[one.request_id].token_ids for one in asked)
         assert first == second
-        assert engine.counters["prefix_hit_tokens"] == 0
-        assert not engine.scheduler.config.prefix_caching
-    assert "prefix caching is off" in caplog.text
+        count = given.get("num_snapshots", 8) if given.get("prefix_caching", True) else 0
+        assert engine.counters["prefix_hit_tokens"] == (288 if count else 0)
+        assert engine.scheduler.config.prefix_caching == bool(count)
+        assert engine.executor.pool.banks[0].shape[1] == 5 + count
+    assert ("prefix caching is off" in caplog.text) == ("num_snapshots" in given and not count)
+    assert (f"{count} x 768 B, for prefixes" in caplog.text) == bool(count)
     assert "2 layers x 5 slots x (sum 48 x 4 B + latest 48 x 4 B), the null slot included" in caplog.text

@@ -17,6 +17,7 @@ from runtime.frontend.async_engine import AsyncEngine, EngineStopped
 from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.validation import RequestError
+from runtime.plan_late import PlanLate
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.generate.fake_engine import FakeEngine
@@ -122,6 +123,44 @@ def test_a_real_engine_streams_what_it_completes() -> None:
         engine.stop = lambda: None  # type: ignore[method-assign]  # the rig stops it, too, and an engine stops once
         asyncio.run(run(engine))
         del engine.stop
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_turns_that_are_put_off_change_no_token(depth: int) -> None:
+    """Requests that arrive in the middle of steps, beside others, have the answers of the serial engine."""
+    requests = [
+        PromptRequest((5, 6 + i, 7), SamplingParams(max_tokens=6 + i, temperature=1.0, seed=i), key=i)
+        for i in range(10)
+    ]
+    with rig(rows=8, depth=0) as engine:
+        client = EngineClient(engine, text=False)
+        alone = {done.key: done.completions for one in requests for turn in client.run([one]) for done in turn.finished}
+
+    class Eager(PlanLate):
+        """Whatever the machine is like, turns are put off for a while."""
+
+        times = 0
+
+        def slack(self) -> float:
+            super().slack()
+            self.times += 1
+            return 1e-3 if self.times % 3 else 0.0
+
+    async def ask(engine: Any) -> list[RequestOutput]:
+        async with AsyncEngine(engine) as llm:
+            tasks = []
+            for request in requests:
+                tasks.append(asyncio.ensure_future(llm.complete(request)))
+                await asyncio.sleep(0.002)
+            return await asyncio.gather(*tasks)
+
+    late = Eager(depth)
+    with rig(rows=8, depth=depth, late=late) as engine:
+        engine.stop = lambda: None  # type: ignore[method-assign]  # as above
+        outputs = asyncio.run(ask(engine))
+        del engine.stop
+    assert late.times > 10
+    assert [output.completions for output in outputs] == [alone[request.key] for request in requests]
 
 
 @pytest.mark.parametrize("way", ["break", "aclose", "timeout", "cancel"])
@@ -289,6 +328,33 @@ def test_an_idle_engine_is_told_of_at_once() -> None:
             await llm.complete(asked(number, 3))
 
     in_a_loop(program, Patient())
+
+
+def test_who_asks_while_a_turn_is_put_off_is_in_it() -> None:
+    added_at: list[int] = []
+
+    class Late(SlowEngine):
+        """Whose second turn may be put off until two requests are there."""
+
+        asked = 0
+
+        def slack(self) -> float:
+            if self._now == 0 and not self.asked:
+                Late.asked += 1
+                return PATIENCE  # longer than any machine needs: the next request ends it
+            return 0.0
+
+        def add(self, request: Request) -> None:
+            added_at.append(self._now)
+            super().add(request)
+
+    async def program(llm: AsyncEngine, engine: SlowEngine) -> None:
+        first = asyncio.ensure_future(llm.complete(asked(0, 4)))
+        await asyncio.to_thread(wait_for, lambda: Late.asked > 0)
+        await asyncio.gather(first, llm.complete(asked(1, 4)))
+
+    in_a_loop(program, Late())
+    assert added_at == [0, 0]
 
 
 def test_requests_reach_the_engine_in_their_order() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, cast
 
-from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, StepLimits
+from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, SnapshotPolicy, StepLimits
 
 ROOMY = SchedulerConfig(
     StepLimits(rows=4, slots=8, block_size=4, max_model_len=64, max_prefill_tokens=64),
@@ -34,6 +34,7 @@ class Limits(TypedDict, total=False):
     mixed: MixedSteps | None
     max_sessions: int
     session_policy: SessionPolicy
+    snapshots: SnapshotPolicy | None
 
 
 def config_with(base: SchedulerConfig = ROOMY, **given: Unpack[Limits]) -> SchedulerConfig:

@@ -14,7 +14,7 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
 from tests.runtime.schedule.configs import Limits, config_with
-from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
 from tests.runtime.schedule.mixed_rules import MixedRules
 
 ENOUGH_TURNS = 500
@@ -44,7 +44,9 @@ class Driver:
         self.config = config_with(**limits)
         self.scheduler = Scheduler(self.config)
         sizes = self.config.limits
-        self.device = FakeDevice(self.config.blocks, sizes.block_size, sizes.slots, sizes.max_blocks)
+        self.device = FakeDevice(
+            self.config.blocks, sizes.block_size, sizes.slots, sizes.max_blocks, snapshots=snapshots_of(self.config)
+        )
         self.plans: list[StepPlan | None] = []
         self.outputs: list[StepOutput] = []
         self.finished: dict[int, Finished] = {}

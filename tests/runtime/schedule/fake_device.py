@@ -1,9 +1,11 @@
 """A device made of Python lists, as pessimistic as the laws allow.
 
 It keeps real KV cells behind real block tables, so a block that is reused too early, a stale table entry or a wrong
-row shows up as a wrong token. The model: the next token is a hash of the request and of every token before it, read
-back from the cells. The rows of a step see nothing of what the others write in it. A ghost row's writes happen as late
-as they may, when its step lands: a chunk's tokens once more, rubbish for what was drawn.
+row shows up as a wrong token. The same with recurrent state, where there are ``snapshots``: what a slot's row holds is
+the tokens that it has taken in, and where these are not the ones before, the next token is a wrong one. The model: the
+next token is a hash of the request and of every token before it, read back from the cells. The rows of a step see
+nothing of what the others write in it. A ghost row's writes happen as late as they may, when its step lands: a chunk's
+tokens once more, rubbish for what was drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from runtime.schedule.plan import Chunk, Fork, StepKind, StepPlan, StepResult
+from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.plan import TRASH_BLOCK, Chunk, Fork, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason
 
 VOCABULARY = 29
@@ -44,6 +47,11 @@ def accepted(request_id: int, tokens: tuple[int, ...], width: int, *, barren: bo
     return 0 if barren and drawn % 7 == 0 else 1 + (drawn >> 8) % width
 
 
+def snapshots_of(config: SchedulerConfig) -> int:
+    """How many rows the snapshot bank has; 0 for a model without recurrent state."""
+    return 0 if config.snapshots is None else config.snapshots.count
+
+
 def complete_alone(
     request_id: int, prompt: tuple[int, ...], stops: tuple[int, ...], max_length: int, breaks_at: int | None = None
 ) -> tuple[tuple[int, ...], FinishReason]:
@@ -72,6 +80,7 @@ class SlotRow:
     max_length: int
     stops: tuple[int, ...]
     broken: bool = False
+    lost: bool = False  # its recurrent state was that of other tokens
     tried: bool = False  # its last step gave it no token
 
 
@@ -96,11 +105,18 @@ class FakeDevice:
     never twice in a row. ``breaks_at``: by request, the number of tokens after which its logits are not finite.
     ``poisons``: by request, a position whose cell is NAN when a chunk of it writes there for the first time.
     ``broken_blocks``: by step, the blocks whose contents nobody may trust any more, because a row broke over them in
-    that step.
+    that step. ``snapshots``: rows of the snapshot bank; 0: the model keeps no recurrent state.
     """
 
     def __init__(
-        self, blocks: int, block_size: int, slots: int, max_blocks: int = MANY, *, barren: bool = False
+        self,
+        blocks: int,
+        block_size: int,
+        slots: int,
+        max_blocks: int = MANY,
+        *,
+        barren: bool = False,
+        snapshots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
@@ -108,6 +124,9 @@ class FakeDevice:
         self.cells = [[GARBAGE] * block_size for _ in range(blocks + 1)]
         self.tables: list[dict[int, int]] = [{} for _ in range(slots + 1)]
         self.rows: list[SlotRow | None] = [None] * (slots + 1)
+        self.recurrent = snapshots > 0
+        self.states: list[tuple[int, ...]] = [(GARBAGE,)] * (slots + 1)
+        self.snapshots: list[tuple[int, ...] | None] = [None] * (snapshots + 1)
         self.results: deque[tuple[StepResult | None, Writes]] = deque()
         self.launched: deque[tuple[int, ...]] = deque()  # the slots of each result
         self.accepted: dict[int, list[int]] = {}
@@ -127,6 +146,8 @@ class FakeDevice:
                 assert (held.request_id, held.epoch) == (write.request_id, write.epoch)
                 assert held.length <= write.length, "state of a slot goes no further than its tokens"
                 assert not self._in_flight(write.slot), "a slot is written while nothing of it is in flight"
+            if not write.resumes:
+                self.states[write.slot] = ()
             self.rows[write.slot] = SlotRow(
                 write.request_id, write.epoch, write.length, GARBAGE, False, write.max_length, write.stop_token_ids
             )
@@ -146,8 +167,16 @@ class FakeDevice:
         for slot, index, block in plan.block_writes:
             assert index < self.max_blocks, f"block table entry {index} of {self.max_blocks}"
             self.tables[slot][index] = block
+        for snapshot, slot in plan.restored:
+            state = self.snapshots[snapshot]
+            assert state is not None, "a snapshot is read behind the step that writes it"
+            self.states[slot] = state
         self.results.append(self._run(plan))
         self.launched.append(plan.slots)
+        assert len({snapshot for _, snapshot in plan.saved}) == len(plan.saved), "a step writes a snapshot once"
+        for slot, snapshot in plan.saved:
+            assert slot in [chunk.slot for chunk in plan.chunks], "state is known where a chunk ends"
+            self.snapshots[snapshot] = self.states[slot]
 
     def _run(self, plan: StepPlan) -> tuple[StepResult, Writes]:
         """Rows without a chunk decode, the others prefill. Each kind of step has the rows that it says it has."""
@@ -185,6 +214,7 @@ class FakeDevice:
         for slot, epoch, block, offset, value in writes:
             if epochs[slot] != epoch:
                 self.cells[block][offset] = value
+                self.states[slot] = (GARBAGE,)
         return result
 
     def _in_flight(self, slot: int) -> bool:
@@ -228,6 +258,7 @@ class FakeDevice:
         self._put(writes)
         row.length = chunk.start + len(chunk.token_ids)
         prompts.append(self._history(chunk.slot, row.length))
+        self._take_in(chunk.slot, row, prompts[-1][: chunk.start], prompts[-1])
         new = self._advance(row, prompts[-1], 1) if chunk.last else []
         result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
         self._distrust(plan.step, chunk.slot, row, result.finish[-1])
@@ -245,6 +276,12 @@ class FakeDevice:
             block, own = fork.copied
             self.cells[own] = list(self.cells[block])
             writes = [(fork.slot, epoch, own, offset, value) for offset, value in enumerate(self.cells[own])]
+        source = plan.chunks[fork.chunk].slot
+        self.states[fork.slot] = self.states[source]
+        if self.recurrent:
+            writes.append((fork.slot, epoch, TRASH_BLOCK, 0, GARBAGE))  # ``land`` spoils its state, too
+        of_prompt = self.rows[source]
+        row.lost = of_prompt is not None and of_prompt.lost
         new = self._advance(row, prompt, 1)
         result.add(plan, new, self._code(row, new))
         self._distrust(plan.step, fork.slot, row, result.finish[-1])
@@ -259,15 +296,22 @@ class FakeDevice:
             assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
             self._write(slot, row.length, row.last, writes, epoch)
             history = self._history(slot, row.length + 1)
+            self._take_in(slot, row, history[:-1], history)
             barren = self.barren and not row.tried
             new = self._advance(row, history, accepted(row.request_id, history, plan.width, barren=barren))
             for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
                 self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)
             row.length += len(new) or int(row.broken)
+            self.states[slot] = (*history, *new)[: row.length]
             row.tried = not new
             self.accepted.setdefault(row.request_id, []).append(len(new))
         result.add(plan, new, self._code(row, new) if live else FinishReason.NONE)
         self._distrust(plan.step, slot, row, result.finish[-1])
+
+    def _take_in(self, slot: int, row: SlotRow, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        """``before``: the tokens that its state must be of."""
+        row.lost = self.recurrent and (row.lost or self.states[slot] != before)
+        self.states[slot] = after
 
     def _distrust(self, step: int, slot: int, row: SlotRow, code: int) -> None:
         if code == FinishReason.ERROR:
@@ -280,7 +324,7 @@ class FakeDevice:
             if NAN in history or len(history) >= self.breaks_at.get(row.request_id, MANY):
                 row.broken = row.finished = not new  # what was drawn before counts; the next step tells
                 break
-            token = next_token(row.request_id, history)
+            token = (next_token(row.request_id, history) + row.lost) % VOCABULARY
             history += (token,)
             new.append(token)
             if token in row.stops or len(history) >= row.max_length:

@@ -73,7 +73,8 @@ class MixedRules:
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts, where {most} are allowed: {plan}")
         going = [s for s in prefills if not _waits_for_a_writer(s)]
         kind = [s for s in going if not rows or self._scores(s) is (plan.kind is StepKind.PREFILL)]
-        wanting = [s for s in kind if s.state is State.PREFILL]
+        stopped = {sequence for sequence in cut if _stopped(sequence)}
+        wanting = [s for s in kind if s.state is State.PREFILL and s not in stopped]
         if wanting and plan.kind is StepKind.MIXED and self._mixed.costly_prefix:
             total = plan.decode_rows * plan.width + given
             if (
@@ -127,6 +128,11 @@ class MixedRules:
 def _waits_for_a_writer(sequence: SequenceState) -> bool:
     """It gets nothing of the step: another prompt is writing its next block."""
     return sequence.state is State.PREFILL and sequence.waits_since != NOT_WAITING
+
+
+def _stopped(sequence: SequenceState) -> bool:
+    """Its chunk ends where recurrent state is kept: what is left of its share goes to the others."""
+    return sequence.stop_at == sequence.prefilled > 0
 
 
 def covering(limits: Iterable[int], number: int) -> int:

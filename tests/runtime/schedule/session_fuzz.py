@@ -32,7 +32,8 @@ from runtime.schedule.plan import (
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.configs import config_with
-from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
+from tests.runtime.schedule.fuzz import draw_snapshots
 
 MOST_STEPS = 3000
 FIRST_FORK = 100  # request ids of forks
@@ -132,6 +133,8 @@ def make_story(seed: int) -> Story:
     if draw.random() < 0.2:
         chosen = draw.choice([*range(sessions), 50, 51])
         breaks_at[chosen] = draw.randrange(4, 16)
+    if seed % 3 == 1:
+        config = config_with(config, snapshots=draw_snapshots(draw))
     return Story(
         seed, config, starts, plain, breaks_at, draw.random() < 0.2, draw.random() < 0.5, draw.choice((1, 3, 6))
     )
@@ -159,7 +162,12 @@ class _Telling:
         self.scheduler = build(self.config)
         limits = self.config.limits
         self.device = FakeDevice(
-            self.config.blocks, limits.block_size, limits.slots, limits.max_blocks, barren=story.barren
+            self.config.blocks,
+            limits.block_size,
+            limits.slots,
+            limits.max_blocks,
+            barren=story.barren,
+            snapshots=snapshots_of(self.config),
         )
         self.device.breaks_at = story.breaks_at
         self.clients: dict[int, Client] = {}

@@ -35,6 +35,17 @@ def test_what_follows_from_them() -> None:
     assert (LIMITS.max_blocks, replace(LIMITS, depth=0).tokens_ahead) == (17, 1)
 
 
+def test_a_tree_is_written_whole_by_the_last_step_in_flight() -> None:
+    """Two steps gain three tokens each at most; the third writes all of its tree behind them."""
+    wide = replace(LIMITS, width=3, depth=2, tree=12)
+    assert (wide.window, wide.tokens_ahead, wide.max_blocks) == (12, 2 * 3 + 12, 19)
+    assert replace(wide, tree=3).tokens_ahead == replace(wide, tree=0).tokens_ahead == 9
+    with pytest.raises(ValueError, match="tree is 2, but a path of 3 tokens, the width, has to fit in"):
+        replace(wide, tree=2)
+    with pytest.raises(ValueError, match="tree is 34, but must be 0 to 33"):
+        replace(wide, tree=34)
+
+
 def test_decode_steps_are_as_wide_as_the_limits_unless_told_otherwise() -> None:
     wide = replace(LIMITS, width=4)
     assert SchedulerConfig(wide, blocks=9).widths == (4,)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.schedule.chain import Flight
-from runtime.schedule.config import MixedSteps
+from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Chunk, Fork, StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.planner import Cut, Planned, Planner
 from runtime.schedule.resources import Resources
@@ -21,6 +22,7 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.shares import remaining
 from runtime.schedule.slots import AccountingError
+from runtime.schedule.snapshots import SnapshotPool
 from runtime.schedule.states import State, Trigger
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fuzz import (
@@ -87,6 +89,7 @@ NAMES = (
     "forks",
     "forked_tokens",
 )
+OF_SNAPSHOTS = ("snapshot_saves", "snapshot_restores", "snapshot_evictions", "snapshot_missed_tokens")
 
 
 def test_every_part_of_the_space_is_visited() -> None:
@@ -120,7 +123,8 @@ def test_every_part_of_the_space_is_visited() -> None:
 
     class Counting(Scheduler):
         def land(self, step: int, result: StepResult | None) -> StepOutput:
-            seen.update(name for name in (*NAMES, "distrusted") if getattr(self.counters, name) > 0)
+            names = (*NAMES, *OF_SNAPSHOTS, "distrusted")
+            seen.update(name for name in names if getattr(self.counters, name) > 0)
             seen[f"depth {self.config.limits.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
@@ -129,6 +133,8 @@ def test_every_part_of_the_space_is_visited() -> None:
     for name in NAMES:
         assert seen[name] > 100, (name, seen)
     assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
+    for name in OF_SNAPSHOTS:
+        assert seen[name] > 40, (name, seen)
     assert seen["fell short"] > 10
     assert seen["distrusted"] > 10
     assert seen["found later"] > 5
@@ -349,6 +355,74 @@ class FencesNoFork(Resources):
         return fork
 
 
+# ---- of snapshots of recurrent state ----
+
+
+class RestoresNothing(Planner):
+    """A prompt goes on behind a prefix whose state its slot does not have."""
+
+    def _step_plan(self, *parts: Any, **more: Any) -> StepPlan:
+        self._restored.clear()
+        return super()._step_plan(*parts, **more)
+
+
+class SavesAStepLate(Planner):
+    """State is kept behind the step after the one that came to the end of the block."""
+
+    late: tuple[tuple[int, int], ...] = ()
+
+    def _step_plan(self, *parts: Any, **more: Any) -> StepPlan:
+        plan = super()._step_plan(*parts, **more)
+        slots = [chunk.slot for chunk in plan.chunks]
+        due = tuple(pair for pair in self.late if pair[0] in slots)
+        self.late = plan.saved
+        return replace(plan, saved=due)
+
+
+class SavesWhereverItEnds(Resources):
+    """The state of any chunk is taken for that of the last block before its end."""
+
+    def _choose(self, sequence: SequenceState, end: int) -> bool:
+        return not sequence.scoring and end >= self.limits.block_size
+
+    def save(self, sequence: SequenceState, end: int) -> int:
+        if self.snapshots is None or not self._choose(sequence, end):
+            return 0
+        row = self.snapshots.take()
+        if row:
+            self._saving[sequence.request.request_id] = row
+            sequence.prefilled -= end % self.limits.block_size  # as ``publish`` is to see it
+        return row
+
+    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
+        super().planned(plan, rows)
+        for chunk, sequence in zip(plan.chunks, rows[plan.decode_rows :], strict=False):
+            sequence.prefilled = max(sequence.prefilled, chunk.start + len(chunk.token_ids))
+
+
+class _NeverDropped(SnapshotPool):
+    def drop(self, block: int) -> None:
+        pass
+
+
+class OutlivesItsBlock(Resources):
+    """A snapshot stays with a block that holds other tokens by now."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        if self.snapshots is not None:
+            self.pool._snapshots = self.snapshots = _NeverDropped(self.snapshots.count)
+
+
+class LeaksASnapshot(Resources):
+    """Nobody hears of a row that was taken."""
+
+    def save(self, sequence: SequenceState, end: int) -> int:
+        row = super().save(sequence, end)
+        self._saving.pop(sequence.request.request_id, None)
+        return row
+
+
 # ---- of mixed steps ----
 
 
@@ -437,6 +511,11 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (ForgetsWhoWaits, Hang),
         (TrustsItsPrompt, WrongTokens),
         (FencesNoFork, WrongTokens),
+        (RestoresNothing, WrongTokens),
+        (SavesAStepLate, WrongTokens),
+        (SavesWhereverItEnds, WrongTokens),
+        (OutlivesItsBlock, WrongTokens),
+        (LeaksASnapshot, AccountingError),
         (WaitsForPrompts, BrokenRule),
         (ScoresBesideRows, BrokenRule),
         (SpendsOneMore, BrokenRule),

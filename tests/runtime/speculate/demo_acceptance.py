@@ -25,6 +25,7 @@ from tests.runtime.engine.rig import run
 DEMO = Path("models/demo")
 RECORD = DEMO / "acceptance.json"
 WIDEST = {"mtp": 3, "dflash": 7}  # num_speculative_tokens
+TREE_SIZES = {"mtp": 16, "dflash": 32}  # tokens of a tree around as many
 
 
 def golden_rows() -> list[dict[str, Any]]:
@@ -32,12 +33,15 @@ def golden_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def serve(method: str | None, depth: int = 2) -> tuple[dict[int, Finished], dict[str, int | float]]:
+def serve(
+    method: str | None, depth: int = 2, *, tree_size: int | None = None
+) -> tuple[dict[int, Finished], dict[str, int | float]]:
     """The golden prompts' answers, and the engine's counters; without speculation where ``method`` is None."""
     torch.set_num_threads(1)
     config = EngineConfig(model=str(DEMO), device="cpu", max_num_seqs=16, max_model_len=640, chain_depth=depth)
     if method is not None:
         keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
+        keys["tree_size"] = tree_size
         config = replace(config, speculative_config={**keys, "disable_by_batch_size": 16})
     requests = []
     for i, row in enumerate(golden_rows()):
@@ -63,8 +67,15 @@ def acceptance(method: str, counters: dict[str, int | float]) -> dict[str, Any]:
     }
 
 
+def tree_acceptance(method: str, counters: dict[str, int | float]) -> dict[str, Any]:
+    """``acceptance`` of trees of TREE_SIZES."""
+    return {"tree_size": TREE_SIZES[method], **acceptance(method, counters)}
+
+
 def main() -> None:
     record = {method: acceptance(method, serve(method)[1]) for method in WIDEST}
+    for method, size in TREE_SIZES.items():
+        record[f"{method} tree"] = tree_acceptance(method, serve(method, tree_size=size)[1])
     RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=2))
 

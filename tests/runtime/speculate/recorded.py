@@ -26,6 +26,7 @@ from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.dflash import DFlashProposer
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.mtp import MTPProposer
+from runtime.speculate.tree import TreeProposer
 from runtime.speculative_config import speculative_config
 from tests.models.drafters import serial_oracle
 from tests.models.drafters.tiny_drafters import (
@@ -61,8 +62,9 @@ Rounds = dict[tuple[int, int], tuple[int, ...]]  # (request, tokens known) -> gu
 class Recorder:
     """Another proposer, with its guesses in ``rounds``; a request is known by its seed. ``model``: the target."""
 
-    def __init__(self, inner: Proposer, model: Decoder) -> None:
+    def __init__(self, inner: Proposer, model: Decoder, places: int | None = None) -> None:
         self.inner, self.model = inner, model
+        self._places = places  # of a tree the first nodes are the likeliest path
         self.rounds: Rounds = {}
 
     @property
@@ -82,7 +84,7 @@ class Recorder:
         for row, live in enumerate((columns.finished == 0).tolist()):
             if live:
                 key = int(columns.seed[row]), int(columns.length[row])
-                self.rounds[key] = tuple(proposed.tokens_BQ[row].tolist())
+                self.rounds[key] = tuple(proposed.tokens_BQ[row, : self._places].tolist())
         return proposed
 
     def observe(self, observed: Observed) -> None:
@@ -90,9 +92,11 @@ class Recorder:
 
 
 class Drafter:
-    """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank."""
+    """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank.
+    ``top_k``: they grow trees, of so many tokens a place."""
 
     ids: Sequence[int] | None = None  # that it guesses among; None: all
+    _top_k = 0
 
     def __init__(
         self,
@@ -100,8 +104,9 @@ class Drafter:
         folder: Path,
         proposer: Callable[..., Proposer] | None = None,
         ids: Sequence[int] | None = None,
+        top_k: int = 0,
     ) -> None:
-        self.kind, self.folder, self.ids = kind, folder, ids
+        self.kind, self.folder, self.ids, self._top_k = kind, folder, ids, top_k
         self.config = MTP if kind == "mtp" else DFLASH
         self.tensors = mtp_tensors(MTP) if kind == "mtp" else dflash_tensors(DFLASH)
         write(folder, self.config, self.tensors)
@@ -116,7 +121,10 @@ class Drafter:
         else:
             model = load_dflash(parts.model, DFlashConfig.from_folder(self.folder), self.folder)
         head = None if self.ids is None else DraftHead.rows_of(parts.model, self.ids)
-        recorder = Recorder(self._class(parts, model, head), parts.model)
+        inner: Any = self._class(parts, model, head)
+        if self._top_k:
+            inner = TreeProposer(parts, inner, self._top_k)
+        recorder = Recorder(inner, parts.model, parts.limits.width - 1)
         if parts.model.collectives.rank == 0:
             self.recorder = recorder
         return recorder
@@ -154,7 +162,8 @@ class OwnLayer(Drafter):
 
     def __call__(self, parts: ProposerParts) -> Recorder:
         config = speculative_config({"method": "mtp", "num_speculative_tokens": max(1, parts.limits.width - 1)})
-        recorder = Recorder(proposer_for(config, target_folder=self.folder)(parts), parts.model)
+        inner = proposer_for(config, target_folder=self.folder)(parts)
+        recorder = Recorder(inner, parts.model)
         if parts.model.collectives.rank == 0:
             self.recorder = recorder
         return recorder

@@ -13,7 +13,7 @@ from models.config import ModelConfig, ModelConfigError
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
-from runtime.config import EngineConfig
+from runtime.config import ConfigError, EngineConfig
 from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfigError, speculative_config
 from tests.models.drafters.tiny_drafters import write
@@ -76,6 +76,24 @@ def test_ids_that_the_target_has_not_are_refused_at_the_start(method: str, token
     check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=32768)), target)
     with pytest.raises(SpeculativeConfigError, match=said):
         check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=token_map)), target)
+
+
+def test_trees_with_more_tokens_a_place_than_draft_ids_are_refused_at_the_start(tmp_path: Path) -> None:
+    """Named by an option, by a drafter's config.json, or by its map alone."""
+    target, tree = ModelConfig.from_folder(EIGHT_B), {"tree_size": 9, "tree_top_k": 5}
+    check_drafter(speculative_config(asking("mtp", EIGHT_B / "mtp", token_map=5, **tree)), target)
+    said = 'tree_top_k is 5, but the drafter guesses among 4 ids: type "tree_top_k": 4 or less'
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(speculative_config(asking("mtp", EIGHT_B / "mtp", token_map=4, **tree)), target)
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(speculative_config({**OWN, "token_map": 4, **tree}), target)
+    config = json.loads((EIGHT_B / "mtp" / "config.json").read_text())
+    asked = speculative_config(asking("mtp", write(tmp_path, {**config, "draft_vocab_size": 4}, {}), **tree))
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(asked, target, load_format="dummy")
+    write(tmp_path, config, {"d2t": torch.arange(4)})
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(asked, target)
 
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -167,14 +185,41 @@ def test_an_engine_is_built_over_a_targets_own_layer(tmp_path: Path) -> None:
     assert bytes_per_token[1] == 2 * bytes_per_token[0] > 0, "one layer of three attends, and the one beside them"
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "tree_size is 4, but .* keeps state of fixed size.*: leave out tree_size"),
+        ({"num_speculative_tokens": 30, "tree_size": 33, "limit": 33}, "tree_size is 33, .* max_model_len is 33: type"),
+        ({"tree_top_k": 12, "vocabulary": 11}, 'tree_top_k is 12, but the vocabulary of .* has 11 ids: type "tree_top'),
+    ],
+)
+def test_models_without_room_for_trees_are_refused(asked: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Hybrids by name; others where a context or a vocabulary is too small."""
+    limit, model = asked.get("limit", 64), {**TINY, "vocab_size": asked.get("vocabulary", 100)} if asked else NEXT
+    keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 4, "synthetic_acceptance_length": 2}
+    config = EngineConfig(
+        model=str(write(tmp_path, model, {})),
+        load_format="dummy",
+        device="cpu",
+        max_num_seqs=2,
+        max_model_len=limit,
+        num_blocks=40,
+        speculative_config=keys | {key: asked[key] for key in asked if key not in ("limit", "vocabulary")},
+    )
+    with pytest.raises(ConfigError, match=said):
+        build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
+
+
+@pytest.mark.parametrize("tree", [0, 12])
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
-def test_scripted_acceptance_over_a_drafter_without_weights(method: str, tmp_path: Path) -> None:
+def test_scripted_acceptance_over_a_drafter_without_weights(method: str, tree: int, tmp_path: Path) -> None:
     """What a bench measures: the drafter computes, the script decides. Every round keeps two guesses of three here."""
     (tmp_path / "config.json").write_text(json.dumps(DFLASH if method == "dflash" else MTP), encoding="utf-8")
-    keys = asking(method, tmp_path, rejection_sample_method="synthetic", synthetic_acceptance_length=3, token_map=4)
+    keys = asking(method, tmp_path, rejection_sample_method="synthetic", synthetic_acceptance_length=3, token_map=6)
+    keys |= {"tree_size": tree, "tree_top_k": 5} if tree else {}
     proposer = proposer_for(speculative_config(keys), load_format="dummy", seed=1)
     requests = [request(i, range(1, 6 + i), max_tokens=31, stops=()) for i in range(3)]
-    with rig(depth=2, widths=(4,), proposer=proposer, shape=SHAPE, max_model_len=64) as engine:
+    with rig(depth=2, widths=(4,), proposer=proposer, shape=SHAPE, max_model_len=64, tree=tree) as engine:
         finished = run(engine, requests)
         engine.stop()
         counters = dict(engine.counters)

@@ -17,6 +17,7 @@ class Server:
         self.now = 100.0
         self.most = 0
         self.idle: list[float] = []
+        self.until: list[float] = []
         self._seconds, self._step = seconds, step
         self._running: dict[int, float] = {}
 
@@ -31,6 +32,7 @@ class Server:
         self.most = max(self.most, len(self._running))
 
     def advance(self, until: float) -> Sequence[tuple[float, int]]:
+        self.until.append(until)
         if not self._running:
             self.idle.append(until - self.now)
             self.now = until
@@ -75,6 +77,16 @@ def test_a_closed_loop_lets_one_in_for_each_that_ends() -> None:
     times = run(server, [0.0] * 4, concurrency=2)
     assert [began for _, began, _ in times] == [0.0, 0.0, 1.0, 2.0], "latency counts from when a place was free"
     assert server.most == 2
+
+
+def test_a_full_loop_waits_for_an_end_and_not_for_what_is_due() -> None:
+    """A backend that returns at ``until`` would be asked again and again, and hold the interpreter's lock meanwhile."""
+    server = Server([1.0, 2.0, 1.0, 0.25])
+    run(server, [0.0] * 4, concurrency=2)
+    assert set(server.until) == {float("inf")}
+    late = Server([1.0, 1.0])
+    run(late, [0.0, 0.5], concurrency=2)
+    assert late.until[0] == late.now - 1.5 + 0.5, "a place is free: it waits for who is due"
 
 
 def test_an_arrival_waits_for_a_place_only_while_there_is_none() -> None:

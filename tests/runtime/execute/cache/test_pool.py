@@ -52,10 +52,11 @@ def test_reset_clears_those_slots_in_every_layer_and_nothing_else() -> None:
         assert all(bool(kv.isnan().all()) for kv in pool.paged)
 
 
-def test_blocks_are_copied_in_every_layer_and_slots_in_every_bank() -> None:
+def test_blocks_are_copied_in_every_layer_and_states_in_every_bank() -> None:
+    """Rows 4 and 5 are snapshots."""
     other = PagedKV(kv_heads=1, head_dim=6, dtype=torch.float32)
     with TwinDevice() as device:
-        pool = CachePool(device, block_size=4, blocks=9, slots=3)
+        pool = CachePool(device, block_size=4, blocks=9, slots=3, snapshots=2)
         pool.allocate(CacheLayout((STATE, ATTENTION, other)))
         pool.allocate(CacheLayout((ATTENTION, OTHER)))
         pool.warm_up_copies()
@@ -63,8 +64,8 @@ def test_blocks_are_copied_in_every_layer_and_slots_in_every_bank() -> None:
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
         before = [tensor.clone() for tensor in (*pool.paged, *pool.banks)]
         pool.copy_blocks(torch.tensor([[2, 2, 7], [5, 9, 1]]))
-        pool.copy_slots([(1, 3), (1, 2)])
+        pool.copy_states(torch.tensor([[1, 1, 5], [3, 2, 4]]))
         for old, new in zip(before, (*pool.paged, *pool.banks), strict=True):
             pages = new.shape[1] == 10
-            rows = [0, 7, 2, 3, 4, 2, 6, 7, 8, 2] if pages else [0, 1, 1, 1]
+            rows = [0, 7, 2, 3, 4, 2, 6, 7, 8, 2] if pages else [0, 1, 1, 1, 5, 5]
             assert torch.equal(new, old[:, rows])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from models.cache_layout import CacheLayout, PagedKV, SlotState
-from runtime.execute.cache.sizing import CacheMemoryError, CacheShape, CacheSizing, size_cache
+from runtime.execute.cache.sizing import CacheMemoryError, CacheShape, CacheSizing, size_cache, snapshots_that_fit
 from runtime.execute.device.protocol import MemoryInfo
 
 ATTENTION = PagedKV(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
@@ -115,6 +116,27 @@ def test_each_kind_is_counted_and_has_its_line() -> None:
         "1 layers x 2 x 16 tokens x 2 heads x 64 x 2 B",
         "1 layers x 2 x 16 tokens x 1 heads x 32 x 4 B",
     ]
+
+
+def test_snapshots_are_in_the_sum() -> None:
+    shape = replace(HYBRID, snapshots=5)
+    assert shape.state_bytes == HYBRID.state_bytes + 5 * 3 * SLOT
+    given: dict[str, int] = {"max_model_len": 160, "reserve_tokens": 3}
+    with_them, without = (size_cache(memory(1000, 100), 0, kind, **given) for kind in (shape, HYBRID))
+    assert without.budget - with_them.budget == 5 * 3 * SLOT
+    assert f"5 x {3 * SLOT:,} B, for prefixes" in str(with_them)
+    assert "prefixes" not in str(without)
+
+
+def test_snapshots_take_a_quarter_and_leave_room_for_a_request() -> None:
+    each, block = HYBRID.layout.bytes_per_slot, HYBRID.block_bytes
+    assert snapshots_that_fit(80 * each, HYBRID, rows=8, blocks=0) == 20
+    assert snapshots_that_fit(80 * each, HYBRID, rows=4, blocks=0) == 16, "four a row"
+    left = 11 * block + each  # a quarter of it is more
+    assert left // 4 > each
+    assert snapshots_that_fit(left, HYBRID, rows=8, blocks=10) == 1
+    assert snapshots_that_fit(11 * block, HYBRID, rows=8, blocks=10) == 0
+    assert snapshots_that_fit(-5, HYBRID, rows=8, blocks=10) == 0
 
 
 def test_a_model_of_state_alone_has_blocks_for_every_slot() -> None:

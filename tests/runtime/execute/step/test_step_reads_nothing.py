@@ -155,14 +155,19 @@ def test_what_a_plan_changes() -> None:
         chunk_rows_4R=integers(4, 2),
         scored_2S=integers(2, 4),
         copied_blocks_2C=integers(2, 3),
+        restored_2H=integers(2, 2),
+        kept_2C=integers(2, 3),
     )
     pool = Parts(TINY | HYBRID).pool
     copier = BlockCopier(pool.paged)
+    pool.warm_up_copies()
     with step():
-        apply_changes(changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64), integers(2, 8))
+        apply_changes(
+            changes, tables, integers(8), integers(3, 64), integers(4, 8), integers(2, 64), *[integers(2, 8)] * 2
+        )
         pool.reset(integers(3))
         copier.copy(integers(2, 3))
-        pool.copy_slots([(1, 2), (1, 3)])
+        pool.copy_states(integers(2, 2))
 
 
 @pytest.mark.parametrize(

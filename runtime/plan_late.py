@@ -1,0 +1,157 @@
+"""Plan late: how long rank 0 may put off its next turn, so that requests that come meanwhile are in its plan.
+
+Knows: when steps were launched and landed on rank 0's clock, how long steps of each shape took lately, how long a turn
+takes from its beginning to its launch. Does not know: what is waited for (runtime/frontend), plans, devices.
+
+    device   |---- step N ----------------------------|---- step N + 1 ------
+    rank 0   lands N - 1, tells |  reads arrivals  ... | turn N + 1: agree, plan, launch | lands N
+                                 <------ slack ------->  <--------- margin -------------->
+
+Without it turn N + 1 is taken as soon as N - 1 has landed, and whoever arrives while N runs waits for two steps. No
+clock enters a plan: rank 0's clock says *when* a turn begins, which it always did; the other ranks wait for its record.
+All that a wrong estimate costs is idle time of the device, which is counted and widens the margin.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MARGIN_S = 0.3e-3  # at least; more by what turns take
+MARGIN_SHARE = 1.5  # of the longest turn lately
+LEAST_WAIT_S = 0.3e-3  # shorter ones are not worth being woken for
+FORGET = 0.99  # of the longest turn, and of what late turns added, each turn: half of it in 70
+MOST_MARGIN_S = 20e-3  # that one turn can ask for
+_SAMPLES = 8  # of a shape, of which the shortest counts
+_ENOUGH = 2
+
+
+@dataclass(slots=True)
+class PlanLateCounters:
+    """plan_late_waits: turns that were put off; plan_late_us: by how much in all. plan_late_misses: those of them whose
+    step was launched after the one before it had ended; plan_late_idle_us: for how long the device had nothing then.
+    """
+
+    plan_late_waits: int = 0
+    plan_late_us: int = 0
+    plan_late_misses: int = 0
+    plan_late_idle_us: int = 0
+
+
+class _Launched(NamedTuple):
+    """A step in flight: what it is like, and when its launch returned. ``waited``: its turn was put off."""
+
+    shape: Hashable
+    tokens: int
+    at: float
+    waited: bool
+
+
+class PlanLate:
+    """One an engine; its thread's. All times are of ``clock``, in seconds. ``depth``: D, steps that stay queued."""
+
+    def __init__(self, depth: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.counters = PlanLateCounters()
+        self._depth = depth
+        self._clock = clock
+        self._flights: deque[_Launched | None] = deque()  # None: a void step
+        self._durations: dict[Hashable, deque[float]] = {}
+        self._tokens: dict[Hashable, int] = {}
+        self._ended_at = 0.0  # when the device was done with the step that landed last
+        self._longest = 0.0  # turn, slowly forgotten
+        self._extra = 0.0  # margin that late turns asked for
+        self._asked_at = 0.0  # the first ``slack`` of this turn that was positive; 0.0: none was
+        self._until = 0.0
+        self._began_at = 0.0
+
+    @property
+    def margin(self) -> float:
+        """Seconds that a turn needs before the step in flight ends."""
+        return MARGIN_S + MARGIN_SHARE * self._longest + self._extra
+
+    def slack(self) -> float:
+        """Seconds for which the next turn may be put off; 0 where it should begin now.
+
+        Until the oldest step in flight is about to end: then its results are wanted, and with D = 1 the next step.
+        """
+        now = self._clock()
+        if self._asked_at:
+            return max(0.0, self._until - now)
+        if not self._depth or len(self._flights) < self._depth:
+            return 0.0  # the chain is being filled
+        oldest = self._flights[0]
+        if oldest is None:
+            return 0.0
+        until = max(self._ended_at, oldest.at) + self._shortest(oldest) - self.margin
+        if until - now < LEAST_WAIT_S:
+            return 0.0
+        self._asked_at, self._until = now, until
+        return until - now
+
+    def _shortest(self, flight: _Launched) -> float:
+        """What the step takes at least. One of a new shape as long as the shortest of those with no more tokens."""
+        known = self._durations.get(flight.shape, ())
+        if len(known) >= _ENOUGH:
+            return min(known)
+        smaller = [
+            min(times)
+            for shape, times in self._durations.items()
+            if len(times) >= _ENOUGH and self._tokens[shape] <= flight.tokens
+        ]
+        return min(smaller, default=0.0)
+
+    # ---- the engine's marks ----
+
+    def begin(self) -> None:
+        """A turn begins."""
+        now = self._clock()
+        self._began_at = now
+        if self._asked_at:
+            self._began_at = min(now, self._until)  # being woken late is a part of what a turn takes
+            self.counters.plan_late_waits += 1
+            self.counters.plan_late_us += round(1e6 * (self._began_at - self._asked_at))
+
+    def launched(self, shape: Hashable | None, tokens: int = 0) -> None:
+        """The turn's step, of so many ``tokens``, is on the device. ``shape``: what steps that take equally long have
+        in common; None where there is no step."""
+        now, waited = self._clock(), bool(self._asked_at)
+        self._asked_at = 0.0
+        took = min(now - self._began_at, MOST_MARGIN_S)  # a late capture takes a second
+        self._longest = max(took, FORGET * self._longest)
+        self._extra *= FORGET
+        self._flights.append(None if shape is None else _Launched(shape, tokens, now, waited))
+
+    def landed(self, at: float) -> None:
+        """The oldest step in flight was done at ``at``."""
+        flight = self._flights.popleft()
+        if flight is None:
+            return
+        began = max(self._ended_at, flight.at)
+        idle = flight.at - self._ended_at
+        if flight.waited and idle > 0:
+            self.counters.plan_late_misses += 1
+            self.counters.plan_late_idle_us += round(1e6 * idle)
+            self._extra = min(MOST_MARGIN_S, 2 * self._extra + idle)
+        samples = self._durations.get(flight.shape)
+        if samples is None:
+            samples = self._durations[flight.shape] = deque(maxlen=_SAMPLES)
+            self._tokens[flight.shape] = flight.tokens
+        samples.append(at - began)
+        self._ended_at = at
+
+
+class NeverLate(PlanLate):
+    """Where no turn is put off: nothing is noted, either."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def slack(self) -> float:
+        return 0.0
+
+    def begin(self) -> None: ...
+    def launched(self, shape: Hashable | None, tokens: int = 0) -> None: ...
+    def landed(self, at: float) -> None: ...

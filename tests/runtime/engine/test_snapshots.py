@@ -1,0 +1,177 @@
+"""Prefix caching of models with recurrent state: who goes on from a snapshot gives the tokens of who computed it all.
+
+Every life is compared with the serial engine without prefix caching, in float64. Where snapshots are left, and what is
+lost with what, is in tests/runtime/schedule/test_snapshots.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from models.registry import ARCHITECTURES
+from runtime.engine import Engine
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.schedule.config import SnapshotPolicy
+from runtime.schedule.request import FinishReason, Request
+from tests.models.tiny_delta import FAMILIES
+from tests.models.tiny_nemotron import NEMOTRON
+from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.runtime.engine.lives import Life, live, prompt, same, unbroken
+from tests.runtime.engine.rig import request
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_hybrid import on_banks
+from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
+
+SHAPES = {"toy": HYBRID, **FAMILIES, "nemotron": NEMOTRON}
+POLICY = SnapshotPolicy(4, interval=3, worth=1)
+STEM = 45  # tokens: 5 blocks of 8, and a part of one
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+
+
+def sharers(count: int = 6, **sampling: Any) -> list[Request]:
+    """Prompts with a common beginning, of which two are equal, and one of its own."""
+    sampling = {"temperature": 1.0, "logprobs": 2, "stops": (), **sampling}
+    asked = [request(i, (*prompt(STEM), *prompt(3 + 5 * (i % 4), i % 4 + 1)), **sampling) for i in range(count)]
+    return [*asked, request(90, prompt(30, 9), **sampling)]
+
+
+def later(requests: list[Request], turns: int) -> dict[int, list[Request]]:
+    """All but the first arrive one after the other."""
+    return {turns * (i + 1): [one] for i, one in enumerate(requests[1:])}
+
+
+def restoring(requests: list[Request], family: str = "toy", *, depth: int, **limits: Any) -> Life:
+    given: dict[str, Any] = {"shape": SHAPES[family], "snapshots": POLICY, **limits}
+    return live(requests[:1], depth=depth, later=later(requests, 2), **given)
+
+
+def alone(requests: list[Request], family: str = "toy") -> Life:
+    return _serial(tuple(requests), family)
+
+
+@cache
+def _serial(requests: tuple[Request, ...], family: str) -> Life:
+    limits: dict[str, Any] = {"prefix_caching": False, "max_prefill_tokens": 200, "shape": SHAPES[family]}
+    return live(list(requests), depth=0, rows=24, blocks=400, **limits)
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("depth", range(5))
+def test_whoever_goes_on_from_a_snapshot_gives_the_same_tokens(depth: int, chunk: int) -> None:
+    requests = sharers(max_tokens=12)
+    life = restoring(requests, depth=depth, max_prefill_tokens=chunk)
+    same(life, alone(requests))
+    assert life.counters["snapshot_restores"] >= 3
+    assert life.counters["prefix_hit_tokens"] > 3 * 40
+    if depth:
+        unbroken(life)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron"])
+def test_each_family_does(family: str, depth: int) -> None:
+    """Windows of convolutions lie across the end of the block."""
+    requests = sharers(5, max_tokens=8)
+    life = restoring(requests, family, depth=depth, max_prefill_tokens=20)
+    same(life, alone(requests, family))
+    assert life.counters["snapshot_restores"] >= 3
+
+
+@pytest.mark.parametrize("depth", [0, 2, 4])
+def test_with_little_room_snapshots_blocks_and_rows_go_and_come_back(depth: int) -> None:
+    """NaN before every turn in the null slot, free slots, free snapshots and idle blocks."""
+
+    def poison(engine: Engine, turn: int) -> None:
+        scheduler, snapshots = engine.scheduler, engine.scheduler.resources.snapshots
+        assert snapshots is not None
+        free = [scheduler.slots.count + row for row in snapshots._free]
+        on_banks(engine, [0, *scheduler.slots._free, *free], float("nan"))
+        fill_with_nan(engine, idle_blocks(engine))
+
+    requests = sharers(8, max_tokens=40)
+    limits: dict[str, Any] = {"blocks": 26, "rows": 4, "buckets": (4, 8), "snapshots": SnapshotPolicy(2, 2, 1)}
+    life = restoring(requests, depth=depth, act=poison, **limits)
+    same(life, alone(requests))
+    assert min(life.counters[name] for name in ("evictions", "snapshot_evictions", "snapshot_restores")) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_the_writer_may_leave(depth: int) -> None:
+    """Cancelled right behind the step that leaves its snapshot, whether that has run or not."""
+    writer, reader = (request(i, prompt(45), max_tokens=8, stops=()) for i in range(2))
+
+    def cancel(engine: Engine, turn: int) -> None:
+        if turn == 1:
+            engine.cancel(0)
+
+    life = live([writer], cancel, depth=depth, later={1: [reader]}, shape=HYBRID, snapshots=POLICY)
+    assert life.finished[0].reason is FinishReason.CANCELLED
+    assert life.answers[1] == alone([reader]).answers[1]
+    assert life.counters["prefix_hit_tokens"] == 24
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_forked_answers_begin_with_the_state_of_their_prompt(depth: int) -> None:
+    """Copied in the step that forks them, beside the snapshots of other rows; the second time behind a prefix."""
+    requests = [request(10 * i, prompt(45), n=3, temperature=1.0, max_tokens=9, stops=()) for i in range(3)]
+    life = restoring(requests, depth=depth, rows=12)
+    answers = [answer for one in requests for answer in one.answers()]
+    assert life.answers == alone(answers).answers
+    assert (life.counters["forks"], life.counters["snapshot_restores"]) == (6, 2)
+    assert life.counters["prefill_tokens"] == 45 + 5 + 5
+
+
+def test_two_ranks_keep_a_half_of_each_snapshot() -> None:
+    requests = sharers(4, max_tokens=8)
+    life = restoring(requests, depth=2, over=partial(tensor_rig, 2))
+    same(life, alone(requests))
+    assert life.counters["snapshot_restores"] >= 2
+
+
+# ---- mutants: what would be wrong is seen ----
+
+
+def _restores_nothing(engine: Engine) -> None:
+    engine.executor.staging.on_restored = None
+
+
+def _keeps_a_step_late(engine: Engine) -> None:
+    executor, late = engine.executor, list[Tensor]()
+
+    def copy_late(spec: LaunchSpec) -> None:
+        executor.device.compute.synchronize()
+        late.append(executor.staging.kept_states(spec).clone())
+
+    def launch(spec: LaunchSpec, inner: Callable[[LaunchSpec], None] = executor.launch) -> None:
+        due, late[:] = list(late), []
+        inner(spec)
+        for pairs_2C in due:
+            executor.device.compute.submit(partial(executor.pool.copy_states, pairs_2C))
+
+    executor._copy_behind = copy_late  # type: ignore[method-assign]
+    executor.launch = launch  # type: ignore[method-assign]
+
+
+def _keeps_nothing_of_slots(engine: Engine) -> None:
+    engine.executor.pool._bank_copiers = []
+
+
+@pytest.mark.parametrize("break_it", [_restores_nothing, _keeps_a_step_late, _keeps_nothing_of_slots])
+def test_a_broken_copy_shows_in_tokens(break_it: Callable[[Engine], None]) -> None:
+    requests = sharers(max_tokens=12)
+
+    def act(engine: Engine, turn: int) -> None:
+        if turn == 0:
+            break_it(engine)
+
+    life = restoring(requests, depth=0, act=act)
+    assert life.answers != alone(requests).answers
