@@ -22,6 +22,10 @@ from runtime.execute.step.tail import Tail
 from runtime.execute.step.window import WindowRole
 
 DOCUMENT = Path(__file__).with_name("speculation.md")
+_PARTS: dict[str, Callable[..., object]] = {  # calls of a round that have stages of their own
+    "_propose": WindowRole._propose,
+    "finish_window": Tail.finish_window,
+}
 STAGES = {  # by the call: the stage, and what it does
     "propose": ("propose", "W - 1 guesses a row, from what the proposer keeps by slot"),
     "gather_window": ("gather", "last token and guesses, positions, KV places, by slot"),
@@ -50,7 +54,7 @@ def stages() -> list[str]:
     """Of one round. ValueError where the code has none of the calls that a stage stands for."""
     names: list[str] = []
     for name in calls(WindowRole.decode):
-        names += calls(Tail.finish_window) if name == "finish_window" else [name]
+        names += calls(_PARTS[name]) if name in _PARTS else [name]
     found = [name for name in names if name in STAGES]
     if missing := STAGES.keys() - set(found):
         raise ValueError(f"no window calls {', '.join(sorted(missing))}")

@@ -85,7 +85,8 @@ _ENGINE: dict[str, _Option] = {
     ),
     "speculative_config": _Option(
         "speculative decoding as a JSON object with vLLM's keys, such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}; the tokens are those without it',
+        '{"method": "ngram", "num_speculative_tokens": 4}; the tokens are those without it, '
+        "with drawn guesses their distribution",
         "json",
         str,
     ),

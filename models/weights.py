@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,10 +91,12 @@ def fill(
     device: torch.device | str = "cpu",
     seed: int = 0,
     prefix: str = "",
+    but: Container[str] = (),
 ) -> Parts:
     """Build a model of another kind than ``load_model`` does, with ``make``, and fill it in the same way.
 
-    Of the checkpoint only tensors whose names begin with ``prefix`` are looked at: the others are another model's.
+    Of the checkpoint only tensors whose names begin with ``prefix`` and are not in ``but`` are looked at: the others
+    are another model's.
     """
     if load_format == "dummy":
         with torch.device(device):
@@ -103,7 +105,8 @@ def fill(
         return model
     if folder is None:
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
-    stored = {name: file for name, file in locate_tensors(Path(folder)).items() if name.startswith(prefix)}
+    located = locate_tensors(Path(folder))
+    stored = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
     with torch.device("meta"):
         skeleton = make()
     shapes = {name: shard.full_shape for name, shard in skeleton.checkpoint_shards(stored).items()}

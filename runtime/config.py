@@ -226,6 +226,11 @@ class EngineConfig:
         object.__setattr__(self, "speculative_config", settled)
         if settled is not None and settled.tree_size is not None:
             self._check_tree(settled)
+        if settled is not None and settled.probabilistic and self.deterministic:
+            raise ConfigError(
+                f"deterministic is on, but speculative_config is {settled}: with drawn proposals tokens depend on "
+                "which steps were windows, and so on the batch: leave out --deterministic, or draft_sample_method"
+            )
         if settled is not None and self.data_parallel > 1 and settled.method in WITH_WEIGHTS:
             raise ConfigError(
                 f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: a drafter's own "

@@ -15,11 +15,10 @@ from typing import Any, Final
 FLAG: Final = "--speculative-config"
 MOST_SPECULATIVE_TOKENS: Final = 255  # a step has 256 tokens a row at most (LIMIT_RANGES in schedule/config.py)
 
-METHODS: Final = ("ngram", "mtp", "dflash", "synthetic")
+METHODS: Final = ("ngram", "mtp", "dflash", "eagle3", "synthetic")
 """Those that this build has. What others there are in vLLM, and are refused by name:"""
 MISSING_METHODS: Final = (
     "eagle",
-    "eagle3",
     "medusa",
     "mlp_speculator",
     "draft_model",
@@ -27,11 +26,12 @@ MISSING_METHODS: Final = (
     "ngram_gpu",
     "dspark",
 )
-WITH_WEIGHTS: Final = ("mtp", "dflash")  # methods that read a folder of weights: ``model``
+WITH_WEIGHTS: Final = ("mtp", "dflash", "eagle3")  # methods that read a folder of weights: ``model``
 WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the target's own folder
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
-BRANCHING: Final = ("mtp", "dflash", "synthetic")  # methods that have more than one token a place: ``tree_size``
+DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
+BRANCHING: Final = ("mtp", "dflash", "synthetic")  # methods whose guesses can be trees: ``tree_size``
 MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
 DEFAULT_TREE_TOP_K: Final = 8
 
@@ -45,13 +45,19 @@ class SpeculativeConfig:
     """The keys of --speculative-config. After construction none is left open that the method needs.
 
     method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beside the
-    model that guesses one token after the other, ``dflash`` a small model that guesses a block at once; ``synthetic``
-    proposes any tokens, of which a scripted number is kept: for measurements only.
+    model that guesses one token after the other, ``eagle3`` one that reads several layers of the model, ``dflash`` a
+    small model that guesses a block at once; ``synthetic`` proposes any tokens, of which a scripted number is kept: for
+    measurements only.
     model: folder of the drafter's weights, for methods that have some; without it ``mtp`` is a layer of the target's
     own checkpoint.
+    token_map: of methods with weights: the ids that the drafter guesses among, for a cheaper head: a file of them
+    (SGLang's --speculative-token-map), or a number for the first so many. None: all, or those of the drafter's folder.
     num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
     prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
     stands for both; without either both are 5.
+    draft_sample_method: ``greedy`` proposes what a drafter finds likeliest; ``probabilistic`` draws proposals of
+    requests that draw at random, and keeps them by rejection sampling with the probabilities of both: the distribution
+    is that without speculation, the tokens are not.
     rejection_sample_method: ``standard`` keeps what the target draws itself; ``synthetic`` keeps as many proposals as
     the rates say, whatever the target draws: the text means nothing, so only benchmarks take it.
     synthetic_acceptance_rates: of synthetic acceptance: the share of rounds in which the first, the first two, ... of
@@ -68,9 +74,11 @@ class SpeculativeConfig:
 
     method: str
     model: str | None = None
+    token_map: str | int | None = None
     num_speculative_tokens: int = None  # type: ignore[assignment]  # required; its absence is explained below
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
@@ -87,12 +95,14 @@ class SpeculativeConfig:
                 '"num_speculative_tokens": 4}'
             )
         self._check_model()
+        self._check_token_map()
         _check_whole("num_speculative_tokens", k, 1, MOST_SPECULATIVE_TOKENS)
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
         self._settle_lookup()
         self._settle_tree()
         self._settle_acceptance()
+        self._check_draft_sampling()
 
     def _check_method(self) -> None:
         if self.method in MISSING_METHODS:
@@ -108,10 +118,26 @@ class SpeculativeConfig:
 
     def _check_model(self) -> None:
         if self.method in WITH_WEIGHTS and self.method not in WITH_OWN_LAYER and self.model is None:
+            demo = f'"models/demo/{self.method}" for the demo model, or ' if self.method == "dflash" else ""
             raise SpeculativeConfigError(
                 f"{FLAG}: method {self.method!r} reads weights, but names no folder of them: type "
-                f'"model": "models/demo/{self.method}" for the demo model, or the folder of your drafter'
+                f'"model": {demo}the folder of your drafter'
             )
+
+    def _check_token_map(self) -> None:
+        if (given := self.token_map) is None:
+            return
+        if self.method not in WITH_WEIGHTS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: token_map is {given!r}, but method {self.method!r} has no head to make smaller: leave it out"
+            )
+        if isinstance(given, bool) or not isinstance(given, int | str) or given == "":
+            raise SpeculativeConfigError(
+                f"{FLAG}: token_map is {given!r}, but must be a file of token ids, or how many of the first ids there "
+                'are to be: type "token_map": 32768'
+            )
+        if isinstance(given, int):
+            _check_whole("token_map", given, 1, None)
 
     def _settle_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
@@ -144,6 +170,11 @@ class SpeculativeConfig:
                     f"{min(MOST_TREE_TOKENS, 2 * k + 2)}"
                 )
             return
+        if self.method in WITH_WEIGHTS and self.method not in BRANCHING:
+            raise SpeculativeConfigError(
+                f"{FLAG}: tree_size is {size!r}, but trees of method {self.method!r} are not built in: leave it out, "
+                f'or type "method": one of {", ".join(BRANCHING)}'
+            )
         if self.method not in BRANCHING:
             raise SpeculativeConfigError(
                 f"{FLAG}: tree_size is {size!r}, but method {self.method!r} has one token a place: leave it out, or "
@@ -215,6 +246,34 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "synthetic_acceptance_rates", tuple(float(rate) for rate in rates))
         object.__setattr__(self, "synthetic_acceptance_length", None)
+
+    def _check_draft_sampling(self) -> None:
+        if self.draft_sample_method not in DRAFT_SAMPLE_METHODS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is {self.draft_sample_method!r}, but must be one of "
+                f"{', '.join(DRAFT_SAMPLE_METHODS)}"
+            )
+        if self.probabilistic and self.method not in WITH_WEIGHTS:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is 'probabilistic', but method {self.method!r} has no probabilities to "
+                "draw from: leave it out"
+            )
+        if self.probabilistic and self.tree_size is not None:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is 'probabilistic', but tree_size is {self.tree_size}: rejection "
+                "sampling takes a chain of drawn proposals, and a tree has the likeliest of each place: leave one of "
+                "them out"
+            )
+        if self.probabilistic and self.synthetic:
+            raise SpeculativeConfigError(
+                f"{FLAG}: draft_sample_method is 'probabilistic', but rejection_sample_method 'synthetic', which keeps "
+                "proposals whatever their probabilities are: leave one of them out"
+            )
+
+    @property
+    def probabilistic(self) -> bool:
+        """Whether proposals are drawn, and kept by rejection sampling."""
+        return self.draft_sample_method == "probabilistic"
 
     @property
     def synthetic(self) -> bool:

@@ -24,9 +24,21 @@ def identity_of(config: EngineConfig, rendezvous: Rendezvous) -> Identity:
         world=rendezvous.topology.world,
         horizon=config.horizon or 0,  # None: settled before the first turn, from there on the same
         config=config.describe(),
-        model=model_digest(Path(config.model)),
+        model=weights_digest(config),
         code=code_digest(),
     )
+
+
+def weights_digest(config: EngineConfig) -> str:
+    """Of the model's folder, of the drafter's, and of the file of ids that it guesses among."""
+    speculation = config.speculation
+    parts = [model_digest(Path(config.model)).encode()]
+    if speculation is not None and speculation.model is not None:
+        parts.append(model_digest(Path(speculation.model)).encode())
+    if speculation is not None and isinstance(speculation.token_map, str):
+        file = Path(speculation.token_map)
+        parts.append(file.read_bytes() if file.is_file() else b"")
+    return parts[0].decode() if len(parts) == 1 else _digest(parts)
 
 
 def model_digest(folder: Path) -> str:

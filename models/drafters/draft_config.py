@@ -1,6 +1,6 @@
 """Configurations of drafters, read once from a drafter's config.json and checked against the target's.
 
-Knows: how DFlash and MTP checkpoints spell their facts, and which of their options are not implemented.
+Knows: how DFlash, MTP and EAGLE-3 checkpoints spell their facts, and which of their options are not implemented.
 Does not know: files of weights, how a drafter computes, who asks it.
 """
 
@@ -16,6 +16,13 @@ from models.config_reader import ConfigReader
 from models.registry import model_class
 
 DFLASH, MTP = "DFlashDraftModel", "MTPDraftModel"
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # as SpecForge and SGLang, and as vLLM write it
+_OTHER_EAGLE3 = (
+    *("norm_before_fc", "fc_norm", "bias", "tie_word_embeddings", "parallel_drafting", "ptd_token_id"),
+    *("use_moe", "num_experts", "use_mtp_layernorm"),
+)
+_ALWAYS = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")  # true where they stand
+_EAGLE_KEYS = frozenset(["eagle_aux_hidden_state_layer_ids", "next_layer_regular", *_ALWAYS])
 # What ModelConfig does not read of a drafter, or would refuse in a target.
 _OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
 OTHER_DRAFTERS = (
@@ -45,6 +52,7 @@ class DFlashConfig:
     """A block drafter. ``model``: its layers' sizes. ``target_layer_ids``: layers of the target, from 0, whose output
     it reads, in the order of its checkpoint. ``block_size``: most tokens of a block, the known first one included.
     ``views``: one a layer. ``target_layers``: of the model that it was trained for; None where its config is silent.
+    ``draft_vocab_size``: ids that it guesses among, where its config says so (draft_vocabulary.py).
     """
 
     model: ModelConfig
@@ -53,6 +61,7 @@ class DFlashConfig:
     block_size: int
     views: tuple[BlockView, ...]
     target_layers: int | None = None
+    draft_vocab_size: int | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> DFlashConfig:
@@ -90,7 +99,8 @@ class DFlashConfig:
         if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
             raise ValueError(f"'mask_token_id' must be a token id, not {mask!r}")
         read_own.flag("use_aux_hidden_state")
-        return cls(model, ids, mask, block_size, _views(config, own, model.layers), target_layers)
+        views = _views(config, own, model.layers)
+        return cls(model, ids, mask, block_size, views, target_layers, _draft_vocab_size(config))
 
     def check_target(self, target: ModelConfig) -> None:
         """ValueError, with both values, where it cannot draft for ``target``."""
@@ -117,7 +127,7 @@ class DFlashConfig:
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
     """One multi-token-prediction layer. ``model``: its sizes, those of the target where it is the target's own; with
-    experts its MLP is sparse. ``target_layers``: see DFlashConfig.
+    experts its MLP is sparse. ``target_layers``, ``draft_vocab_size``: see DFlashConfig.
 
     ``zero_centred``: the checkpoint has its norms' weights less 1; ``output_gate``: every head's result is gated. Both
     as in Qwen3-Next, whose keys are ``norm_zero_centered`` (ours: there it goes without saying) and
@@ -128,6 +138,7 @@ class MTPConfig:
     target_layers: int | None = None
     zero_centred: bool = False
     output_gate: bool = False
+    draft_vocab_size: int | None = None
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> MTPConfig:
@@ -172,7 +183,8 @@ class MTPConfig:
             )
         target_layers = read.size("num_target_layers") if config.get("num_target_layers") is not None else None
         model = _model_config({**config, "num_hidden_layers": 1})
-        return cls(model, target_layers, read.flag("norm_zero_centered"), read.flag("attn_output_gate"))
+        options = read.flag("norm_zero_centered"), read.flag("attn_output_gate")
+        return cls(model, target_layers, *options, _draft_vocab_size(config))
 
     def check_target(self, target: ModelConfig) -> None:
         """ValueError, with both values, where it cannot draft for ``target``."""
@@ -184,7 +196,113 @@ class MTPConfig:
             )
 
 
-Config = TypeVar("Config", DFlashConfig, MTPConfig)
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """An EAGLE-3 head. ``model``: its layer's sizes. ``layer_ids``: layers of the target, from 0, whose output it
+    reads, ascending; None: those of the paper (``layers_of``). ``norm_before_residual``: the layer adds to the normed
+    state. ``draft_vocab_size``: see DFlashConfig.
+    """
+
+    model: ModelConfig
+    layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    draft_vocab_size: int | None = None
+
+    @property
+    def features(self) -> int:
+        """Layers of the target that it reads."""
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
+    def layers_of(self, target_layers: int) -> tuple[int, ...]:
+        """Those of a target of so many layers. By default the second, the one before the middle, and the fourth last,
+        as in EAGLE, SGLang and vLLM, which name the layers that come behind these: 2, L // 2 and L - 3."""
+        return self.layer_ids or (1, target_layers // 2 - 1, target_layers - 4)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Eagle3Config:
+        """Read ``folder``/config.json. Raises ModelConfigError naming file and key."""
+        path, config = _read(folder)
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ModelConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Eagle3Config:
+        """From the parsed content of config.json. Raises ValueError."""
+        if config.get("architectures") not in [[name] for name in EAGLE3]:
+            raise ValueError(
+                f"'architectures' must be [{EAGLE3[0]!r}] for an EAGLE-3 head, not {config.get('architectures')!r}"
+            )
+        eagle = config.get("eagle_config") or {}
+        if not isinstance(eagle, dict):
+            raise ValueError(f"'eagle_config' must be an object, not {eagle!r}")
+        _refuse_other_heads(config, eagle)
+        read = ConfigReader(config)
+        model = _model_config({**config, "num_hidden_layers": 1})
+        ids = _aux_layers(config, eagle)
+        return cls(model, ids, read.flag("norm_before_residual"), _draft_vocab_size(config))
+
+    def check_target(self, target: ModelConfig) -> None:
+        """ValueError, with both values, where it cannot draft for ``target``."""
+        _check_shared(self.model, target, "EAGLE-3 head")
+        ids = self.layers_of(target.layers)
+        if sorted(set(ids)) != list(ids) or ids[0] < 0 or ids[-1] >= target.layers:
+            raise ValueError(
+                f"the EAGLE-3 head reads the target's layers {list(ids)}, but the target has {target.layers} layers, 0 "
+                f"to {target.layers - 1}; use the EAGLE-3 head made for this target"
+            )
+
+
+def _aux_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Under two keys that count differently: SGLang's, in ``eagle_config``, names the layers whose output is read; that
+    of vLLM's speculators, at the top level, the layers whose input is (so 0 is the embedding)."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    inner, outer = eagle.get(key), config.get(key)
+    if inner is not None and outer is not None:
+        raise ValueError(f"{key!r} stands at the top level ({outer}) and in 'eagle_config' ({inner}): leave one out")
+    if inner is not None:
+        return _layer_ids(inner, key)
+    if outer is None:
+        return None
+    if 0 in (ids := _layer_ids(outer, key)):
+        raise ValueError(f"{key!r} is {outer}, but the embedding (0) as a feature is not implemented")
+    return tuple(number - 1 for number in ids)
+
+
+def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:
+    """What an EAGLE-3 config may ask for and is not implemented, by name."""
+    layers = ConfigReader(config).size("num_hidden_layers", 1)
+    if layers != 1:
+        raise ValueError(f"'num_hidden_layers' is {layers}, but only EAGLE-3 heads of one layer are implemented")
+    hidden, wanted = config.get("hidden_size"), config.get("target_hidden_size")
+    if wanted is not None and wanted != hidden:
+        raise ValueError(
+            f"'target_hidden_size' is {wanted}, but 'hidden_size' {hidden}: only heads as wide as their target are "
+            "implemented"
+        )
+    for name in _OTHER_EAGLE3:
+        if config.get(name) or eagle.get(name):
+            raise ValueError(f"{name!r} is {config.get(name) or eagle.get(name)!r}, which is not implemented")
+    unknown = sorted(key for key, value in eagle.items() if value and key not in _EAGLE_KEYS)
+    if unknown:
+        raise ValueError(f"'eagle_config' has keys that are not understood: {', '.join(unknown)}")
+    for name in _ALWAYS:
+        if eagle.get(name) is False:
+            raise ValueError(f"{name!r} is false, but only EAGLE-3 heads with it are implemented")
+    if config.get("is_causal") is False:
+        raise ValueError("'is_causal' is false, which is not implemented")
+    types = config.get("layer_types") or []
+    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    if windowed or any(kind != "full_attention" for kind in types):
+        raise ValueError(
+            f"'sliding_window' is {config.get('sliding_window')!r}, but EAGLE-3 heads with a window are not implemented"
+        )
+    if ConfigReader(config).number("logit_scale", 1.0) != 1.0:
+        raise ValueError(f"'logit_scale' is {config['logit_scale']}, but only 1 is implemented")
+
+
+Config = TypeVar("Config", DFlashConfig, MTPConfig, Eagle3Config)
 
 
 def default_layer_ids(target_layers: int | None, layers: int) -> tuple[int, ...]:
@@ -220,6 +338,16 @@ def _model_config(config: Mapping[str, Any]) -> ModelConfig:
     if config.get("quantization_config"):
         raise ValueError("quantized drafters ('quantization_config') are not supported; use the bfloat16 checkpoint")
     return ModelConfig.from_dict({key: value for key, value in config.items() if key not in _OF_DRAFTERS})
+
+
+def _draft_vocab_size(config: Mapping[str, Any]) -> int | None:
+    """None where it guesses among all ids."""
+    if config.get("draft_vocab_size") is None:
+        return None
+    size, whole = ConfigReader(config).size("draft_vocab_size"), ConfigReader(config).size("vocab_size")
+    if size > whole:
+        raise ValueError(f"'draft_vocab_size' is {size}, but 'vocab_size' {whole}: a draft vocabulary is a part of it")
+    return size
 
 
 def _refuse_unimplemented(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -264,15 +392,15 @@ def _views(config: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
     )
 
 
-def _layer_ids(given: Any) -> tuple[int, ...]:
+def _layer_ids(given: Any, key: str = "target_layer_ids") -> tuple[int, ...]:
     if (
         not isinstance(given, list)
         or not given
         or any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in given)
     ):
-        raise ValueError(f"'target_layer_ids' must list layer numbers from 0, not {given!r}")
+        raise ValueError(f"{key!r} must list layer numbers from 0, not {given!r}")
     if sorted(set(given)) != given:
-        raise ValueError(f"'target_layer_ids' must ascend, which {given!r} does not")
+        raise ValueError(f"{key!r} must ascend, which {given!r} does not")
     return tuple(given)
 
 

@@ -1,26 +1,35 @@
 """From a drafter's folder to a drafter with every parameter filled, beside the target that it was made for.
 
-Knows: which class serves which kind of drafter. Does not know: how files are read (models/weights.py), who asks it.
+Knows: which class serves which kind of drafter, and which head it guesses with. Does not know: how files are read
+(models/weights.py), who asks it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+
+import torch
 
 from models.checkpoint import WeightsError, locate_tensors
 from models.config import ModelConfig
 from models.drafters.dflash import DFlashDraft
-from models.drafters.draft_config import OTHER_DRAFTERS, DFlashConfig, MTPConfig, for_lengths
+from models.drafters.draft_config import OTHER_DRAFTERS, DFlashConfig, Eagle3Config, MTPConfig, for_lengths
+from models.drafters.draft_head import DraftHead
+from models.drafters.draft_vocabulary import MAPS, TargetIds, mapped_ids
+from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MTPDraft
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.weights import fill
+from parallel.layers.embedding import LMHead
 
 MTP_PREFIX = "mtp."  # of an MTP layer's tensors among those of its target
+HEAD = "lm_head.weight"  # of a head over the draft vocabulary, in a drafter's folder
 
+AnyConfig = DFlashConfig | MTPConfig | Eagle3Config
 Draft = TypeVar("Draft", bound=CheckpointParts)
 
 
@@ -44,6 +53,25 @@ def load_mtp(
     config.check_target(target.config)
     lengths = for_lengths(config, target.config.max_length)
     return _filled(target, lambda context: MTPDraft(lengths, context), folder, load_format, seed)
+
+
+def load_eagle3(
+    target: Decoder, config: Eagle3Config, folder: str | Path | None, *, load_format: str = "safetensors", seed: int = 0
+) -> Eagle3Draft:
+    """This rank's share of an EAGLE-3 head's layer for ``target``, with an embedding where the folder holds one;
+    everything else as in ``load_dflash``."""
+    config.check_target(target.config)
+    lengths, own, but = for_lengths(config, target.config.max_length), False, (*MAPS, HEAD)
+    if load_format != "dummy" and folder is not None:
+        own = not {"embed_tokens.weight", "model.embed_tokens.weight"}.isdisjoint(locate_tensors(Path(folder)))
+    return fill(
+        lambda: Eagle3Draft(lengths, _context(target), own_embedding=own),
+        folder,
+        load_format=load_format,
+        device=target.final_norm.weight.device,
+        seed=seed,
+        but=but,
+    )
 
 
 def load_own_mtp(
@@ -88,6 +116,81 @@ def check_own_mtp(target: ModelConfig, folder: str | Path | None, *, load_format
     return config
 
 
+def own_draft_ids(
+    config: AnyConfig, folder: str | Path | None, vocab_size: int, *, load_format: str = "safetensors"
+) -> TargetIds | None:
+    """The target's ids that a drafter's own folder maps its draft ids to; None where it guesses among all.
+
+    Dummy drafters have the first ``draft_vocab_size`` of their config. Raises WeightsError.
+    """
+    said = config.draft_vocab_size
+    if load_format == "dummy" or folder is None:
+        return None if said is None else tuple(range(said))
+    ids = mapped_ids(locate_tensors(Path(folder)), vocab_size, said)
+    if ids is None and said is not None and said != vocab_size:
+        raise WeightsError(
+            f"{folder}: 'draft_vocab_size' is {said} of {vocab_size}, but no tensor 'd2t' says which ids these are"
+        )
+    return ids
+
+
+def load_head(
+    target: Decoder,
+    config: AnyConfig,
+    folder: str | Path | None,
+    chosen: Sequence[int] | None = None,
+    *,
+    load_format: str = "safetensors",
+    seed: int = 0,
+) -> DraftHead:
+    """What a drafter of the loaders here guesses with (of ``load_own_mtp``: ``folder`` None).
+
+    With ``chosen`` these rows of the target's head; else what the drafter's folder says: ids of its own, by a head of
+    its own or by the target's; else the target's head, whole. Called by all ranks together. Raises WeightsError.
+    """
+    ids = own_draft_ids(config, folder, target.config.vocab_size, load_format=load_format)
+    if ids is not None and chosen is not None:
+        raise WeightsError(
+            f"token_map names {len(chosen)} ids, but the drafter in {folder} guesses among {len(ids)} of its own "
+            f"('d2t', 'draft_vocab_size'): leave token_map out"
+        )
+    ids = ids if chosen is None else tuple(chosen)
+    if load_format == "dummy" or folder is None or HEAD not in locate_tensors(Path(folder)):
+        return DraftHead.of_target(target) if ids is None else DraftHead.rows_of(target, ids)
+    if chosen is not None:
+        raise WeightsError(
+            f"token_map names {len(chosen)} ids, but the drafter in {folder} has a head of its own ({HEAD!r}): leave "
+            "token_map out"
+        )
+    hidden, device = target.config.hidden_size, target.final_norm.weight.device
+    size = target.config.vocab_size if ids is None else len(ids)
+    parts = fill(
+        lambda: _OwnHead(size, hidden, _context(target)),
+        folder,
+        load_format=load_format,
+        device=device,
+        seed=seed,
+        prefix=HEAD,
+    )
+    ids_V = None if ids is None else torch.tensor(ids, dtype=torch.int64, device=device)
+    return DraftHead.of_head(parts.lm_head, ids_V, target)
+
+
+class _OwnHead(CheckpointParts):
+    """The head that a drafter's folder holds over its draft vocabulary."""
+
+    checkpoint_names: ClassVar = {"lm_head": "lm_head"}
+
+    def __init__(self, size: int, hidden: int, context: ModelContext) -> None:
+        super().__init__()
+        self.dtype = context.dtype
+        self.lm_head = LMHead(size, hidden, context)
+
+
+def _context(target: Decoder) -> ModelContext:
+    return ModelContext(target.collectives, target.kernels, target.dtype, target.expert_split)
+
+
 def _filled(
     target: Decoder,
     make: Callable[[ModelContext], Draft],
@@ -96,6 +199,18 @@ def _filled(
     seed: int,
     prefix: str = "",
 ) -> Draft:
-    context = ModelContext(target.collectives, target.kernels, target.dtype, target.expert_split)
-    device = target.final_norm.weight.device
-    return fill(lambda: make(context), folder, load_format=load_format, device=device, seed=seed, prefix=prefix)
+    context, device = _context(target), target.final_norm.weight.device
+    return fill(
+        lambda: make(context),
+        folder,
+        load_format=load_format,
+        device=device,
+        seed=seed,
+        prefix=prefix,
+        but=(*MAPS, HEAD) if _maps_ids(folder, load_format) else (),
+    )
+
+
+def _maps_ids(folder: str | Path | None, load_format: str) -> bool:
+    """Whether a drafter's folder has tensors of a draft vocabulary (``load_head``) beside the drafter's."""
+    return load_format != "dummy" and folder is not None and MAPS[0] in locate_tensors(Path(folder))

@@ -113,6 +113,13 @@ class MTPDraft(CheckpointParts):
         x_TN, residual_TN = self.layers[0](self._joined(embedded_TN, hidden_TN), None, step, kv_layer)
         return self.norm.add(x_TN, residual_TN)[0]
 
+    def step(
+        self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden states for the head, states for the next guess): twice what ``forward`` returns."""
+        found_TN = self(embedded_TN, hidden_TN, inputs, kv_layer)
+        return found_TN, found_TN
+
     def _joined(self, embedded_TN: Tensor, hidden_TN: Tensor) -> Tensor:
         """The embedding first, the hidden state second, as in every known checkpoint."""
         both = (self.embedding_norm.add(embedded_TN, None)[0], self.hidden_norm.add(hidden_TN, None)[0])

@@ -25,12 +25,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.weight = _vocab_parameter(self.vocab, hidden_size, placement)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        if self.vocab.size == 1:
-            return F.embedding(token_ids_T, self.weight)
-        local_T = token_ids_T - self.vocab.start
-        foreign_T = (local_T < 0) | (local_T >= self.vocab.rows)
-        x_TN = F.embedding(local_T.masked_fill(foreign_T, 0), self.weight)
-        return self.placement.collectives.all_reduce(x_TN.masked_fill(foreign_T.unsqueeze(-1), 0.0))
+        return _rows(self.weight, self.vocab, token_ids_T, self.placement.collectives)
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": along_rows(self.weight[: self.vocab.rows], self.vocab.vocab_size, self.vocab.start)}
@@ -57,6 +52,10 @@ class LMHead(ShardedModule):
             logits_RV[:, self.vocab.rows :] = float("-inf")
         return logits_RV
 
+    def rows(self, token_ids_T: Tensor) -> Tensor:
+        """The rows of these ids (int64) on every rank, [T, N]. One all-reduce if ranks are several."""
+        return _rows(self.weight, self.vocab, token_ids_T, self.placement.collectives)
+
     def shards(self) -> dict[str, Shard]:
         if self.tied:
             return {}
@@ -66,6 +65,16 @@ class LMHead(ShardedModule):
 def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
     """All-gathers local logits [R, V_local] -> [R, V] in token-id order on every rank, without padding."""
     return collectives.all_gather(local_RV)[..., :vocab_size]
+
+
+def _rows(weight_VN: Tensor, vocab: VocabShard, token_ids_T: Tensor, collectives: Collectives) -> Tensor:
+    """[T, N], of a matrix with a row a token id, of which each rank has some."""
+    if vocab.size == 1:
+        return F.embedding(token_ids_T, weight_VN)
+    local_T = token_ids_T - vocab.start
+    foreign_T = (local_T < 0) | (local_T >= vocab.rows)
+    x_TN = F.embedding(local_T.masked_fill(foreign_T, 0), weight_VN)
+    return collectives.all_reduce(x_TN.masked_fill(foreign_T.unsqueeze(-1), 0.0))
 
 
 def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> nn.Parameter:

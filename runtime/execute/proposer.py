@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from models.inputs import StepInputs
 from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import TRASH_BLOCK
@@ -58,12 +60,15 @@ class Proposed(NamedTuple):
 
     ``limit_B`` (integers) or None: most tokens that each row may gain, guesses or not. ``scripted_B`` (integers, 0..Q)
     or None: so many guesses are kept whatever the target draws. That changes the text, so only benchmarks ask for it.
+    ``drafted`` or None: what the guesses were drawn from, for rejection sampling; without it they are compared with the
+    target's own draws.
     """
 
     tokens_BQ: Tensor
     limit_B: Tensor | None = None
     scripted_B: Tensor | None = None
     parents_BQ: Tensor | None = None
+    drafted: Drafted | None = None
 
 
 class Advanced(NamedTuple):
@@ -162,6 +167,15 @@ class BranchingProposer(Proposer, Protocol):
 
     def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
         """The ``top_k`` likeliest tokens at each of ``count`` places; otherwise as ``propose``."""
+        ...
+
+
+@runtime_checkable
+class DrawingProposer(Proposer, Protocol):
+    """One that can draw its guesses, and say from what. Never trees: rejection sampling goes along a chain."""
+
+    def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
+        """As ``propose``, for a step whose rows are served by ``variant``, which is random."""
         ...
 
 

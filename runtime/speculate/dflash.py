@@ -18,36 +18,32 @@ from torch import Tensor
 
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig
+from models.drafters.draft_head import DraftHead
 from models.inputs import StepInputs
-from runtime.execute.proposer import Candidates, Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.likeliest import likeliest, likeliest_few
+from runtime.speculate.guesses import Drafter, Guesses
 
 
-class DFlashProposer:
-    """``draft``: this rank's share, for the parts' model. ValueError for windows wider than its blocks."""
+class DFlashProposer(Drafter):
+    """``draft``: this rank's share, for the parts' model. ``head``: what it guesses with; by default the model's.
+
+    ValueError for windows wider than its blocks.
+    """
 
     name = "dflash"
     reads_hidden = False
 
-    def __init__(self, parts: ProposerParts, draft: DFlashDraft) -> None:
+    def __init__(self, parts: ProposerParts, draft: DFlashDraft, head: DraftHead | None = None) -> None:
         require_blocks(draft.config, parts.limits.width)
         self.layers: tuple[int, ...] = draft.config.target_layer_ids
         self._model, self._tables, self._draft = parts.model, parts.tables, draft
+        self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
 
-    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        guessing_RN = self._guessing(rows_B, columns, count)
-        return Proposed(likeliest(self._model, guessing_RN).view(len(rows_B), count))
-
-    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
-        found = likeliest_few(self._model, self._guessing(rows_B, columns, count), top_k)
-        return Candidates(*(part.view(len(rows_B), count, top_k) for part in found))
-
-    def _guessing(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Tensor:
-        """Final-normed hidden states [B * count, N] of a block's mask tokens."""
+    def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
         width = count + 1
         offsets_W = torch.arange(width, device=rows_B.device)
@@ -60,8 +56,8 @@ class DFlashProposer:
             rows.attention(rows.length_B - 1 + width, width),
         )
         hidden_TN = self._draft(self._model.embedding(tokens_T), inputs, self._caches)
-        guessing_RN: Tensor = hidden_TN.view(len(rows_B), width, -1)[:, 1:].reshape(len(rows_B) * count, -1)
-        return guessing_RN
+        guesses.take(hidden_TN.view(len(rows_B), width, -1)[:, 1:])
+        return guesses.proposed()
 
     def observe(self, observed: Observed) -> None:
         assert observed.features_TF is not None

@@ -13,12 +13,25 @@ from typing import NamedTuple, TypedDict
 
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.dflash import DFlashDraft
-from models.drafters.draft_config import DFlashConfig, MTPConfig
-from models.drafters.load import check_own_mtp, load_dflash, load_mtp, load_own_mtp
+from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
+from models.drafters.draft_head import DraftHead
+from models.drafters.draft_vocabulary import TargetIds, chosen_ids
+from models.drafters.eagle3 import Eagle3Draft
+from models.drafters.load import (
+    check_own_mtp,
+    load_dflash,
+    load_eagle3,
+    load_head,
+    load_mtp,
+    load_own_mtp,
+    own_draft_ids,
+)
 from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
 from runtime.execute.proposer import BranchingProposer, MakeProposer, Proposer, ProposerParts
 from runtime.speculate.dflash import DFlashProposer, require_blocks
+from runtime.speculate.eagle3 import Eagle3Proposer
+from runtime.speculate.guesses import Drafter, drawing
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculate.synthetic import AnyTokens, scripted
@@ -34,12 +47,15 @@ def check_drafter(
     load_format: str = "safetensors",
 ) -> None:
     """Before anything is loaded: ModelConfigError where the drafter's config.json is not one, or is of another target;
-    SpeculativeConfigError where it cannot guess as many tokens, or where ``config`` names no drafter and the target's
-    folder holds none.
+    SpeculativeConfigError where it cannot guess as many tokens, or not among the ids that it shall, or among fewer than
+    a place of a tree has, or where ``config`` names no drafter and the target's folder holds none. WeightsError where
+    it has a tree and its map of draft ids is not one.
     """
     if config.method not in _CONFIGS:
         return
+    chosen = _chosen(config, target.vocab_size)
     if config.model is None:
+        _check_top_k(config, chosen)
         try:
             check_own_mtp(target, target_folder, load_format=load_format)
         except ValueError as error:
@@ -58,6 +74,9 @@ def check_drafter(
             require_blocks(drafter, config.width)
         except ValueError as error:
             raise SpeculativeConfigError(str(error)) from error
+    if config.tree_size is not None and chosen is None:
+        chosen = own_draft_ids(drafter, folder, target.vocab_size, load_format=load_format)
+    _check_top_k(config, chosen)
 
 
 def proposer_for(
@@ -71,16 +90,19 @@ def proposer_for(
     """
     weights = _Weights(target_folder, load_format, seed)
     make: MakeProposer
-    if config.tree_size is None:
-        make = _MAKERS[config.method](config, weights)
-    else:
+    if config.tree_size is not None:
         assert config.tree_top_k is not None  # a checked config has both
         make = branching(_BRANCHING[config.method](config, weights), config.tree_top_k)
+    elif config.probabilistic:
+        make = drawing(_DRAFTERS[config.method](config, weights))
+    else:
+        make = _MAKERS[config.method](config, weights)
     rates = config.synthetic_acceptance_rates
     return scripted(make, rates) if config.synthetic and rates is not None else make
 
 
 _MakeBranching = Callable[[ProposerParts], BranchingProposer]
+_MakeDrafter = Callable[[ProposerParts], Drafter]
 
 
 class _How(TypedDict):
@@ -101,6 +123,25 @@ def _folder(config: SpeculativeConfig) -> Path:
     return Path(config.model)
 
 
+def _chosen(config: SpeculativeConfig, vocab_size: int) -> TargetIds | None:
+    """The ids that a drafter shall guess among; None where all, or where its folder says."""
+    if config.token_map is None:
+        return None
+    try:
+        return chosen_ids(config.token_map, vocab_size)
+    except ValueError as error:
+        raise SpeculativeConfigError(f"--speculative-config: {error}") from error
+
+
+def _check_top_k(config: SpeculativeConfig, ids: TargetIds | None) -> None:
+    """``ids``: those that the drafter guesses among; None: all the target's, with which runtime/build.py compares."""
+    if ids is not None and config.tree_top_k is not None and config.tree_top_k > len(ids):
+        raise SpeculativeConfigError(
+            f"--speculative-config: tree_top_k is {config.tree_top_k}, but the drafter guesses among {len(ids)} ids: "
+            f'type "tree_top_k": {len(ids)} or less'
+        )
+
+
 def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     assert low is not None  # a checked config has both
@@ -112,38 +153,67 @@ def _ngram(config: SpeculativeConfig, weights: _Weights) -> MakeProposer:
     return make
 
 
-def _mtp(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
+def _mtp(config: SpeculativeConfig, weights: _Weights) -> _MakeDrafter:
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
-    def load(target: Decoder) -> MTPDraft:
+    def load(target: Decoder) -> tuple[MTPDraft, DraftHead]:
+        chosen = _chosen(config, target.config.vocab_size)
         if config.model is None:
-            return load_own_mtp(target, weights.target_folder, **how)
+            own = load_own_mtp(target, weights.target_folder, **how)
+            return own, load_head(target, own.config, None, chosen, **how)
         folder = _folder(config)
-        return load_mtp(target, MTPConfig.from_folder(folder), folder, **how)
+        drafter = MTPConfig.from_folder(folder)
+        return load_mtp(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: MTPProposer(parts, load(parts.model))
+    return lambda parts: MTPProposer(parts, *load(parts.model))
 
 
-def _dflash(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
+def _dflash(config: SpeculativeConfig, weights: _Weights) -> _MakeDrafter:
     folder = _folder(config)
     how: _How = {"load_format": weights.load_format, "seed": weights.seed}
 
     @cache
-    def load(target: Decoder) -> DFlashDraft:
-        return load_dflash(target, DFlashConfig.from_folder(folder), folder, **how)
+    def load(target: Decoder) -> tuple[DFlashDraft, DraftHead]:
+        drafter, chosen = DFlashConfig.from_folder(folder), _chosen(config, target.config.vocab_size)
+        return load_dflash(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
 
-    return lambda parts: DFlashProposer(parts, load(parts.model))
+    return lambda parts: DFlashProposer(parts, *load(parts.model))
+
+
+def _eagle3(config: SpeculativeConfig, weights: _Weights) -> _MakeDrafter:
+    folder = _folder(config)
+    how: _How = {"load_format": weights.load_format, "seed": weights.seed}
+
+    @cache
+    def load(target: Decoder) -> tuple[Eagle3Draft, DraftHead]:
+        drafter, chosen = Eagle3Config.from_folder(folder), _chosen(config, target.config.vocab_size)
+        return load_eagle3(target, drafter, folder, **how), load_head(target, drafter, folder, chosen, **how)
+
+    return lambda parts: Eagle3Proposer(parts, *load(parts.model))
 
 
 def _any_tokens(config: SpeculativeConfig, weights: _Weights) -> _MakeBranching:
     return AnyTokens
 
 
-_CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig]] = {"mtp": MTPConfig, "dflash": DFlashConfig}
+_CONFIGS: dict[str, type[MTPConfig] | type[DFlashConfig] | type[Eagle3Config]] = {
+    "mtp": MTPConfig,
+    "dflash": DFlashConfig,
+    "eagle3": Eagle3Config,
+}
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeDrafter]] = {
+    "mtp": _mtp,
+    "dflash": _dflash,
+    "eagle3": _eagle3,
+}
 _BRANCHING: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeBranching]] = {
     "mtp": _mtp,
     "dflash": _dflash,
     "synthetic": _any_tokens,
 }
-_MAKERS: dict[str, Callable[[SpeculativeConfig, _Weights], MakeProposer]] = {"ngram": _ngram, **_BRANCHING}
+_MAKERS: dict[str, Callable[[SpeculativeConfig, _Weights], MakeProposer]] = {
+    "ngram": _ngram,
+    **_DRAFTERS,
+    "synthetic": _any_tokens,
+}

@@ -16,76 +16,96 @@ computed it, whatever follows in the other: that changes which tokens are guesse
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout, SlotState, StateBanks
+from models.drafters.draft_head import DraftHead
 from models.drafters.mtp import MTPDraft
 from models.inputs import StepInputs
-from runtime.execute.proposer import Candidates, Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_rows import DraftRows
-from runtime.speculate.likeliest import likeliest, likeliest_few
+from runtime.speculate.guesses import Drafter, Guesses
 
 
-class MTPProposer:
-    """``draft``: this rank's share of the layer, for the parts' model."""
+class ChainDraft(Protocol):
+    """A drafter that reads a token and a state of the token before it: models/drafters/mtp.py, eagle3.py."""
 
-    name = "mtp"
+    cos_sin_LR: Tensor
+
+    @property
+    def cache_layout(self) -> CacheLayout: ...
+
+    def append(
+        self, embedded_TN: Tensor, hidden_TN: Tensor, positions_T: Tensor, kv_slots_T: Tensor, kv_layer: Tensor
+    ) -> None: ...
+
+    def step(
+        self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ChainProposer(Drafter):
+    """What guesses one token after the other. ``embed``: of tokens that it reads. A subclass says which states."""
+
+    name: str
     layers: tuple[int, ...] = ()
-    reads_hidden = True
+    reads_hidden: bool
 
-    def __init__(self, parts: ProposerParts, draft: MTPDraft) -> None:
-        self._model, self._tables, self._draft = parts.model, parts.tables, draft
+    def __init__(
+        self, parts: ProposerParts, draft: ChainDraft, head: DraftHead | None, embed: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._tables, self._draft, self._embed = parts.tables, draft, embed
+        self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         state = SlotState({"hidden": ((parts.model.config.hidden_size,), parts.model.dtype)})
         kv_layer, banks = parts.pool.allocate(draft.cache_layout + CacheLayout((state,)))
         self._kv_layer = cast(Tensor, kv_layer)
         self._hidden_SN = cast(StateBanks, banks)["hidden"]
 
-    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        guesses: list[Tensor] = []
+    @abstractmethod
+    def states(self, observed: Observed) -> Tensor:
+        """[T, N]: what the drafter reads of the tokens that were observed, as a tensor of its own or not."""
 
-        def guess(hidden_BN: Tensor) -> Tensor:
-            guesses.append(likeliest(self._model, hidden_BN))
-            return guesses[-1]
-
-        self._ask(rows_B, columns, count, guess)
-        return Proposed(torch.stack(guesses, 1))
-
-    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
-        """Of each place behind the likeliest tokens before it, whichever of them a path takes."""
-        found: list[tuple[Tensor, Tensor]] = []
-
-        def guess(hidden_BN: Tensor) -> Tensor:
-            found.append(likeliest_few(self._model, hidden_BN, top_k))
-            return found[-1][0][:, 0]
-
-        self._ask(rows_B, columns, count, guess)
-        ids, logprobs = zip(*found, strict=True)
-        return Candidates(torch.stack(ids, 1), torch.stack(logprobs, 1))
-
-    def _ask(self, rows_B: Tensor, columns: SlotColumns, count: int, guess: Callable[[Tensor], Tensor]) -> None:
-        """``guess``: from the layer's state [B, N] at each of ``count`` places in turn, the token [B] to go on with."""
+    def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
+        """Each place is behind the token that ``guesses`` goes on with, of the place before: where it has several, one
+        of them, whichever a path takes."""
         rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
-        hidden_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
+        state_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
         for number in range(count):
             kv_slots_B = rows.kv_slots(number - 1) if number else rows.trash_slots()
             attention = rows.attention(rows.length_B - 1 + number, 1)
             inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention, real_T=rows.live_B)
-            hidden_BN = self._draft(self._model.embedding(token_B), hidden_BN, inputs, self._kv_layer)
-            token_B = guess(hidden_BN)
+            hidden_BN, state_BN = self._draft.step(self._embed(token_B), state_BN, inputs, self._kv_layer)
+            token_B = guesses.take(hidden_BN[:, None])[:, 0]
+        return guesses.proposed()
 
     def observe(self, observed: Observed) -> None:
-        hidden_TN = observed.hidden_TN
-        assert hidden_TN is not None
-        followed_TN = self._model.embedding(observed.next_ids_T)
+        state_TN = self.states(observed)
+        followed_TN = self._embed(observed.next_ids_T)
         positions_T, kv_slots_T = observed.inputs.positions_T, observed.kept_kv_slots_T
-        self._draft.append(followed_TN, hidden_TN, positions_T, kv_slots_T, self._kv_layer)
+        self._draft.append(followed_TN, state_TN, positions_T, kv_slots_T, self._kv_layer)
         if (advanced := observed.advanced) is not None:
             old_BN = self._hidden_SN.index_select(0, advanced.rows_B)
-            new_BN = hidden_TN.index_select(0, advanced.last_B)
+            new_BN = state_TN.index_select(0, advanced.last_B)
             self._hidden_SN.index_copy_(0, advanced.rows_B, torch.where(advanced.gained_B[:, None], new_BN, old_BN))
+
+
+class MTPProposer(ChainProposer):
+    """``draft``: this rank's share of the layer, for the parts' model. ``head``: what it guesses with; by default the
+    model's."""
+
+    name = "mtp"
+    reads_hidden = True
+
+    def __init__(self, parts: ProposerParts, draft: MTPDraft, head: DraftHead | None = None) -> None:
+        super().__init__(parts, draft, head, parts.model.embedding)
+
+    def states(self, observed: Observed) -> Tensor:
+        assert observed.hidden_TN is not None
+        return observed.hidden_TN

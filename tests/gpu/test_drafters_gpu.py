@@ -7,6 +7,7 @@ In float32 they keep as many guesses as on a CPU, but for near-ties; in bfloat16
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,23 @@ def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
         assert engine.counters["chain_breaks{start}"] == 1
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_eagle3_head_without_weights_leaves_the_golden_tokens(depth: int, tmp_path: Path) -> None:
+    """Its guesses are bad, and nothing of them reaches a text; a draft vocabulary of 1,000 ids."""
+    sizes = json.loads((DEMO / "mtp" / "config.json").read_text(encoding="utf-8"))
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 1000, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | own | layers), encoding="utf-8")
+    keys = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    proposer = proposer_for(speculative_config(keys), load_format="dummy")
+    with rig_of("mtp", torch.float32, depth=depth, proposer=proposer) as engine:
+        finished = run(engine, asked())
+        engine.stop()
+        assert engine.counters["spec_num_drafts"] > 0
+        assert engine.counters["graph_captures_after_warmup"] == 0
+    assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
+
+
 def own_layer(family: str, dtype: torch.dtype, depth: int = 2) -> Any:
     """A hybrid and its own MTP layer, k = 3; both with dummy weights."""
     keys = {"method": "mtp", "num_speculative_tokens": 3}
@@ -122,3 +140,22 @@ def test_a_round_with_a_hybrids_own_layer_does_not_synchronise(family: str) -> N
             engine.step()
         assert engine.counters["graph_captures_after_warmup"] == 0
         assert engine.counters["device_allocs_after_warmup"] == 0
+
+
+@pytest.mark.parametrize("method", WIDEST)
+def test_drawn_guesses_give_the_same_tokens_at_every_depth(method: str) -> None:
+    """draft_sample_method probabilistic over captured steps, with filters; a rank alone."""
+    requests = [
+        request(i, range(3 + i, 20 + i), max_tokens=60, stops=(), temperature=0.8, top_k=50, top_p=0.95)
+        for i in range(6)
+    ]
+    answers = []
+    for depth in (0, 2):
+        keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
+        proposer = proposer_for(speculative_config({**keys, "draft_sample_method": "probabilistic"}))
+        with rig_of(method, torch.float32, depth=depth, proposer=proposer) as engine:
+            finished = run(engine, requests)
+            engine.stop()
+            assert engine.counters["spec_num_accepted_tokens"] > 0
+        answers.append({i: list(one.token_ids) for i, one in finished.items()})
+    assert sum(answers[0][i] != answers[1][i] for i in answers[0]) <= 1, "near-ties apart"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute.sampling import counter_rng, exact_math, logit_edits, logprobs, sampler
+from runtime.execute.sampling import counter_rng, exact_math, logit_edits, logprobs, rejection, sampler
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -57,7 +57,7 @@ needs_cuda = pytest.mark.skipif(INTERPRETED, reason="about the device, not the a
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which the sampler would otherwise give to torch."""
     if INTERPRETED:
-        for module in (sampler, logprobs):
+        for module in (sampler, logprobs, rejection):
             monkeypatch.setattr(module, "kernels_for", lambda tensor: triton_kernels())
 
 
@@ -169,6 +169,32 @@ def test_tokens_and_verdicts_of_edited_rows_are_those_of_the_cpu(vocab: int) -> 
     assert verdict.finish_B.tolist() == wanted_verdict.finish_B.tolist()
 
 
+@pytest.mark.parametrize("vocab", VOCABS[1:])
+@pytest.mark.parametrize("features", VARIANTS[1:], ids=["random", "filters", "all"])
+def test_drawn_guesses_and_their_windows_are_those_of_the_cpu(vocab: int, features: SamplingVariant) -> None:
+    """Windows of two tokens: a guess drawn from one row's logits, looked at with another's. Guesses among some ids."""
+    logits, rows, seen = _mixture(vocab, vocab)
+    logits[2], logits[4, 1] = logits[3], float("nan")  # where the drafter is the target, nothing is left of a residual
+    ids = torch.arange(0, vocab, 2)
+
+    def drawn(device: str) -> list[list[int]]:
+        there, whole = _moved(rows, device), logits.to(device)
+        of_windows = there.select(torch.arange(0, ROWS, 2, device=device))
+        draft = whole.roll(-1, 0)[::2][:, ids.to(device)]
+        index_B, probs_BD = rejection.draw_guesses(draft, ids.to(device), of_windows, features)
+        drafted = rejection.Drafted(probs_BD[:, None], index_B[:, None], ids.to(device))
+        proposals_BQ = ids.to(device)[index_B][:, None]
+        counts = SeenTokens(seen.counts.to(device), seen.prompt.to(device))
+        draw = rejection.draw_window(whole, there, features, proposals_BQ, drafted, counts)
+        return [index_B.tolist(), draw.token_B.tolist(), draw.ok_B.tolist()]
+
+    found = drawn(DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sampler, rejection):
+            patch.setattr(module, "kernels_for", lambda tensor: None)
+        assert found == drawn("cpu")
+
+
 def _split(logits: torch.Tensor, rows: SamplingInputs, features: SamplingVariant, tp: int) -> Draw:
     """The draw of ``tp`` ranks, each with a share of the vocabulary."""
     vocab = logits.shape[1]
@@ -238,7 +264,7 @@ KINDS = ["normal", "tied", "equal", "flat", "bimodal", "peaked", "masked", "desc
 def _survivors(logits: torch.Tensor, params: list[SamplingParams]) -> None:
     """Thresholds and draws of the kernels against the sort's."""
     rows, features = rows_for(params, range(len(params))), SamplingVariant(random=True, filters=True)
-    scaled = sampler._scaled(logits, rows, features)
+    scaled = sampler.scaled(logits, rows, features)
     threshold, largest = survival_threshold(scaled, rows)
     moved = _moved(rows, DEVICE)
     columns = (moved.temperature, moved.top_k, moved.top_p, moved.min_p, moved.seed, moved.position)

@@ -18,6 +18,7 @@ from runtime.speculative_config import (
 )
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 SCRIPTED = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.9, 0.5, 0.5]}
 
 
@@ -63,6 +64,11 @@ def test_rates_follow_from_a_length() -> None:
         ({**NGRAM, "num_speculative_tokens": True}, "is True, but must be a whole number"),
         ({"method": "ngram"}, "names no num_speculative_tokens"),
         ({**NGRAM, "method": "grep"}, f"method is 'grep', but must be one of {', '.join(METHODS)}"),
+        ({**NGRAM, "token_map": 100}, "token_map is 100, but method 'ngram' has no head to make smaller"),
+        ({**MTP, "token_map": 0}, "token_map is 0, but must be at least 1"),
+        ({**MTP, "token_map": ""}, "token_map is '', but must be a file of token ids, or how many"),
+        ({**MTP, "token_map": True}, "token_map is True, but must be a file of token ids"),
+        ({**MTP, "token_map": [1]}, 'type "token_map": 32768'),
         ({**NGRAM, "model": "drafter"}, "method 'ngram' has no weights: leave model out"),
         (
             {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
@@ -72,6 +78,17 @@ def test_rates_follow_from_a_length() -> None:
         ({**SCRIPTED, "prompt_lookup_min": 1}, "method 'synthetic' looks nothing up"),
         ({**NGRAM, "disable_by_batch_size": -1}, "disable_by_batch_size is -1, but must be at least 0"),
         ({**NGRAM, "synthetic_acceptance_length": 2}, "proposals are kept where the target draws them"),
+        ({**MTP, "draft_sample_method": "gumbel"}, "is 'gumbel', but must be one of greedy, probabilistic"),
+        ({**NGRAM, "draft_sample_method": "probabilistic"}, "method 'ngram' has no probabilities to draw from"),
+        (
+            {
+                **MTP,
+                "draft_sample_method": "probabilistic",
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2,
+            },
+            "but rejection_sample_method 'synthetic'",
+        ),
         ({**NGRAM, "rejection_sample_method": "typical"}, "must be one of standard, synthetic"),
         ({**SCRIPTED, "synthetic_acceptance_rates": None}, "and neither is given"),
         ({**SCRIPTED, "synthetic_acceptance_length": 2}, "and both are given"),
@@ -104,6 +121,14 @@ def test_plain_options_fill_in_and_may_not_contradict() -> None:
     assert merged_speculation(None, dict.fromkeys(plain)) is None
     with pytest.raises(SpeculativeConfigError, match="says method 'ngram', but --speculative-method 'synthetic'"):
         merged_speculation(json.dumps(NGRAM), {**plain, "method": "synthetic"})
+
+
+def test_drawn_proposals_and_deterministic_exclude_each_other() -> None:
+    drawn = {**MTP, "draft_sample_method": "probabilistic"}
+    assert str(speculative_config(drawn)).count("probabilistic") == 1
+    with pytest.raises(ConfigError, match=r"deterministic is on.*leave out --deterministic, or draft_sample_method"):
+        EngineConfig(model="m", device="cpu", speculative_config=drawn, deterministic=True)
+    EngineConfig(model="m", device="cpu", speculative_config=drawn)
 
 
 def test_scripted_acceptance_gives_nobody_a_text() -> None:

@@ -2,7 +2,8 @@
 
 Knows: the rule. Row j of a window saw proposals 1..j, so its draw counts if all of them are what the rows before it
 drew. Because a draw is a function of (seed, position, logits), the tokens are those of one-token steps (lossless
-speculative decoding with a point-mass proposer; Leviathan et al. 2023 with exact matches).
+speculative decoding with a point-mass proposer; Leviathan et al. 2023 with exact matches). Draws by rejection sampling
+(rejection.py) are those proposals where these are kept, and others where not, so the same rule serves them.
 Does not know: who proposed, slots, the model. Graph-safe: fixed shapes, nothing is read by the host.
 """
 

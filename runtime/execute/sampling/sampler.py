@@ -270,31 +270,55 @@ def _scores(
     edits: RowEdits | None,
 ) -> tuple[Tensor, Tensor]:
     """Float32 scores (behind edits, penalties, mask and temperature) without and with noise, in torch."""
+    scaled_BV = scaled(_shaped_in_torch(logits_BV, vocab_start, rows, features, seen, edits), rows, features)
+    return scaled_BV, scaled_BV + _noise(scaled_BV, vocab_start, rows) if features.random else scaled_BV
+
+
+def shaped(
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None = None,
+    edits: RowEdits | None = None,
+) -> Tensor:
+    """Logits behind edits, penalties and the min_tokens mask, before temperature and filters."""
+    if (kernels := kernels_for(logits_BV)) is not None:
+        return _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
+    return _shaped_in_torch(logits_BV, vocab_start, rows, features, seen, edits)
+
+
+def _shaped_in_torch(
+    logits_BV: Tensor,
+    vocab_start: int,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    seen: SeenTokens | None,
+    edits: RowEdits | None,
+) -> Tensor:
     logits_BV = logits_BV.to(torch.float32)
     if features.edits and edits is not None:
         logits_BV = edit_logits(logits_BV, edits, vocab_start)
     if features.penalties and seen is not None:
         logits_BV = apply_penalties(logits_BV, seen, rows)
-    if features.min_tokens:
-        logits_BV = mask_stop_ids(logits_BV, rows, vocab_start)
-    scaled_BV = _scaled(logits_BV, rows, features)
-    return scaled_BV, scaled_BV + _noise(scaled_BV, vocab_start, rows) if features.random else scaled_BV
+    return mask_stop_ids(logits_BV, rows, vocab_start) if features.min_tokens else logits_BV
 
 
-def _is_random(rows: SamplingInputs) -> Tensor:
+def is_random(rows: SamplingInputs) -> Tensor:
+    """bool [B]: not greedy."""
     return rows.temperature >= MIN_TEMPERATURE
 
 
 def _bounded_top_k(rows: SamplingInputs) -> Tensor:
     """top_k of rows that are filtered by it, 1 of greedy ones, 0 of those without a filter."""
-    return torch.where(_is_random(rows), rows.top_k.clamp(min=0), 1)
+    return torch.where(is_random(rows), rows.top_k.clamp(min=0), 1)
 
 
-def _scaled(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Tensor:
+def scaled(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Tensor:
     """Logits times 1 / temperature; greedy rows are multiplied by 1."""
     if not features.random:
         return logits_BV
-    factor_B = torch.where(_is_random(rows), rows.temperature.clamp(min=MIN_TEMPERATURE).reciprocal(), 1.0)
+    factor_B = torch.where(is_random(rows), rows.temperature.clamp(min=MIN_TEMPERATURE).reciprocal(), 1.0)
     return logits_BV * factor_B[:, None]
 
 
@@ -303,4 +327,4 @@ def _noise(score_BV: Tensor, vocab_start: int, rows: SamplingInputs) -> Tensor:
     last = vocab_start + score_BV.shape[1]
     ids_V = torch.arange(vocab_start, last, dtype=torch.int32, device=score_BV.device)
     noise_BV = gumbel_noise(row_keys(rows.seed, rows.position, Purpose.TOKEN), ids_V)
-    return noise_BV.mul_(_is_random(rows)[:, None])
+    return noise_BV.mul_(is_random(rows)[:, None])

@@ -21,6 +21,7 @@ from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.draft_tree import DraftTree, lay_out
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
+from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
@@ -225,7 +226,8 @@ class Window:
     int64: theirs, 0 where not live. live_BW bool: not of a ghost, of padding, or past ``max_length``. kv_slots_BW
     int64: where their KV goes; in the trash block for ghosts and padding. page_table_BP int32; kv_lengths_B int32, the
     window included. ``limit_B``: most tokens that a row may gain in this step; None where there is no limit but W.
-    ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide.
+    ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide. ``drafted``: what the
+    proposals were drawn from; None where they are compared with draws.
 
     ``tree``: the tokens are the nodes of a tree, the last token its root, of which a row gains a path of at most W;
     then there are N of them, and N takes the place of W in all shapes. None: each follows the one before it.
@@ -242,6 +244,7 @@ class Window:
     live_BW: Tensor
     limit_B: Tensor | None = None
     scripted_B: Tensor | None = None
+    drafted: Drafted | None = None
     tree: DraftTree | None = None
 
     @property
@@ -291,6 +294,7 @@ def gather_window(
         live_BW=live_BW,
         limit_B=proposed.limit_B,
         scripted_B=proposed.scripted_B,
+        drafted=proposed.drafted,
         tree=tree,
     )
 

@@ -18,7 +18,8 @@ from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.logit_edits import RowEdits, edits_in_tree, edits_in_window, edits_of, remember_
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_tree, seen_in_window
-from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check
+from runtime.execute.sampling.rejection import Drafted, draw_window
+from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check, stop_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.step.step_io import Window, write_back, write_back_window
 
@@ -55,10 +56,15 @@ class Tail:
         """Draw at every position of the window, keep what the proposals foresaw and one token more, write back, report.
 
         hidden_TN: of the window's B * W tokens. A draw depends on its position only, so the tokens kept are those that
-        W steps of one token would have drawn. ``width``: W.
+        W steps of one token would have drawn; where proposals were drawn (``window.drafted``), tokens as such.
+        ``width``: W.
         """
         seen, edits = self._seen_by(window, width, variant)
-        draw, verdict, logprobs = self._draw(self._model.logits(hidden_TN), window.sampling, variant, seen, edits)
+        local_TV = self._model.logits(hidden_TN)
+        if window.drafted is None:
+            draw, verdict, logprobs = self._draw(local_TV, window.sampling, variant, seen, edits)
+        else:
+            draw, verdict, logprobs = self._draw_drafted(local_TV, window, window.drafted, variant, seen, edits)
         limits = window.limit_B, window.scripted_B
         if window.tree is None:
             accepted = accept(draw, verdict, window.tokens_BW[:, 1:], *limits)
@@ -124,3 +130,18 @@ class Tail:
         draw, verdict = sample_and_check(logits_BV, sampling, variant, seen, edits)
         logprobs = token_logprobs(logits_BV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
         return draw, verdict, logprobs
+
+    def _draw_drafted(
+        self,
+        local_TV: Tensor,
+        window: Window,
+        drafted: Drafted,
+        variant: SamplingVariant,
+        seen: SeenTokens | None,
+        edits: RowEdits | None,
+    ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
+        """By rejection sampling, over whole rows of logits on every rank."""
+        logits_TV, sampling = self._model.gather_logits(local_TV), window.sampling
+        draw = draw_window(logits_TV, sampling, variant, window.tokens_BW[:, 1:], drafted, seen, edits)
+        logprobs = token_logprobs(logits_TV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
+        return draw, stop_check(draw.token_B, sampling, draw.ok_B), logprobs

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, StateRows, StepInputs
 from runtime.execute.cache.entry_move import EntryMover
-from runtime.execute.proposer import Proposer
+from runtime.execute.proposer import DrawingProposer, Proposed, Proposer
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.slot_state import SlotColumns
 from runtime.execute.step.proposer_feed import ProposerFeed
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import gather_window
@@ -57,7 +58,7 @@ class WindowRole(RowRole):
         """Up to W tokens for every row; ghost and padding rows gain none."""
         parts = self._parts
         columns = parts.tables.gather(rows_B)
-        proposed = self._proposer.propose(rows_B, columns, self._tokens - 1)
+        proposed = self._propose(rows_B, columns, variant)
         window = gather_window(parts.tables, rows_B, columns, proposed, parts.limits.block_size, self.width)
         attention = DecodeAttention(
             page_table_BP=window.page_table_BP,
@@ -87,3 +88,9 @@ class WindowRole(RowRole):
             take_in(accepted.count_B)
         if self._feed.on:
             self._feed.show_window(inputs, window, hidden_TN, accepted)
+
+    def _propose(self, rows_B: Tensor, columns: SlotColumns, variant: SamplingVariant) -> Proposed:
+        """Greedy steps have nothing to draw."""
+        if variant.random and isinstance(self._proposer, DrawingProposer):
+            return self._proposer.draw(rows_B, columns, self._tokens - 1, variant)
+        return self._proposer.propose(rows_B, columns, self._tokens - 1)

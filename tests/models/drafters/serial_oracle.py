@@ -118,14 +118,21 @@ def mtp_guesses(
     tokens: Sequence[int],
     hidden_LN: Tensor,
     count: int,
+    ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """``count`` greedy guesses of what follows ``tokens``, of which the target has computed all but the last:
-    ``hidden`` are its final states of those. The layer's own state and its guesses take their place beyond."""
+    """``count`` greedy guesses, among ``ids``, of what follows ``tokens``, of which the target has computed all but the
+    last: ``hidden`` are its final states of those. The layer's own state and its guesses take their place beyond."""
     guessed, states = list(tokens), list(hidden_LN)
     for _ in range(count):
         states.append(mtp_state(w, config, embedding, guessed, states))
-        guessed.append(int((states[-1] @ head.T).argmax()))
+        guessed.append(likeliest(states[-1], head, ids))
     return guessed[len(tokens) :]
+
+
+def likeliest(state_N: Tensor, head: Tensor, ids: Sequence[int] | None = None) -> int:
+    """Of all ids, or of some."""
+    scores = (head @ state_N).tolist()
+    return max(range(len(scores)) if ids is None else sorted(ids), key=lambda id_: scores[id_])
 
 
 def mtp_state(
@@ -156,3 +163,33 @@ def mtp_state(
     mixed = attend(queries(w, layer, y[-1:], positions[-1:], config), k, v, seen)
     mixed = mixed if gate is None else mixed * gate
     return norm(rest_of_layer(w, layer, x[-1:], mixed, config), w["mtp.norm.weight"], eps)[0]
+
+
+def eagle3_guesses(
+    w: Weights,
+    config: Mapping[str, Any],
+    embedding: Tensor,
+    tokens: Sequence[int],
+    features_LF: Tensor,
+    count: int,
+) -> list[int]:
+    """``count`` greedy guesses of what follows ``tokens``, with the target's features of all of them but the last."""
+    eps, layer = config["rms_norm_eps"], "midlayer."
+    embedding = w.get("embed_tokens.weight", embedding)
+    guessed, states = list(tokens), list(features_LF @ w["fc.weight"].T)
+    for _ in range(count):
+        normed = [norm(state, w[f"{layer}hidden_norm.weight"], eps) for state in states]
+        before = [norm(embedding[token], w[f"{layer}input_layernorm.weight"], eps) for token in guessed[1:]]
+        pairs = torch.stack([torch.cat(pair) for pair in zip(before, normed, strict=True)])
+        q_LHD, k_LKD, v_LKD = (
+            (pairs @ w[f"{layer}self_attn.{name}_proj.weight"].T).view(len(pairs), -1, config["head_dim"])
+            for name in "qkv"
+        )
+        positions = torch.arange(len(pairs))
+        q_LHD, k_LKD = rotate(q_LHD, positions, config), rotate(k_LKD, positions, config)
+        mixed = attend(q_LHD[-1:], k_LKD, v_LKD, torch.ones(1, len(pairs), dtype=torch.bool))
+        stream = normed[-1] if config.get("norm_before_residual") else states[-1]
+        states.append(rest_of_layer(w, layer, stream[None], mixed, config)[0])
+        draft_id = likeliest(norm(states[-1], w["norm.weight"], eps), w["lm_head.weight"])
+        guessed.append(draft_id + int(w["d2t"][draft_id]) if "d2t" in w else draft_id)
+    return guessed[len(tokens) :]

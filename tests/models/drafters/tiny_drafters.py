@@ -6,6 +6,7 @@ Knows: the tensors of both kinds under their checkpoint names. Does not know: th
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,33 @@ def dflash_config(**changes: Any) -> dict[str, Any]:
 
 def mtp_config(**changes: Any) -> dict[str, Any]:
     return {**SIZES, "architectures": ["MTPDraftModel"], "num_hidden_layers": 1, "num_target_layers": 2} | changes
+
+
+def eagle3_config(**changes: Any) -> dict[str, Any]:
+    """One layer that reads layers 0 and 1 of a target of two, with ids of its own."""
+    config = {
+        **SIZES,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 6,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
+    }
+    return config | changes
+
+
+def eagle3_tensors(config: dict[str, Any], ids: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """With a head over ``ids`` (``draft_vocab_size`` of them) and the maps between them and the target's."""
+    hidden, reads = config["hidden_size"], len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    layer = layer_shapes("midlayer.", config)
+    for name in ("q_norm", "k_norm"):
+        del layer[f"midlayer.self_attn.{name}"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer[f"midlayer.self_attn.{name}"] = (layer[f"midlayer.self_attn.{name}"][0], 2 * hidden)
+    shapes = {"fc": (hidden, reads * hidden), "norm": (hidden,), "midlayer.hidden_norm": (hidden,), **layer}
+    mask = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    mask[list(ids)] = True
+    tensors = random_tensors({**shapes, "lm_head": (len(ids), hidden)}, seed)
+    return tensors | {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": mask}
 
 
 def own_mtp_config(target: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from models.cache_layout import CacheView, SlotState
 from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, MTPConfig
+from models.drafters.draft_head import DraftHead
 from models.drafters.load import load_dflash, load_mtp
 from models.inputs import PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
@@ -94,10 +95,18 @@ class Drafter:
     """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank.
     ``top_k``: they grow trees, of so many tokens a place."""
 
+    ids: Sequence[int] | None = None  # that it guesses among; None: all
+    _top_k = 0
+
     def __init__(
-        self, kind: str, folder: Path, proposer: Callable[..., Proposer] | None = None, top_k: int = 0
+        self,
+        kind: str,
+        folder: Path,
+        proposer: Callable[..., Proposer] | None = None,
+        ids: Sequence[int] | None = None,
+        top_k: int = 0,
     ) -> None:
-        self.kind, self.folder, self._top_k = kind, folder, top_k
+        self.kind, self.folder, self.ids, self._top_k = kind, folder, ids, top_k
         self.config = MTP if kind == "mtp" else DFLASH
         self.tensors = mtp_tensors(MTP) if kind == "mtp" else dflash_tensors(DFLASH)
         write(folder, self.config, self.tensors)
@@ -111,7 +120,8 @@ class Drafter:
             model = load_mtp(parts.model, MTPConfig.from_folder(self.folder), self.folder)
         else:
             model = load_dflash(parts.model, DFlashConfig.from_folder(self.folder), self.folder)
-        inner: Any = self._class(parts, model)
+        head = None if self.ids is None else DraftHead.rows_of(parts.model, self.ids)
+        inner: Any = self._class(parts, model, head)
         if self._top_k:
             inner = TreeProposer(parts, inner, self._top_k)
         recorder = Recorder(inner, parts.model, parts.limits.width - 1)
@@ -132,12 +142,12 @@ class Drafter:
         embedding, head = target.embedding.weight, target.lm_head.weight
         hidden_LN, features_LF = target_states(target, tokens[:-1])
         if self.kind == "mtp":
-            found = serial_oracle.mtp_guesses(weights, self.config, embedding, head, tokens, hidden_LN, count)
-            return tuple(found)
+            states = tokens, hidden_LN, count, self.ids
+            return tuple(serial_oracle.mtp_guesses(weights, self.config, embedding, head, *states))
         mask = self.config["dflash_config"]["mask_token_id"]
         embedded_WN = embedding[torch.tensor([tokens[-1], *[mask] * count])]
         out_WN = serial_oracle.dflash_block(weights, self.config, features_LF, embedded_WN)
-        return tuple((out_WN[1:] @ head.T).argmax(-1).tolist())
+        return tuple(serial_oracle.likeliest(out_N, head, self.ids) for out_N in out_WN[1:])
 
 
 class OwnLayer(Drafter):

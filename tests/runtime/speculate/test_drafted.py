@@ -28,6 +28,7 @@ from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, check_r
 
 KINDS = ("mtp", "dflash")
 ROOM: dict[str, Any] = {"shape": SHAPE, "blocks": 400}
+LIMITS_OF_EVICTION: dict[str, Any] = {"blocks": 24, "rows": 6, "prefix_caching": False}
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -109,8 +110,7 @@ def test_rows_that_decode_beside_chunks(kind: str, depth: int, buckets: tuple[in
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int, tmp_path: Path) -> None:
     drafter, requests = Drafter(kind, tmp_path), people(6, (20,), max_tokens=40)
-    limits: dict[str, Any] = {"blocks": 24, "rows": 6, "prefix_caching": False}
-    life = drafted(drafter, requests, 6, depth=depth, **limits)
+    life = drafted(drafter, requests, 6, depth=depth, **LIMITS_OF_EVICTION)
     assert life.counters["evictions"] > 0
     check_rounds(drafter, sequences(requests, life), every=3)
 
@@ -159,6 +159,38 @@ def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
     of_one_rank = drafter.rounds
     drafted(drafter, requests, 4, depth=2, over=partial(tensor_rig, 2), **limits)
     assert drafter.rounds == of_one_rank
+
+
+IDS = (1, 2, 5, 7, 8)  # of nine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduced_draft_vocabulary_guesses_among_its_ids(kind: str, tmp_path: Path) -> None:
+    """The tokens are those without, and guesses the likeliest of these ids; on two ranks the same ones, though one of
+    them holds most of the rows in the whole head."""
+    drafter, requests = Drafter(kind, tmp_path, ids=IDS), people(4)
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16}
+    life = drafted(drafter, requests, 4, depth=0, **limits)
+    assert check_rounds(drafter, sequences(requests, life)) > 20
+    assert set().union(*drafter.rounds.values()) <= set(IDS)
+    of_one_rank = drafter.rounds
+    drafted(drafter, requests, 4, depth=2, over=partial(tensor_rig, 2), **limits)
+    assert drafter.rounds == of_one_rank
+
+
+def test_the_target_ids_must_be_those_of_the_rows(tmp_path: Path) -> None:
+    """A head whose ids are one off: the text is right, the guesses are not."""
+
+    class Shifted(MTPProposer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            assert self.head.ids_V is not None
+            self.head.ids_V -= 1
+
+    drafter, requests = Drafter("mtp", tmp_path, Shifted, ids=IDS), people(3)
+    life = drafted(drafter, requests, 4, depth=2)
+    with pytest.raises(AssertionError, match="tokens known"):
+        check_rounds(drafter, sequences(requests, life))
 
 
 # ---- mutants: each leaves the text right, and guesses something else ----

@@ -63,6 +63,39 @@ def test_methods_with_weights_ask_for_a_folder(method: str) -> None:
         check_drafter(speculative_config(asking(method, SHAPES)), ModelConfig.from_folder(EIGHT_B))
 
 
+@pytest.mark.parametrize(
+    ("token_map", "said"),
+    [
+        (151937, r'first 151937 ids, but .* has 151936: type "token_map": 151936 or less'),
+        ("no/ids.json", r"token_map no/ids\.json cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("method", ["dflash", "mtp"])
+def test_ids_that_the_target_has_not_are_refused_at_the_start(method: str, token_map: Any, said: str) -> None:
+    target = ModelConfig.from_folder(EIGHT_B)
+    check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=32768)), target)
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=token_map)), target)
+
+
+def test_trees_with_more_tokens_a_place_than_draft_ids_are_refused_at_the_start(tmp_path: Path) -> None:
+    """Named by an option, by a drafter's config.json, or by its map alone."""
+    target, tree = ModelConfig.from_folder(EIGHT_B), {"tree_size": 9, "tree_top_k": 5}
+    check_drafter(speculative_config(asking("mtp", EIGHT_B / "mtp", token_map=5, **tree)), target)
+    said = 'tree_top_k is 5, but the drafter guesses among 4 ids: type "tree_top_k": 4 or less'
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(speculative_config(asking("mtp", EIGHT_B / "mtp", token_map=4, **tree)), target)
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(speculative_config({**OWN, "token_map": 4, **tree}), target)
+    config = json.loads((EIGHT_B / "mtp" / "config.json").read_text())
+    asked = speculative_config(asking("mtp", write(tmp_path, {**config, "draft_vocab_size": 4}, {}), **tree))
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(asked, target, load_format="dummy")
+    write(tmp_path, config, {"d2t": torch.arange(4)})
+    with pytest.raises(SpeculativeConfigError, match=said):
+        check_drafter(asked, target)
+
+
 LoadFormat = Literal["safetensors", "dummy"]
 OWN = {"method": "mtp", "num_speculative_tokens": 3}
 NEXT = {**TINY, **FAMILIES["qwen3-next"]}
@@ -182,7 +215,7 @@ def test_models_without_room_for_trees_are_refused(asked: dict[str, Any], said: 
 def test_scripted_acceptance_over_a_drafter_without_weights(method: str, tree: int, tmp_path: Path) -> None:
     """What a bench measures: the drafter computes, the script decides. Every round keeps two guesses of three here."""
     (tmp_path / "config.json").write_text(json.dumps(DFLASH if method == "dflash" else MTP), encoding="utf-8")
-    keys = asking(method, tmp_path, rejection_sample_method="synthetic", synthetic_acceptance_length=3)
+    keys = asking(method, tmp_path, rejection_sample_method="synthetic", synthetic_acceptance_length=3, token_map=6)
     keys |= {"tree_size": tree, "tree_top_k": 5} if tree else {}
     proposer = proposer_for(speculative_config(keys), load_format="dummy", seed=1)
     requests = [request(i, range(1, 6 + i), max_tokens=31, stops=()) for i in range(3)]

@@ -98,7 +98,8 @@ class Ungated(MTPProposer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        mlp: Any = self._draft.layers[0].mlp
+        draft: Any = self._draft
+        mlp = draft.layers[0].mlp
         mlp.shared.gate.weight.data.zero_()
 
 

@@ -27,7 +27,7 @@ from runtime.speculate.tree import FLOOR, grow
 from tests.runtime.engine.lives import Life
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import Drafter, check_rounds
-from tests.runtime.speculate.test_drafted import drafted, people, sequences
+from tests.runtime.speculate.test_drafted import IDS, drafted, people, sequences
 
 
 def some_candidates(rows: int, places: int, ranks: int, seed: int = 0) -> Candidates:
@@ -112,14 +112,19 @@ def treed(drafter: Drafter, *, depth: int, width: int = 5, size: int = 16, **lim
     return drafted(drafter, people(5), width, depth=depth, tree=size, rows=3, max_prefill_tokens=8, **limits)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_trees_grow_around_what_the_oracle_guesses(kind: str, depth: int, tmp_path: Path) -> None:
-    """So drafters were shown the tokens of the path that was kept, and no others; more is kept than of a chain."""
-    drafter = Drafter(kind, tmp_path, top_k=4)
+@pytest.mark.parametrize(
+    ("kind", "depth", "ids"), [("mtp", 0, None), ("mtp", 2, IDS), ("dflash", 0, IDS), ("dflash", 2, None)]
+)
+def test_trees_grow_around_what_the_oracle_guesses(
+    kind: str, depth: int, ids: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """So drafters were shown the tokens of the path that was kept, and no others; more is kept than of a chain. Also
+    where they guess among some ids only; here a place of the tree has all of these."""
+    drafter = Drafter(kind, tmp_path, ids=ids, top_k=5 if ids else 4)
     life = treed(drafter, depth=depth)
-    assert check_rounds(drafter, sequences(people(5), life)) > 30
-    chain = drafted(Drafter(kind, tmp_path), people(5), 5, depth=depth, rows=3, max_prefill_tokens=8)
+    assert check_rounds(drafter, sequences(people(5), life), every=2 if ids else 1) > 15
+    assert ids is None or set().union(*drafter.rounds.values()) <= set(ids)
+    chain = drafted(Drafter(kind, tmp_path, ids=ids), people(5), 5, depth=depth, rows=3, max_prefill_tokens=8)
     kept, of_chain = (
         life.counters["spec_num_accepted_tokens"] / life.counters["spec_num_drafts"] for life in (life, chain)
     )
@@ -170,9 +175,9 @@ def test_features_that_were_not_taken_along_the_path_show(monkeypatch: pytest.Mo
         check_rounds(drafter, sequences(people(5), life))
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_two_ranks_grow_the_trees_of_one(kind: str, tmp_path: Path) -> None:
-    drafter = Drafter(kind, tmp_path, top_k=4)
+@pytest.mark.parametrize(("kind", "ids"), [("mtp", IDS), ("dflash", None)])
+def test_two_ranks_grow_the_trees_of_one(kind: str, ids: tuple[int, ...] | None, tmp_path: Path) -> None:
+    drafter = Drafter(kind, tmp_path, ids=ids, top_k=4)
     one = treed(drafter, depth=0)
     of_one_rank = drafter.rounds
     two = treed(drafter, depth=2, over=partial(tensor_rig, 2))
@@ -210,6 +215,8 @@ def test_a_tree_is_named_in_labels_and_prints_as_one_may_type_it() -> None:
         ({"tree_top_k": 0}, "tree_top_k is 0, but must be at least 1"),
         ({"num_speculative_tokens": 2, "tree_top_k": 3}, 'trees of 13 at most: type "tree_size": 13 or less'),
         ({"method": "ngram", "model": None}, "method 'ngram' has one token a place"),
+        ({"method": "eagle3"}, "trees of method 'eagle3' are not built in: leave it out, or type .*mtp, dflash"),
+        ({"draft_sample_method": "probabilistic"}, "'probabilistic', but tree_size is 16: .*leave one of them out"),
         ({"speculative_token_tree": "[(0,), (0, 0)]"}, "a tree whose shape is fixed.* type its tokens"),
     ],
 )

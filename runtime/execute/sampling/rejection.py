@@ -1,0 +1,136 @@
+"""Rejection sampling with draft probabilities (Leviathan et al. 2023, Chen et al. 2023): guesses that were drawn from a
+drafter's distribution q are kept so that every token is distributed as the target's p.
+
+Knows: how a guess is drawn from q, that it is kept with probability min(1, p / q), and that another token comes from
+the residual max(0, p - q) otherwise. Then the token is another one than the guess, so that acceptance.py, which
+compares, is right for these draws, too. Does not know: who drafts, slots, windows.
+
+Three streams of noise that share nothing: DRAFT draws the guess, ACCEPT tosses the coin, TOKEN draws from the residual,
+or from p where there is no guess. All are keyed by the position of the token. A guess that was not looked at leaves its
+position's numbers for the round that does: they have decided nothing yet.
+
+q has the request's temperature and its top-k, top-p and min-p, taken of q; not its penalties, ``min_tokens`` and edits,
+which p has: a guess that these rule out is never kept. Weights are integers (exact_math.py), so a total is the same in
+any order of summation. Graph-safe; in torch, but for what finds the filters' thresholds.
+Shape letters: B rows, Q guesses of each, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys, uniform_draws
+from runtime.execute.sampling.exact_math import exp_weights, log
+from runtime.execute.sampling.filters import survival_threshold
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.kernels import kernels_for
+from runtime.execute.sampling.logit_edits import RowEdits
+from runtime.execute.sampling.penalties import SeenTokens
+from runtime.execute.sampling.sampler import Draw, is_random, scaled, shaped
+
+_LEAST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+class Drafted(NamedTuple):
+    """What each guess was drawn from. probs_BQD float32, by draft id; all 0 where a guess was not drawn (greedy rows,
+    logits that were not usable). index_BQ int64: the draft ids of the guesses. ids_D int64: the target's id of every
+    draft id, all different; None where they are the same."""
+
+    probs_BQD: Tensor
+    index_BQ: Tensor
+    ids_D: Tensor | None
+
+
+class Distribution(NamedTuple):
+    """scores_BV float32: after temperature, -inf where filtered out. probs_BV float32: their softmax; 0 in rows that
+    are not ``ok_B`` (NaN, +inf, or nothing but -inf)."""
+
+    scores_BV: Tensor
+    probs_BV: Tensor
+    ok_B: Tensor
+
+
+def distribution(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Distribution:
+    """What rows draw from, of logits (float32 or bfloat16) behind edits and penalties."""
+    scores_BV = scaled(logits_BV.to(torch.float32), rows, features)
+    largest_B = scores_BV.amax(1)
+    if features.filters:
+        scores_BV = torch.where(scores_BV >= _threshold(logits_BV, scores_BV, rows)[:, None], scores_BV, float("-inf"))
+    ok_B = largest_B.isfinite()
+    weights_BV = exp_weights(torch.where(ok_B[:, None], scores_BV - largest_B[:, None], float("-inf")))
+    total_B = weights_BV.sum(1).clamp(min=1)
+    return Distribution(scores_BV, weights_BV.to(torch.float32) / total_B.to(torch.float32)[:, None], ok_B)
+
+
+def draw_guesses(
+    logits_BD: Tensor, ids_D: Tensor | None, rows: SamplingInputs, features: SamplingVariant
+) -> tuple[Tensor, Tensor]:
+    """(draft ids int64 [B], probs_BD of Drafted) of a guess a row, from a drafter's logits by draft id, all of them.
+
+    ``rows.position``: of the token that is guessed. A greedy row gets the likeliest.
+    """
+    found = distribution(logits_BD, rows, features)
+    random_B = is_random(rows)
+    scores_BD = found.scores_BV + _noise(rows, Purpose.DRAFT, random_B, logits_BD.shape[1], ids_D)
+    return scores_BD.max(1).indices, found.probs_BV * random_B[:, None]
+
+
+def draw_window(
+    logits_TV: Tensor,
+    rows: SamplingInputs,
+    features: SamplingVariant,
+    proposals_BQ: Tensor,
+    drafted: Drafted,
+    seen: SeenTokens | None = None,
+    edits: RowEdits | None = None,
+) -> Draw:
+    """A token for each of the T = B * W rows of windows, row-major: the guess that follows it where that is kept.
+
+    logits_TV: the target's, all of them; ``rows``, ``seen`` and ``edits`` as for ``sample``. Of rows without a drawn
+    guess (the last of each window, greedy ones) it is drawn from p; in greedy rows the likeliest.
+    """
+    (batch, count), vocab = proposals_BQ.shape, logits_TV.shape[1]
+    target = distribution(shaped(logits_TV, 0, rows, features, seen, edits), rows, features)
+    probs_BQV = target.probs_BV.view(batch, count + 1, vocab)[:, :count]
+    p_BQ = probs_BQV.gather(2, proposals_BQ[:, :, None])[:, :, 0]
+    q_BQ = drafted.probs_BQD.gather(2, drafted.index_BQ[:, :, None])[:, :, 0]
+    coin_BQ = uniform_draws(rows.seed, rows.position, Purpose.ACCEPT).view(batch, count + 1)[:, :count]
+    drawn_BQ = q_BQ > 0
+    kept_BQ = drawn_BQ & (coin_BQ * q_BQ < p_BQ)
+
+    residual_BQV = _less(probs_BQV, drafted).clamp_(min=0)
+    # Where rounding leaves nothing of a residual, p and q are the same but for rounding.
+    rest_BQ = drawn_BQ & (residual_BQV.amax(2) > 0)
+    logs_BQV = torch.where(residual_BQV > 0, log(residual_BQV.clamp(min=_LEAST_NORMAL)), float("-inf"))
+    scores_BWV = target.scores_BV.view(batch, count + 1, vocab).clone()
+    scores_BWV[:, :count] = torch.where(rest_BQ[:, :, None], logs_BQV, scores_BWV[:, :count])
+    scores_TV = scores_BWV.view(-1, vocab) + _noise(rows, Purpose.TOKEN, is_random(rows), vocab)
+    token_BW = scores_TV.max(1).indices.view(batch, count + 1)
+    token_BW[:, :count] = torch.where(kept_BQ, proposals_BQ, token_BW[:, :count])
+    return Draw(torch.where(target.ok_B, token_BW.view(-1), 0), target.ok_B)
+
+
+def _less(probs_BQV: Tensor, drafted: Drafted) -> Tensor:
+    """p - q, over the target's ids; a new tensor."""
+    if drafted.ids_D is None:
+        return probs_BQV - drafted.probs_BQD
+    found_BQV = probs_BQV.clone(memory_format=torch.contiguous_format)
+    return found_BQV.index_copy_(2, drafted.ids_D, found_BQV.index_select(2, drafted.ids_D) - drafted.probs_BQD)
+
+
+def _threshold(logits_BV: Tensor, scores_BV: Tensor, rows: SamplingInputs) -> Tensor:
+    """float32 [B]: scores of at least that survive the filters."""
+    if (kernels := kernels_for(logits_BV)) is None:
+        return survival_threshold(scores_BV, rows)[0]
+    limits = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    return kernels.filtered_candidates(logits_BV, 0, *limits, rows.seed, rows.position, purpose=int(Purpose.TOKEN))[1]
+
+
+def _noise(rows: SamplingInputs, purpose: Purpose, random_B: Tensor, size: int, ids_V: Tensor | None = None) -> Tensor:
+    """Gumbel noise by the target's ids, 0 for greedy rows."""
+    if ids_V is None:
+        ids_V = torch.arange(size, device=random_B.device)
+    return gumbel_noise(row_keys(rows.seed, rows.position, purpose), ids_V.to(torch.int32)).mul_(random_B[:, None])

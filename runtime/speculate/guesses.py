@@ -1,0 +1,150 @@
+"""How a drafter's hidden states become guesses: the likeliest token of each, one drawn from its distribution, or, for
+trees, some of the likeliest.
+
+Knows: these, and what a round hands on of them. Does not know: which drafter there is, how it computes, what is kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.drafters.draft_head import DraftHead
+from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, ProposerParts
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.rejection import Drafted, draw_guesses
+from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.likeliest import likeliest, likeliest_few
+
+
+class Guesses(Protocol):
+    """Those of one round, in order. Graph-safe."""
+
+    def take(self, hidden_BQN: Tensor) -> Tensor:
+        """The next Q guesses of each row, int64 [B, Q], from the drafter's final hidden states for them."""
+        ...
+
+    def proposed(self) -> Proposed:
+        """All that were taken."""
+        ...
+
+
+class LikeliestGuesses:
+    """``draft_sample_method`` greedy. Ranks exchange 8 bytes a guess."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self._head = head
+        self._taken: list[Tensor] = []
+
+    def take(self, hidden_BQN: Tensor) -> Tensor:
+        tokens_BQ = likeliest(self._head, hidden_BQN.flatten(0, 1)).view(hidden_BQN.shape[:2])
+        self._taken.append(tokens_BQ)
+        return tokens_BQ
+
+    def proposed(self) -> Proposed:
+        return Proposed(torch.cat(self._taken, 1))
+
+
+class BranchingGuesses:
+    """Those of trees: the ``top_k`` likeliest of each, of which the first goes on. Ranks exchange 8 * (top_k + 1) bytes
+    a guess."""
+
+    def __init__(self, head: DraftHead, top_k: int) -> None:
+        self._head, self._top_k = head, top_k
+        self._taken: list[Candidates] = []
+
+    def take(self, hidden_BQN: Tensor) -> Tensor:
+        shape = *hidden_BQN.shape[:2], self._top_k
+        found = likeliest_few(self._head, hidden_BQN.flatten(0, 1), self._top_k)
+        self._taken.append(Candidates(*(part.view(shape) for part in found)))
+        return self._taken[-1].ids_BQC[:, :, 0]
+
+    def candidates(self) -> Candidates:
+        """All that were taken."""
+        return Candidates(*(torch.cat(parts, 1) for parts in zip(*self._taken, strict=True)))
+
+    def proposed(self) -> Proposed:
+        return Proposed(self.candidates().ids_BQC[:, :, 0])
+
+
+class DrawnGuesses:
+    """``draft_sample_method`` probabilistic, for rows with such records. Ranks exchange all logits of a guess."""
+
+    def __init__(self, head: DraftHead, columns: SlotColumns, variant: SamplingVariant) -> None:
+        self._head, self._variant = head, variant
+        self._sampling = columns.sampling()
+        self._taken: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, hidden_BQN: Tensor) -> Tensor:
+        batch, count = hidden_BQN.shape[:2]
+        before = sum(index_BQ.shape[1] for index_BQ, _ in self._taken)
+        device = hidden_BQN.device
+        rows = self._sampling.select(torch.arange(batch, device=device).repeat_interleave(count))
+        offset_T = torch.arange(before, before + count, device=device).repeat(batch)
+        rows = replace(rows, position=rows.position.to(torch.int64) + offset_T)
+        logits_TD = self._head.all_logits(hidden_BQN.flatten(0, 1))
+        index_T, probs_TD = draw_guesses(logits_TD, self._head.ids_V, rows, self._variant)
+        index_BQ = index_T.view(batch, count)
+        self._taken.append((index_BQ, probs_TD.view(batch, count, -1)))
+        return self._head.target_ids(index_BQ)
+
+    def proposed(self) -> Proposed:
+        index_BQ, probs_BQD = (torch.cat(parts, 1) for parts in zip(*self._taken, strict=True))
+        drafted = Drafted(probs_BQD, index_BQ, self._head.ids_V)
+        return Proposed(self._head.target_ids(index_BQ), drafted=drafted)
+
+
+class Drafter(ABC):
+    """A proposer with weights: which kinds of guesses it gives is said here, how each comes about by a subclass.
+    ``head``: what it guesses with."""
+
+    name: str
+    layers: tuple[int, ...] = ()
+    reads_hidden: bool
+    head: DraftHead
+
+    @abstractmethod
+    def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
+        """As ``propose``, with guesses of that kind: takes ``count`` a row."""
+
+    @abstractmethod
+    def observe(self, observed: Observed) -> None:
+        """As every proposer."""
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        """The likeliest of each place."""
+        return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
+
+    def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
+        """As a BranchingProposer. A drafter that reads its guesses goes on with the likeliest, whichever of them a path
+        takes."""
+        guesses = BranchingGuesses(self.head, top_k)
+        self.guess(rows_B, columns, count, guesses)
+        return guesses.candidates()
+
+
+class ProbabilisticProposer:
+    """``drafter``, whose guesses are drawn in steps in which some row draws at random."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.name, self.layers, self.reads_hidden = drafter.name, drafter.layers, drafter.reads_hidden
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return self._drafter.propose(rows_B, columns, count)
+
+    def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
+        return self._drafter.guess(rows_B, columns, count, DrawnGuesses(self._drafter.head, columns, variant))
+
+    def observe(self, observed: Observed) -> None:
+        self._drafter.observe(observed)
+
+
+def drawing(make: Callable[[ProposerParts], Drafter]) -> MakeProposer:
+    """What ``make`` makes, with guesses that are drawn."""
+    return lambda parts: ProbabilisticProposer(make(parts))

@@ -1,0 +1,200 @@
+"""EAGLE-3 heads in engines on the twin: the tokens of W = 1, and every round's guesses those of an oracle without
+pages, slots or a draft vocabulary split over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.checkpoint import WeightsError
+from models.drafters.draft_config import Eagle3Config
+from models.drafters.load import load_eagle3, load_head
+from runtime.execute.proposer import Observed, ProposerParts
+from runtime.speculate.eagle3 import Eagle3Proposer
+from runtime.speculate.guesses import ProbabilisticProposer
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
+from tests.models.drafters import serial_oracle
+from tests.models.drafters.tiny_drafters import eagle3_config, eagle3_tensors, write
+from tests.runtime.engine.lives import Life, live, same
+from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.speculate.recorded import SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds, target_states
+from tests.runtime.speculate.test_drafted import LIMITS_OF_EVICTION, drafted, people, prompt, sequences
+
+IDS = (0, 2, 3, 5, 7, 8)  # of nine
+LIMITS: dict[str, Any] = {"rows": 4, "max_prefill_tokens": 8, "block_size": 4}
+
+
+class Head(Drafter):
+    """A folder with an EAGLE-3 head. ``extra``: further tensors in it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        proposer: type[Eagle3Proposer] = Eagle3Proposer,
+        extra: dict[str, Tensor] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.kind, self.folder = "eagle3", folder
+        self.config = eagle3_config(**(SIZES | changes))
+        self.tensors = eagle3_tensors(self.config, IDS) | (extra or {})
+        write(folder, self.config, self.tensors)
+        self._proposer = proposer
+        self.recorder: Recorder | None = None
+
+    def __call__(self, parts: ProposerParts) -> Recorder:
+        config = Eagle3Config.from_folder(self.folder)
+        draft, head = load_eagle3(parts.model, config, self.folder), load_head(parts.model, config, self.folder)
+        recorder = Recorder(self._proposer(parts, draft, head), parts.model)
+        if parts.model.collectives.rank == 0:
+            self.recorder = recorder
+        return recorder
+
+    def expected(self, tokens: Any, count: int) -> tuple[int, ...]:
+        assert self.recorder is not None
+        target = self.recorder.model
+        weights = {n: t.to(target.dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
+        _, features_LF = target_states(target, tokens[:-1])
+        embedding = target.embedding.weight
+        return tuple(serial_oracle.eagle3_guesses(weights, self.config, embedding, tokens, features_LF, count))
+
+
+def checked(head: Head, count: int = 5, width: int = 4, *, depth: int = 2, every: int = 1, **limits: Any) -> Life:
+    requests = people(count)
+    life = drafted(head, requests, width, depth=depth, **(LIMITS | limits))
+    assert check_rounds(head, sequences(requests, life), every) > 10
+    return life
+
+
+OWN_EMBEDDING = {"embed_tokens.weight": torch.randn(VOCABULARY, 24, generator=torch.Generator().manual_seed(4))}
+
+
+@pytest.mark.parametrize(
+    ("depth", "how"),
+    [(0, {}), (2, {}), (2, {"norm_before_residual": True}), (0, {"extra": OWN_EMBEDDING})],
+    ids=str,
+)
+def test_rounds_guess_what_the_oracle_does(depth: int, how: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts in chunks of 8 tokens, rows that come and go, blocks of 4 tokens; a head of six ids."""
+    head = Head(tmp_path, **how)
+    life = checked(head, depth=depth)
+    assert set().union(*head.rounds.values()) <= set(IDS)
+    assert life.counters["spec_num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_rounds_are_the_same_at_every_depth(depth: int, tmp_path: Path) -> None:
+    head, limits = Head(tmp_path), {"rows": 3, "prefix_caching": False}
+    checked(head, depth=0, **limits)
+    rounds = head.rounds
+    checked(head, depth=depth, every=5, **limits)
+    assert head.rounds == rounds
+
+
+def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
+    """Split heads, MLP and draft vocabulary, an embedding of its own: the same guesses in every round."""
+    head = Head(tmp_path, extra=OWN_EMBEDDING)
+    checked(head, 3, depth=0)
+    rounds = head.rounds
+    drafted(head, people(3), 4, depth=2, over=partial(tensor_rig, 2), **LIMITS)
+    assert head.rounds == rounds
+
+
+def test_windows_and_single_tokens_in_turn_and_evictions(tmp_path: Path) -> None:
+    head = Head(tmp_path)
+    checked(head, 4, widths=(4, 1, 1))
+    requests = people(6, (20,), max_tokens=40)
+    life = drafted(head, requests, 6, depth=2, **LIMITS_OF_EVICTION)
+    assert life.counters["evictions"] > 0
+    check_rounds(head, sequences(requests, life), every=3)
+
+
+def test_prefix_hits_stop_ids_penalties_and_forks_leave_the_tokens_right(tmp_path: Path) -> None:
+    params: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.2, "max_tokens": 30, "stops": (3,)}
+    shared = prompt(32, 7)
+    requests = [request(i, (*shared, *prompt(3, i)), **params) for i in range(4)]
+    how: dict[str, Any] = {"depth": 2, "widths": (5,), "proposer": Head(tmp_path), "shape": SHAPE, "blocks": 400}
+    life = live(requests, rows=2, **how)
+    same(life, live(requests, depth=0, shape=SHAPE))
+    assert life.counters["prefix_hit_tokens"] > 0
+    several = request(9, prompt(9, 9), n=3, temperature=1.0, max_tokens=12, stops=())
+    life = live([several], **how)
+    same(life, live(list(several.answers()), depth=0, shape=SHAPE))
+    assert life.counters["forks"] == 2
+
+
+def test_drawn_guesses_are_the_same_at_every_depth(tmp_path: Path) -> None:
+    class Drawn(Head):
+        def __call__(self, parts: ProposerParts) -> Any:
+            return ProbabilisticProposer(super().__call__(parts).inner)  # type: ignore[arg-type]
+
+    limits: dict[str, Any] = {"shape": SHAPE, "blocks": 400, "prefix_caching": False} | LIMITS
+    lives = [live(people(4), depth=depth, widths=(4,), proposer=Drawn(tmp_path), **limits) for depth in (0, 2)]
+    assert lives[0].answers == lives[1].answers
+
+
+class NormedState(Eagle3Proposer):
+    """The second guess reads the final-normed state."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        draft: Any = self._draft
+        step = draft.step
+        draft.step = lambda *given: (step(*given)[0],) * 2
+
+
+class SwappedLayers(Eagle3Proposer):
+    def states(self, observed: Observed) -> Tensor:
+        assert observed.features_TF is not None
+        return self._states(torch.cat(observed.features_TF.chunk(2, 1)[::-1], 1))
+
+
+class DraftIds(Eagle3Proposer):
+    """Ids of the draft vocabulary in place of the target's."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.head.ids_V = None
+
+
+@pytest.mark.parametrize("mutant", [NormedState, SwappedLayers, DraftIds])
+def test_mutants_are_seen_in_the_guesses_only(mutant: type[Eagle3Proposer], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="tokens known"):
+        checked(Head(tmp_path, mutant), 3)
+
+
+def test_other_spellings_and_what_a_folder_lacks(tmp_path: Path) -> None:
+    """vLLM's ``layers.0``; a tensor too few or too many is named."""
+    head = Head(tmp_path)
+    spelled = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.tensors.items()}
+    write(tmp_path, head.config, spelled)
+    checked(head, 3, every=4)
+    write(tmp_path, head.config, {**spelled, "layers.1.hidden_norm.weight": torch.ones(24)})
+    with pytest.raises(WeightsError, match=r"does not have.*layers\.1"):
+        checked(head, 1)
+    del spelled["layers.0.hidden_norm.weight"]
+    write(tmp_path, head.config, spelled)
+    with pytest.raises(WeightsError, match=r"no file holds.*hidden_norm"):
+        checked(head, 1)
+
+
+def test_scripted_acceptance_over_a_head_without_weights(tmp_path: Path) -> None:
+    """By the options' way, as a bench takes it."""
+    (tmp_path / "config.json").write_text(json.dumps(eagle3_config(**SIZES)), encoding="utf-8")
+    keys = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    scripted = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    proposer = proposer_for(speculative_config(keys | scripted), load_format="dummy", seed=1)
+    requests = [request(i, range(1, 6 + i), max_tokens=31, stops=()) for i in range(3)]
+    with rig(depth=2, widths=(4,), proposer=proposer, shape=SHAPE, max_model_len=64) as engine:
+        run(engine, requests)
+        engine.stop()
+        counters = dict(engine.counters)
+    assert counters["spec_num_accepted_tokens"] == 2 * counters["spec_num_drafts"] == 3 * 20

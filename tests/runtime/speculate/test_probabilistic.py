@@ -1,0 +1,169 @@
+"""``draft_sample_method`` probabilistic, in engines on the twin: guesses are drawn from what a serial oracle says,
+round by round; tokens are the same at every depth and number of ranks; greedy requests have those without speculation.
+
+That the tokens are distributed as the target's follows from that and from tests/.../sampling/test_rejection.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.execute.proposer import Proposed, ProposerParts
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.request import Request
+from runtime.speculate.guesses import ProbabilisticProposer
+from tests.models.drafters import serial_oracle
+from tests.runtime.engine.lives import Life, live
+from tests.runtime.engine.rig import request
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.speculate.recorded import VOCABULARY, Drafter, Recorder, target_states
+from tests.runtime.speculate.test_drafted import IDS, KINDS, ROOM, people, prompt, sequences, serial
+
+Mutate = Callable[[Proposed], Proposed]
+
+
+class DrawnRecorder(Recorder):
+    """With the distributions of all guesses that were drawn, by id of the target."""
+
+    def __init__(self, *arguments: Any, mutate: Mutate | None = None) -> None:
+        super().__init__(*arguments)
+        self.mutate = mutate
+        self.drawn: dict[tuple[int, int], Tensor] = {}
+
+    def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
+        inner: Any = self.inner
+        proposed: Proposed = inner.draw(rows_B, columns, count, variant)
+        proposed = self.mutate(proposed) if self.mutate else proposed
+        drafted = proposed.drafted
+        assert drafted is not None
+        ids = torch.arange(VOCABULARY) if drafted.ids_D is None else drafted.ids_D
+        for row, live_row in enumerate((columns.finished == 0).tolist()):
+            key = int(columns.seed[row]), int(columns.length[row])
+            if live_row:
+                self.rounds[key] = tuple(proposed.tokens_BQ[row].tolist())
+            if live_row and float(columns.temperature[row]) > 0:
+                whole_QV = torch.zeros(count, VOCABULARY)
+                whole_QV[:, ids] = drafted.probs_BQD[row]
+                self.drawn[key] = whole_QV
+        return proposed
+
+
+class DrawnDrafter(Drafter):
+    """Whose proposers draw. ``mutate``: what is done to what they propose."""
+
+    mutate: Mutate | None = None
+
+    def __call__(self, parts: ProposerParts) -> Recorder:
+        plain: Any = super().__call__(parts)
+        recorder = DrawnRecorder(ProbabilisticProposer(plain.inner), parts.model, mutate=self.mutate)
+        if parts.model.collectives.rank == 0:
+            self.recorder = recorder
+        return recorder
+
+    def distributions(self, tokens: tuple[int, ...], guesses: tuple[int, ...], temperature: float) -> Tensor:
+        """What the serial oracle draws each guess from."""
+        assert self.recorder is not None
+        target = self.recorder.model
+        weights = {name: tensor.to(target.dtype) for name, tensor in self.tensors.items()}
+        hidden_LN, features_LF = target_states(target, tokens[:-1])
+        embedding = target.embedding.weight
+        if self.kind == "mtp":
+            states = list(hidden_LN)
+            for number in range(len(guesses)):
+                so_far = (*tokens, *guesses[:number])
+                states.append(serial_oracle.mtp_state(weights, self.config, embedding, so_far, states))
+            out_QN = torch.stack(states[len(hidden_LN) :])
+        else:
+            mask = self.config["dflash_config"]["mask_token_id"]
+            block = embedding[torch.tensor([tokens[-1], *[mask] * len(guesses)])]
+            out_QN = serial_oracle.dflash_block(weights, self.config, features_LF, block)[1:]
+        scores_QV = out_QN @ target.lm_head.weight.T / temperature
+        if self.ids is not None:
+            others = [id_ for id_ in range(VOCABULARY) if id_ not in self.ids]
+            scores_QV[:, others] = float("-inf")
+        return scores_QV.softmax(1)
+
+
+def check_drawn(drafter: DrawnDrafter, requests: list[Request], life: Life) -> int:
+    """Every distribution is the oracle's; returns how many rounds were looked at."""
+    recorder, whole = drafter.recorder, sequences(requests, life)
+    assert isinstance(recorder, DrawnRecorder)
+    for (seed, known), found_QV in recorder.drawn.items():
+        tokens, guesses = whole[seed][:known], recorder.rounds[seed, known]
+        expected_QV = drafter.distributions(tokens, guesses, 0.7)
+        assert torch.allclose(found_QV.double(), expected_QV, atol=1e-5), f"request {seed}, {known} tokens known"
+    return len(recorder.drawn)
+
+
+def guests(count: int = 5) -> list[Request]:
+    """Half of them are greedy."""
+    return [
+        request(i, prompt((5, 17, 1, 30)[i % 4], i), temperature=0.7 * (i % 2), max_tokens=24, stops=())
+        for i in range(count)
+    ]
+
+
+LIMITS: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 8, "prefix_caching": False, **ROOM}
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["all ids", "some ids"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_are_drawn_from_what_the_oracle_says(kind: str, ids: Any, tmp_path: Path) -> None:
+    """On the rows that draw; the greedy ones have the tokens without speculation."""
+    drafter, requests = DrawnDrafter(kind, tmp_path, ids=ids), guests()
+    life = live(requests, depth=2, widths=(4,), proposer=drafter, **LIMITS)
+    assert check_drawn(drafter, requests, life) > 10
+    alone = serial(tuple(requests))
+    for one in requests:
+        same = life.answers[one.request_id] == alone.answers[one.request_id]
+        assert same == (one.sampling.greedy), "other tokens than without, of the same distribution"
+    assert life.counters["spec_num_accepted_tokens"] > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_at_every_depth_and_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    drafter, requests = DrawnDrafter(kind, tmp_path, ids=IDS), guests()
+    first = live(requests, depth=0, widths=(4,), proposer=drafter, **LIMITS)
+    rounds = drafter.rounds
+    for depth in range(1, 5):
+        life = live(requests, depth=depth, widths=(4,), proposer=drafter, **LIMITS)
+        assert (life.answers, drafter.rounds) == (first.answers, rounds), f"depth {depth}"
+    two = live(requests, depth=2, widths=(4,), proposer=drafter, over=partial(tensor_rig, 2), **LIMITS)
+    assert (two.answers, drafter.rounds) == (first.answers, rounds)
+
+
+def test_filters_penalties_stop_ids_log_probabilities_and_forks(tmp_path: Path) -> None:
+    """Everything that p is made of, in windows; and answers that end in the middle of one."""
+    params: dict[str, Any] = {"temperature": 0.9, "top_k": 6, "top_p": 0.9, "repetition_penalty": 1.2}
+    requests = [request(i, prompt(9, i), max_tokens=30, stops=(3,), logprobs=2, **params) for i in range(4)]
+    asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "stops": (), "bad_words_token_ids": ((4,),)}
+    requests.append(request(9, prompt(9, 9), n=3, **asked))
+    drafter = DrawnDrafter("mtp", tmp_path)
+    lives = [live(requests, depth=depth, widths=(5,), proposer=drafter, **LIMITS) for depth in (0, 3)]
+    assert lives[0].answers == lives[1].answers
+    for request_id, (tokens, _) in lives[0].answers.items():
+        assert len(lives[0].logprobs.get(request_id, tokens)) == len(tokens)
+        assert (request_id < 4) == (3 in tokens[-1:]) or len(tokens) in (12, 30)
+        assert request_id < 9 or 4 not in tokens, "a bad word is never kept"
+
+
+def aliased(proposed: Proposed) -> Proposed:
+    """The distribution of the guess before."""
+    assert proposed.drafted is not None
+    return proposed._replace(drafted=proposed.drafted._replace(probs_BQD=proposed.drafted.probs_BQD.roll(1, 1)))
+
+
+def test_a_mutant_with_anothers_distribution_is_seen(tmp_path: Path) -> None:
+    drafter, requests = DrawnDrafter("mtp", tmp_path), people(3, temperature=0.7)
+    drafter.mutate = aliased
+    life = live(requests, depth=2, widths=(4,), proposer=drafter, **LIMITS)
+    with pytest.raises(AssertionError, match="tokens known"):
+        check_drawn(drafter, requests, life)
