@@ -92,13 +92,18 @@ class Recorder:
 
 class Drafter:
     """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank.
-    ``top_k``: they grow trees, of so many tokens a place."""
+    ``top_k``: they grow trees, of so many tokens a place. ``target_layers``: how many the target has."""
 
     def __init__(
-        self, kind: str, folder: Path, proposer: Callable[..., Proposer] | None = None, top_k: int = 0
+        self,
+        kind: str,
+        folder: Path,
+        proposer: Callable[..., Proposer] | None = None,
+        top_k: int = 0,
+        target_layers: int = 2,
     ) -> None:
         self.kind, self.folder, self._top_k = kind, folder, top_k
-        self.config = MTP if kind == "mtp" else DFLASH
+        self.config = (MTP if kind == "mtp" else DFLASH) | {"num_target_layers": target_layers}
         self.tensors = mtp_tensors(MTP) if kind == "mtp" else dflash_tensors(DFLASH)
         write(folder, self.config, self.tensors)
         self._class = proposer or (MTPProposer if kind == "mtp" else DFlashProposer)
