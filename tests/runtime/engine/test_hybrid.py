@@ -22,7 +22,7 @@ from models.registry import ARCHITECTURES
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
-from runtime.config import EngineConfig
+from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
@@ -114,8 +114,13 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     assert all(torch.equal(mine, oracle) for mine, oracle in zip(life(depth), serial, strict=True))
 
 
-def test_windows_are_refused() -> None:
+def test_windows_are_refused(tmp_path: Path) -> None:
     """A row that keeps fewer tokens than its window took in would need the state before them."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY | HYBRID))
+    guesses = {"method": "ngram", "num_speculative_tokens": 2}
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", speculative_config=guesses)
+    with pytest.raises(ConfigError, match="cannot be taken back where a proposal is refused"):
+        build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
     roles = window_roles((2,), {0: (1, 2, 3)})
     with pytest.raises(ValueError, match="windows of 2: state of slots"), rig(shape=HYBRID, further_roles=roles):
         pass

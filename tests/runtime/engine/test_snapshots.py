@@ -18,6 +18,7 @@ from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.schedule.config import SnapshotPolicy
 from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.speculation import Speculation
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
@@ -26,6 +27,7 @@ from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
+from tests.runtime.engine.test_speculation import ngram
 
 SHAPES = {"toy": HYBRID, **FAMILIES, "nemotron": NEMOTRON}
 POLICY = SnapshotPolicy(4, interval=3, worth=1)
@@ -86,17 +88,18 @@ def test_each_family_does(family: str, depth: int) -> None:
     assert life.counters["snapshot_restores"] >= 3
 
 
+def poison(engine: Engine, turn: int) -> None:
+    """NaN in the null slot, free slots, free snapshots and idle blocks."""
+    scheduler, snapshots = engine.scheduler, engine.scheduler.resources.snapshots
+    assert snapshots is not None
+    free = [scheduler.slots.count + row for row in snapshots._free]
+    on_banks(engine, [0, *scheduler.slots._free, *free], float("nan"))
+    fill_with_nan(engine, idle_blocks(engine))
+
+
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_with_little_room_snapshots_blocks_and_rows_go_and_come_back(depth: int) -> None:
-    """NaN before every turn in the null slot, free slots, free snapshots and idle blocks."""
-
-    def poison(engine: Engine, turn: int) -> None:
-        scheduler, snapshots = engine.scheduler, engine.scheduler.resources.snapshots
-        assert snapshots is not None
-        free = [scheduler.slots.count + row for row in snapshots._free]
-        on_banks(engine, [0, *scheduler.slots._free, *free], float("nan"))
-        fill_with_nan(engine, idle_blocks(engine))
-
+    """NaN before every turn in all that belongs to nobody."""
     requests = sharers(8, max_tokens=40)
     limits: dict[str, Any] = {"blocks": 26, "rows": 4, "buckets": (4, 8), "snapshots": SnapshotPolicy(2, 2, 1)}
     life = restoring(requests, depth=depth, act=poison, **limits)
@@ -135,6 +138,54 @@ def test_two_ranks_keep_a_half_of_each_snapshot() -> None:
     life = restoring(requests, depth=2, over=partial(tensor_rig, 2))
     same(life, alone(requests))
     assert life.counters["snapshot_restores"] >= 2
+
+
+# ---- with speculation: what a window leaves of state is decided behind it, and no snapshot is of such a step ----
+
+
+def guessing(width: int = 4) -> dict[str, Any]:
+    """Limits of a life with n-gram windows; chunks of prompts may stand beside rows that decode."""
+    return {"proposer": ngram(width), "speculation": Speculation(width), "max_prefill_tokens": 20}
+
+
+def repetitive(**sampling: Any) -> dict[str, Any]:
+    """Few tokens are allowed, so answers repeat themselves and guesses are kept."""
+    return {"max_tokens": 24, "temperature": 0.6, "allowed_token_ids": (5, 6, 7, 8), **sampling}
+
+
+@pytest.mark.parametrize(("family", "depth"), [("qwen3-next", 0), ("qwen3-next", 2), ("nemotron", 2)])
+def test_windows_beside_prefixes_that_are_continued(family: str, depth: int) -> None:
+    """NaN before every turn in all state and blocks that nobody has; some rows are evicted and go on from snapshots."""
+    requests = sharers(6, **repetitive())
+    limits: dict[str, Any] = guessing() | {"blocks": 24, "rows": 4}
+    life = restoring(requests, family, depth=depth, act=poison, **limits)
+    same(life, alone(requests, family))
+    assert life.counters["snapshot_restores"] >= 3
+    assert min(life.counters[name] for name in ("evictions", "spec_num_accepted_tokens", "mixed_steps")) > 0
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prefix_hits_behind_requests_that_ended_in_a_window(depth: int) -> None:
+    """By a stop id or their length. Then the same prompts, and twice the next turn behind each answer, of which the
+    first goes on from the prompt's snapshot and computes blocks that windows wrote once more.
+    """
+    keys = repetitive(max_tokens=26, min_tokens=17)
+    first = [request(i, prompt(STEM, i), stops=(5,) if i else (), **keys) for i in range(3)]
+    long = request(50, prompt(9, 50), max_tokens=110, temperature=1.0, stops=())
+    answers = alone(first, "qwen3-next").answers
+    behind = {i: (*prompt(STEM, i), *answers[i][0], 9, 10, 11) for i in range(3)}
+    waves = {
+        45: [request(10 + i, prompt(STEM, i), stops=(), **keys) for i in range(3)],
+        46: [request(20 + i, behind[i], stops=(), **keys) for i in range(3)],
+        60: [request(30 + i, behind[i], stops=(), **keys) for i in range(3)],
+    }
+    limits: dict[str, Any] = {"shape": SHAPES["qwen3-next"], "snapshots": SnapshotPolicy(12, 3, 1), **guessing()}
+    life = live([long, *first], poison, depth=depth, later=waves, **limits)
+    same(life, alone([long, *first, *(one for wave in waves.values() for one in wave)], "qwen3-next"))
+    assert {reason for _, reason in answers.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert any(life.rounds[i][-1] > 1 for i in range(3)), "the last round of one kept a guess"
+    assert life.counters["snapshot_restores"] == 9
+    assert life.counters["prefix_hit_tokens"] == 6 * 40 + sum((len(behind[i]) - 1) // 8 * 8 for i in range(3))
 
 
 # ---- mutants: what would be wrong is seen ----

@@ -93,7 +93,7 @@ class Recorder:
 
 class Drafter:
     """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank.
-    ``top_k``: they grow trees, of so many tokens a place."""
+    ``top_k``: they grow trees, of so many tokens a place. ``target_layers``: how many the target has."""
 
     ids: Sequence[int] | None = None  # that it guesses among; None: all
     _top_k = 0
@@ -105,9 +105,10 @@ class Drafter:
         proposer: Callable[..., Proposer] | None = None,
         ids: Sequence[int] | None = None,
         top_k: int = 0,
+        target_layers: int = 2,
     ) -> None:
         self.kind, self.folder, self.ids, self._top_k = kind, folder, ids, top_k
-        self.config = MTP if kind == "mtp" else DFLASH
+        self.config = (MTP if kind == "mtp" else DFLASH) | {"num_target_layers": target_layers}
         self.tensors = mtp_tensors(MTP) if kind == "mtp" else dflash_tensors(DFLASH)
         write(folder, self.config, self.tensors)
         self._class = proposer or (MTPProposer if kind == "mtp" else DFlashProposer)

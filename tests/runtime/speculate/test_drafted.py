@@ -15,12 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.engine import Engine
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.slot_state import SlotColumns
-from runtime.schedule.request import Request
+from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.dflash import DFlashProposer
 from runtime.speculate.mtp import MTPProposer
+from tests.models.tiny_delta import FAMILIES
+from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -191,6 +194,29 @@ def test_the_target_ids_must_be_those_of_the_rows(tmp_path: Path) -> None:
     life = drafted(drafter, requests, 4, depth=2)
     with pytest.raises(AssertionError, match="tokens known"):
         check_rounds(drafter, sequences(requests, life))
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "depth"),
+    [("nemotron", "dflash", 0), ("nemotron", "dflash", 2), ("nemotron", "mtp", 2), ("qwen3.5", "dflash", 2)],
+)
+def test_targets_with_recurrent_layers(target: str, kind: str, depth: int, tmp_path: Path) -> None:
+    """Features behind a Mamba-2 block and one of experts alone, or behind gated delta nets; evictions, a cancel."""
+    shape = (FAMILIES | {"nemotron": NEMOTRON})[target] | SHAPE
+    drafter = Drafter(kind, tmp_path, target_layers={"nemotron": 6, "qwen3.5": 3}[target])
+    requests = people(5)
+
+    def act(engine: Engine, turn: int) -> None:
+        if turn == 6:
+            engine.cancel(0)
+
+    limits: dict[str, Any] = {"rows": 4, "max_prefill_tokens": 8, "block_size": 4, "blocks": 36}
+    life = live(requests, act, depth=depth, widths=(5,), proposer=drafter, shape=shape, **limits)
+    alone = live(requests, depth=0, shape=shape)
+    same(life, alone, but={0})
+    assert life.finished[0].reason is FinishReason.CANCELLED
+    assert min(life.counters[name] for name in ("evictions", "spec_num_accepted_tokens")) > 0
+    assert check_rounds(drafter, sequences(requests, alone), every=5) > 5
 
 
 # ---- mutants: each leaves the text right, and guesses something else ----

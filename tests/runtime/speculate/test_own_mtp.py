@@ -18,14 +18,16 @@ from models.layers.decoder import Decoder
 from parallel.layers.experts import ExpertSplit
 from runtime.engine import Engine
 from runtime.execute.proposer import Observed
+from runtime.schedule.config import SnapshotPolicy
 from runtime.speculate.mtp import MTPProposer
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.lives import Life, live, same
+from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.speculate.recorded import OwnLayer, Recorder, check_rounds
-from tests.runtime.speculate.test_drafted import people, sequences
+from tests.runtime.speculate.test_drafted import people, prompt, sequences
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -81,6 +83,23 @@ def test_what_belongs_to_nobody_reaches_no_guess(depth: int, tmp_path: Path) -> 
     life = drafted(drafter, 4, depth=depth, act=poison, **limits)
     assert life.counters["evictions"] > 0
     check_rounds(drafter, sequences(people(5), life))
+
+
+def test_a_prefix_hit_goes_on_from_a_snapshot(tmp_path: Path) -> None:
+    """The layer's entries of the prefix come with its blocks, its newest hidden state with the tokens behind it.
+
+    Prompts have a token more in common than blocks, because the last entry of a block depends on it.
+    """
+    drafter, shared = OwnLayer(FAMILIES["qwen3-next"], tmp_path), prompt(33, 7)
+    requests = [request(i, (*shared, *prompt(2 + i, i)), max_tokens=16, stops=()) for i in range(4)]
+    limits: dict[str, Any] = {"folder": drafter.folder, "rows": 2, "max_prefill_tokens": 12, "block_size": 4}
+    given: dict[str, Any] = {"widths": (4,), "proposer": drafter, "snapshots": SnapshotPolicy(6, 2, 1)}
+    life = live(requests, depth=2, **limits, **given)
+    alone = live(requests, depth=0, folder=drafter.folder, prefix_caching=False)
+    same(life, alone)
+    assert life.counters["snapshot_restores"] >= 2
+    assert life.counters["spec_num_accepted_tokens"] > 0
+    check_rounds(drafter, sequences(requests, life), every=2)
 
 
 class OwnState(MTPProposer):
