@@ -216,8 +216,8 @@ def main() -> None:
     parser.add_argument("--load-format", default="safetensors")
     parser.add_argument("--prompt", type=int, default=4000, help="tokens known before turn 2")
     parser.add_argument("--said", type=int, default=64, help="tokens of turn 2")
-    parser.add_argument("--tokens", type=int, default=512, help="of each answer")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     longest = max(given.prompt + given.said, 16 * max(BATCHES) + given.tokens) + 64
@@ -228,16 +228,20 @@ def main() -> None:
             engine.follow()
             return
         client, draw = Client(engine, Desk(engine)), random.Random(0)
-        found = {
+        found: dict[str, Any] = {
             "model": given.model,
             "chain_depth": engine.config.chain_depth,
             "horizon": engine.config.horizon,
-            "turn_2": turn_2(client, draw, given.prompt, given.said, given.repeats),
-            "quanta": quanta(client, draw, given.tokens, given.repeats),
-            "batches": batches(client, draw, given.tokens),
-            "chain": chain(client, draw, given.tokens),
         }
-    print(json.dumps(found, indent=1))
+        parts: dict[str, Callable[[], object]] = {
+            "turn_2": partial(turn_2, client, draw, given.prompt, given.said, given.repeats),
+            "quanta": partial(quanta, client, draw, given.tokens, given.repeats),
+            "batches": partial(batches, client, draw, given.tokens),
+            "chain": partial(chain, client, draw, given.tokens),
+        }
+        for name, measure in parts.items():
+            found[name] = measure()
+            print(json.dumps({name: found[name]}), flush=True)  # a run that is ended keeps what it has
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(found, indent=1) + "\n")
