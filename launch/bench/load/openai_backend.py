@@ -16,6 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -77,6 +78,7 @@ class OpenAIServer:
         self.path = parts.path.rstrip("/") + endpoint
         self._root = parts.path.rstrip("/")
         self._idle: list[_Connection] = []
+        self._running: set[Future[None]] = set()  # a loop and its transports refer weakly to what waits for bytes
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="openai", daemon=True)
         self._thread.start()
@@ -116,7 +118,9 @@ class OpenAIServer:
 
     def submit(self, body: bytes, answer: Answer, done: Callable[[], None]) -> None:
         """``complete`` in the thread; ``done`` is called there, too, when all is known."""
-        asyncio.run_coroutine_threadsafe(self._submitted(body, answer, done), self.loop)
+        running = asyncio.run_coroutine_threadsafe(self._submitted(body, answer, done), self.loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
 
     async def _submitted(self, body: bytes, answer: Answer, done: Callable[[], None]) -> None:
         try:

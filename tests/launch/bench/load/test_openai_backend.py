@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +17,7 @@ from launch.bench.load.client_process import ClientProcesses, ServerAddress
 from launch.bench.load.datasets import random_requests
 from launch.bench.load.generator import generate_load
 from launch.bench.load.journal import Journal
-from launch.bench.load.openai_backend import OpenAIBackend, OpenAIServer
+from launch.bench.load.openai_backend import Answer, OpenAIBackend, OpenAIServer
 from launch.bench.trace import BenchError
 from launch.errors import UsageError
 
@@ -28,6 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     connections: ClassVar[set[int]] = set()
     drop_first: ClassVar[set[int]] = set()
     refused: ClassVar[range] = range(0)
+    held: ClassVar[threading.Event | None] = None  # answers wait for it
 
     def do_GET(self) -> None:
         self._whole(200 if self.path == "/v1/models" else 404, {"data": [{"id": "tiny"}]})
@@ -36,6 +39,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append({"path": self.path, **body})
         self.connections.add(id(self.connection))
+        if self.held is not None:
+            self.held.wait(30)
         if body["prompt"][0] in self.refused:
             self._whole(400, {"error": {"message": "not this one"}})
             return
@@ -82,6 +87,22 @@ def serving() -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_a_request_that_waits_survives_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio's transports refer weakly to a stream's reader, so nobody but us holds a task that waits for bytes."""
+    held, done, answer = threading.Event(), threading.Event(), Answer()
+    with serving() as url, closing(OpenAIServer(url, "/v1/completions")) as server:
+        monkeypatch.setattr(Handler, "held", held)
+        body = json.dumps({"prompt": [1], "max_tokens": 2, "stream": True}).encode()
+        server.submit(body, answer, done.set)
+        while not Handler.asked:
+            time.sleep(0.001)
+        time.sleep(0.02)  # until the client's thread waits for the head
+        gc.collect()
+        held.set()
+        assert done.wait(30), "the task was collected"
+    assert (answer.error, answer.tokens, answer.reason) == ("", 2, "length")
 
 
 def run(url: str, ids: range, offsets: list[float], concurrency: int | None = None) -> Journal:
