@@ -139,7 +139,7 @@ class Engine:
             observe.resolved(spec)
             self.executor.launch(spec)
         self._in_flight.append(_Flight(plan, spec))
-        self._late.launched(*((None, 0) if spec is None else (spec.shape, spec.tokens)))
+        self._late.launched(None if spec is None else spec.shape, 0 if spec is None else spec.tokens)
         observe.launched()
         output, launched = StepOutput(self.scheduler.step), False
         if len(self._in_flight) > self.scheduler.config.limits.depth:

@@ -98,12 +98,13 @@ def _record(
             more = min(wanted, prompts[0].sampling.max_tokens - 1)
             before = engine.counters["prefill_steps"]
             for kind, tokens in (("prefill", 1), ("decode", 1 + more)):
+                launched = engine.counters["decode_steps"]
                 with record_function(_label(point.batch, kind)):
                     trace = run_requests(client, prompts, max_tokens=tokens)
                     engine.executor.device.synchronize()
                 check_complete(trace)
             prefills = int(engine.counters["prefill_steps"] - before) // 2  # both runs prefill the same prompts
-            steps = len(trace.decode_steps)
+            steps = int(engine.counters["decode_steps"] - launched)  # with those behind the end, which bring nothing
             speculates = point.accepted_length is not None
             refused = _why_ragged(trace, len(prompts)) if speculates else why_not_full(trace, len(prompts), more)
             recorded.append(Recorded(point, prefills, steps, refused))

@@ -278,13 +278,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=FOLDER, help="gets the folders mtp and dflash (default: models/demo)"
     )
-    parser.add_argument("--minutes", type=float, help="of rollouts and training together (default 5; 20 on a CPU)")
+    add_training_options(parser, minutes="5; 20")
+    return parser.parse_args(arguments)
+
+
+def add_training_options(parser: argparse.ArgumentParser, *, minutes: str) -> None:
+    """Those that all such scripts have. ``minutes``: by default on a GPU, and on a CPU."""
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"of training and rollouts together, behind the reading of the corpus (default {minutes} on a CPU)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that read the corpus")
-    parser.add_argument("--standard-library", action="store_true", help="prompts from the standard library only")
+    parser.add_argument("--standard-library", action="store_true", help="texts of the standard library only")
     parser.add_argument("--smoke", action="store_true", help="toy amounts: seconds on a CPU")
-    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

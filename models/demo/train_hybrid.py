@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import time
@@ -40,6 +39,7 @@ from models.demo.train_drafters import (
     TEMPERATURES,
     Clock,
     Settings,
+    add_training_options,
     endless,
     fit,
     guess_loss,
@@ -204,12 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m models.demo.train_hybrid", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--out", type=Path, default=FOLDER / "hybrid", help="folder (default: models/demo/hybrid)")
-    parser.add_argument("--minutes", type=float, help="of training and rollouts together (default 2.5; 15 on a CPU)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that read the corpus")
-    parser.add_argument("--standard-library", action="store_true", help="documents of the standard library only")
-    parser.add_argument("--smoke", action="store_true", help="toy amounts: seconds on a CPU")
+    add_training_options(parser, minutes="2.5; 15")
     return parser.parse_args(arguments)
 
 

@@ -6,10 +6,11 @@ Does not know: files of weights, how a drafter computes, who asks it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from models.config import MTP_KEYS, ModelConfig, ModelConfigError, read_json_object
 from models.config_reader import ConfigReader
@@ -38,6 +39,26 @@ _DFLASH_KEYS = frozenset(
 )
 
 
+class _InFolder(ABC):
+    """A configuration that stands in a folder's config.json."""
+
+    __slots__ = ()
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """From the parsed content of config.json. Raises ValueError."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Self:
+        """Read ``folder``/config.json. Raises ModelConfigError naming file and key."""
+        path, config = _read(folder)
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ModelConfigError(f"{path}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class BlockView:
     """What the rows of a block see in one layer: all context and the whole block; with ``causal`` no row of the block
@@ -48,7 +69,7 @@ class BlockView:
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashConfig:
+class DFlashConfig(_InFolder):
     """A block drafter. ``model``: its layers' sizes. ``target_layer_ids``: layers of the target, from 0, whose output
     it reads, in the order of its checkpoint. ``block_size``: most tokens of a block, the known first one included.
     ``views``: one a layer. ``target_layers``: of the model that it was trained for; None where its config is silent.
@@ -62,15 +83,6 @@ class DFlashConfig:
     views: tuple[BlockView, ...]
     target_layers: int | None = None
     draft_vocab_size: int | None = None
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> DFlashConfig:
-        """Read ``folder``/config.json. Raises ModelConfigError naming file and key."""
-        path, config = _read(folder)
-        try:
-            return cls.from_dict(config)
-        except ValueError as error:
-            raise ModelConfigError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DFlashConfig:
@@ -125,7 +137,7 @@ class DFlashConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MTPConfig:
+class MTPConfig(_InFolder):
     """One multi-token-prediction layer. ``model``: its sizes, those of the target where it is the target's own; with
     experts its MLP is sparse. ``target_layers``, ``draft_vocab_size``: see DFlashConfig.
 
@@ -164,15 +176,6 @@ class MTPConfig:
         return cls(target, target.layers, zero_centred=True, output_gate=True)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> MTPConfig:
-        """Read ``folder``/config.json: of an MTP layer's own folder. Raises ModelConfigError naming file and key."""
-        path, config = _read(folder)
-        try:
-            return cls.from_dict(config)
-        except ValueError as error:
-            raise ModelConfigError(f"{path}: {error}") from error
-
-    @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MTPConfig:
         """From the parsed content of config.json. Raises ValueError."""
         _require_architecture(config, MTP)
@@ -197,7 +200,7 @@ class MTPConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Config:
+class Eagle3Config(_InFolder):
     """An EAGLE-3 head. ``model``: its layer's sizes. ``layer_ids``: layers of the target, from 0, whose output it
     reads, ascending; None: those of the paper (``layers_of``). ``norm_before_residual``: the layer adds to the normed
     state. ``draft_vocab_size``: see DFlashConfig.
@@ -217,15 +220,6 @@ class Eagle3Config:
         """Those of a target of so many layers. By default the second, the one before the middle, and the fourth last,
         as in EAGLE, SGLang and vLLM, which name the layers that come behind these: 2, L // 2 and L - 3."""
         return self.layer_ids or (1, target_layers // 2 - 1, target_layers - 4)
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> Eagle3Config:
-        """Read ``folder``/config.json. Raises ModelConfigError naming file and key."""
-        path, config = _read(folder)
-        try:
-            return cls.from_dict(config)
-        except ValueError as error:
-            raise ModelConfigError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Eagle3Config:

@@ -435,19 +435,10 @@ class NvidiaKernels(Kernels):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
         shared = self.traits.shared_bytes - _SHARED_RESERVE
-        if every_split and pairs not in _TALL_BLOCKS:
-            pairs = _LIST_PAIRS  # small programs, too
         tall = power_of_two_above(query_rows)
-        blocks = _attention_blocks(pairs, tall, row_bytes, shared)
-        if (
-            every_split
-            and pairs == _LIST_PAIRS
-            and 16 <= tall < 64
-            and _attention_shared(64, 3, tall, row_bytes) <= shared
-        ):
-            blocks = 64, 3, 4  # of windows: tests/bench/window_attention.py
+        blocks = _attention_blocks(pairs, tall, row_bytes, shared, every_split=every_split)
         if tuned is not None and not tuned.tma:
-            needed = _attention_shared(tuned.block_n, tuned.stages, power_of_two_above(query_rows), row_bytes)
+            needed = _attention_shared(tuned.block_n, tuned.stages, tall, row_bytes)
             blocks = tuned.blocks if needed <= shared else blocks
         if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
             blocks = min(blocks[0], 32), 3, 8
@@ -529,12 +520,17 @@ def _many_blocks(query_rows: int) -> tuple[int, int, int]:
     return 32, 3, 1 if query_rows <= 8 else 2
 
 
-def _attention_blocks(pairs: int, query_rows: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int]:
-    """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, cut to fit."""
+def _attention_blocks(
+    pairs: int, query_rows: int, row_bytes: int, shared_bytes: int, *, every_split: bool = False
+) -> tuple[int, int, int]:
+    """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, cut to fit.
+    ``every_split``: each split that a row could have is a program."""
     block_n, stages, warps = 64, 5, 4
     if pairs >= 1024:
         stages, warps = 3, 2
-    elif pairs >= 256:
+    elif every_split and pairs < _TALL_BLOCKS.start and 16 <= query_rows < 64:
+        stages = 3  # a window of few rows (tests/bench/window_attention.py)
+    elif pairs >= 256 or (every_split and pairs not in _TALL_BLOCKS):
         block_n, warps = 32, 2
     if query_rows >= 64:
         warps = max(4, query_rows // 16)  # fewer warps would spill so tall a tile

@@ -42,7 +42,7 @@ class WindowRole(RowRole):
             raise ValueError(f"trees of {tree} tokens: state of slots takes tokens in one after the other")
         super().__init__(parts, name or (f"tree of {tree}" if tree else f"window of {width}"), width)
         self._tokens = tree or width  # of a row, that go through the model
-        self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)])
+        self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)]) if tree else None
         self._proposer = proposer
         self._feed = ProposerFeed(parts)
         self._tail = Tail(parts.model, parts.tables, parts.ring)
@@ -81,7 +81,9 @@ class WindowRole(RowRole):
         )
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
         accepted = self._tail.finish_window(hidden_TN, window, self.width, variant)
-        if accepted.nodes_BW is not None:  # the path's entries go where those of single steps would be
+        if (
+            self._mover is not None and accepted.nodes_BW is not None
+        ):  # the path's entries go where those of single steps would be
             places_BN = window.kv_slots_BW
             self._mover.move(places_BN.gather(1, accepted.nodes_BW), places_BN[:, : self.width], accepted.count_B)
         for take_in in undecided:

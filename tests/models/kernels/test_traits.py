@@ -112,6 +112,8 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
         for row_bytes in (128, 256, 512, 1024)
     ]
     assert digest(blocks) == "58170d4063845875"
+    of_splits = [nvidia._attention_blocks(pairs, 16, 256, shared, every_split=True) for pairs in (8, 64, 128)]
+    assert of_splits == [(64, 3, 4), (64, 5, 4), (32, 5, 2)]
     assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
 
 
