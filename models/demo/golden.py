@@ -1,6 +1,7 @@
 """Write golden.json: what transformers generates, in float32 on a CPU, for the greedy prompts of prompts.jsonl.
 
-    python -m models.demo.golden
+    python -m models.demo.golden                       # of models/demo
+    python -m models.demo.golden models/demo/hybrid    # of the hybrid: the same prompts, by its own weights
 
 Knows: transformers (a development dependency) as the oracle an engine is compared with. Stop strings are not applied:
 a row ends at an eos id, at the prompt's ``max_tokens`` or at MAX_TOKENS, whichever comes first.
@@ -9,6 +10,7 @@ Does not know: any engine of ours.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -58,11 +60,14 @@ def golden_row(model: Any, tokenizer: Any, prompt: dict[str, Any]) -> dict[str, 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m models.demo.golden", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="model folder (default: models/demo)")
+    folder = parser.parse_args().folder
     torch.set_num_threads(1)
-    model, tokenizer = load(FOLDER)
+    model, tokenizer = load(folder)
     rows = [golden_row(model, tokenizer, prompt) for prompt in read_prompts(FOLDER) if prompt["temperature"] == 0]
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    (FOLDER / "golden.json").write_text(f'{{"max_tokens": {MAX_TOKENS}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    (folder / "golden.json").write_text(f'{{"max_tokens": {MAX_TOKENS}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

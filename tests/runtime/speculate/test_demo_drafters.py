@@ -1,4 +1,4 @@
-"""The demo model's drafters: its golden tokens, and as many guesses kept as were recorded."""
+"""The demo models' drafters: their golden tokens, and as many guesses kept as were recorded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from runtime.execute.proposer import Observed
+from runtime.schedule.plan import Finished
+from runtime.speculate.mtp import MTPProposer
 from tests.runtime.speculate.demo_acceptance import (
     DEMO,
+    HYBRID,
     RECORD,
     TREE_SIZES,
     WIDEST,
@@ -39,6 +43,52 @@ def test_a_tree_keeps_more_than_a_chain_of_its_depth(method: str) -> None:
     found, record = tree_acceptance(method, counters), json.loads(RECORD.read_text(encoding="utf-8"))
     assert found["accepted_length"] == pytest.approx(record[f"{method} tree"]["accepted_length"], rel=0.02)
     assert found["accepted_length"] > 1.2 * record[method]["accepted_length"]
+
+
+SURE = 2e-3  # margin of a golden row beyond which an error of 1e-3 in a logit decides nothing
+
+
+def check_hybrid_tokens(finished: dict[int, Finished]) -> None:
+    """Those of transformers, but for rows in which two tokens were as good as equal to it."""
+    sure = [(i, row) for i, row in enumerate(golden_rows(HYBRID)) if row["margin"] > SURE]
+    assert len(sure) >= 25
+    for i, row in sure:
+        assert list(finished[i].token_ids) == row["token_ids"], row["id"]
+        assert finished[i].reason.label == row["finish_reason"], row["id"]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_hybrid_and_the_layer_in_its_checkpoint(depth: int) -> None:
+    """Three gated delta nets to a layer of attention, whose state takes in what is kept of a window and no more."""
+    finished, counters = serve("mtp", depth, folder=HYBRID)
+    check_hybrid_tokens(finished)
+    found = acceptance("mtp", counters)
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["hybrid mtp"]
+    assert found["accepted_by_position"] == pytest.approx(recorded["accepted_by_position"], abs=0.02)
+    assert found["accepted_length"] == pytest.approx(recorded["accepted_length"], rel=0.02)
+
+
+def test_the_hybrids_layer_needs_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that lags by a step costs guesses, and no token: acceptance alone tells."""
+    observe = MTPProposer.observe
+
+    def lagging(self: MTPProposer, observed: Observed) -> None:
+        before = self._hidden_SN.clone()
+        observe(self, observed)
+        if observed.advanced is not None:
+            self._hidden_SN.copy_(before)
+
+    monkeypatch.setattr(MTPProposer, "observe", lagging)
+    finished, counters = serve("mtp", folder=HYBRID)
+    check_hybrid_tokens(finished)
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["hybrid mtp"]
+    assert acceptance("mtp", counters)["accepted_length"] < 0.9 * recorded["accepted_length"]
+
+
+def test_the_hybrid_is_small() -> None:
+    assert sum(file.stat().st_size for file in HYBRID.iterdir()) <= 4 << 20
+    trained = json.loads((HYBRID / "training.json").read_text(encoding="utf-8"))
+    assert trained["held_out"]["mtp"]["accepted_length"] > 3
 
 
 def test_they_are_small() -> None:
