@@ -4,7 +4,8 @@ A rank's steps run over NvidiaKernels with tensors on torch's meta device (tests
 Each launch of a Triton kernel counts, each product of cuBLAS, and each torch operator that makes or changes a tensor: a
 few of them are more than one launch on a GPU (topk, sort, scans), views and bare allocations are none.
 
-Knows: how a launch looks from outside, and which line of the repository asked for it. Does not know: how long one takes.
+Knows: how a launch looks from outside, and which function of the repository asked for it. Does not know: how long one
+takes.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def rank_of(wanted: Mapping[str, Any] | None, ranks: int = 1) -> tuple[RowRole, 
 def launches_of(role: RowRole, rows: int) -> Counter[tuple[str, str]]:
     """Of one greedy step of so many rows."""
     rows_B = torch.zeros(rows, dtype=torch.int64, device=META)
-    with Launches() as counting:
+    counting = Launches()
+    with counting:
         kept = JITFunction.run
         played: Any = JITFunction
         played.run = lambda self, *_, **__: counting.count(self.fn.__name__)
@@ -146,7 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     play()
     print("| step | launches | of these beside the target's layers |\n| --- | --- | --- |")
-    cases = {"plain": None, **{name: keys for name, keys in ROUNDS.items()}}
+    cases: dict[str, dict[str, Any] | None] = {"plain": None, **ROUNDS}
     cases |= {f"{name}, scripted": {**ROUNDS[name], **SCRIPT} for name in ("mtp", "dflash", "tree")}
     for name, keys in cases.items():
         decode, window = rank_of(keys, options.ranks)
