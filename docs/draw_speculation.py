@@ -31,9 +31,11 @@ STAGES = {  # by the call: the stage, and what it does
     "gather_window": ("gather", "last token and guesses, positions, KV places, by slot"),
     "forward": ("verify", "the target over all W tokens of every row"),
     "_draw": ("draw", "the target's own token at every position"),
-    "accept": ("accept", "guesses that are what was drawn before them, and one token more"),
-    "write_back_window": ("commit", "last token, length, end by slot; the result ring"),
-    "remember": ("history", "the tokens gained, into the slot's history"),
+    "settle_window": (
+        "accept",
+        "guesses that are what was drawn before them, and one token more; last token, length, end and history by slot; "
+        "the result ring",
+    ),
     "move": ("compact", "of a tree: the KV of its accepted path, to where a chain's would be"),
     "show_window": ("observe", "true hidden states of the tokens kept, to the proposer"),
 }

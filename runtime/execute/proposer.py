@@ -29,7 +29,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from models.inputs import StepInputs
@@ -40,7 +39,6 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.schedule.config import StepLimits
-from runtime.schedule.plan import TRASH_BLOCK
 
 
 class Candidates(NamedTuple):
@@ -93,6 +91,8 @@ class Observed:
     slots_T int64: whose they are; 0 for padding. next_ids_T int64: the tokens that follow, at positions_T + 1.
     kept_T bool: part of the sequence for good, with a known successor, and observed for the first time. False for
     guesses that were not kept, ghosts and padding, and where the successor comes with a later call.
+    kept_kv_slots_T int64: where the tokens' entries go in paged caches; those that do not count write into the trash
+    block.
     hidden_TN: the target's final-normed hidden states, where the proposer ``reads_hidden``. features_TF: the residual
     streams behind ``layers``, side by side, where it names any.
     ``advanced``: the rows that gained their newest tokens in this call; None for the tokens within a prompt's chunk.
@@ -102,14 +102,10 @@ class Observed:
     slots_T: Tensor
     next_ids_T: Tensor
     kept_T: Tensor
+    kept_kv_slots_T: Tensor
     hidden_TN: Tensor | None
     features_TF: Tensor | None
     advanced: Advanced | None = None
-
-    @property
-    def kept_kv_slots_T(self) -> Tensor:
-        """Where the tokens' entries go in paged caches; those that do not count write into the trash block."""
-        return torch.where(self.kept_T, self.inputs.kv_slots_T, TRASH_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

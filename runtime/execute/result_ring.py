@@ -24,7 +24,7 @@ class ResultRing:
     """``append`` runs inside the step, captured or not: where to write is a counter on the device.
 
     buffer_EX int32 [entries, words]; appended_1 int64 [1]: the next append's number, modulo ``stamps``. On CUDA
-    step_io.write_back does what ``append`` does.
+    step_io.write_back and window_io.settle_window do what ``append`` does.
     """
 
     def __init__(self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0) -> None:
@@ -53,11 +53,17 @@ class ResultRing:
         self.buffer_EX[:, : packed.shape[1]].index_copy_(0, self.appended_1 % self.entries, packed)
         self.appended_1.add_(1).remainder_(self.stamps)
 
+    def check(self, rows: int, width: int) -> None:
+        """ValueError where an entry has no room for so many tokens."""
+        if width > self.width:
+            raise ValueError(f"results of {rows} rows x {width} tokens; the ring's width is {self.width}")
+
     def _check_shapes(
         self, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, logprobs: TokenLogprobs | None
     ) -> None:
         (rows, width), shapes = tokens_BW.shape, [tuple(counts_B.shape), tuple(finish_B.shape)]
-        if width > self.width or shapes != [(rows,)] * 2:
+        self.check(rows, width)
+        if shapes != [(rows,)] * 2:
             raise ValueError(f"results of {rows} rows x {width} tokens, {shapes}; the ring's width is {self.width}")
         if logprobs is not None and logprobs.chosen.numel() != rows * width:
             raise ValueError(f"{logprobs.chosen.numel()} log-probabilities for {rows} rows x {width} tokens")

@@ -8,18 +8,16 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import fields, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
-from runtime.execute.slot_state import NEWEST, SlotTables
+from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io
 from runtime.execute.step.step_io import (
@@ -33,6 +31,7 @@ from runtime.execute.step.step_io import (
 )
 from runtime.execute.step.step_io_kernels import StepKernels, triton_kernels
 from runtime.schedule.request import FinishReason
+from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state, state_of
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
 
@@ -42,7 +41,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     importlib.import_module("tests.models.kernels.interpreted_kernels")  # mends Triton's interpreter for today's numpy
 DEVICE = "cpu" if INTERPRETED else "cuda"
-BLOCK_SIZE = 16
 SIZES = [(1, 1), (3, 65), (8, 1000), (8, 1025), (256, 65), (300, 1)]  # rows, blocks of a slot
 
 pytestmark = [
@@ -73,58 +71,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         step_io,
         "kernels_for",
-        lambda tensor: StepKernels(begin, begin_packed, finish) if INTERPRETED or tensor.is_cuda else None,
+        lambda tensor: (
+            StepKernels(begin, begin_packed, finish, kernels.show) if INTERPRETED or tensor.is_cuda else None
+        ),
     )
     return ran
-
-
-class Case(NamedTuple):
-    """Slots with random records, a row map over some of them, and the ring; ``on`` copies all of it."""
-
-    tables: SlotTables
-    ring: ResultRing
-    rows_B: Tensor
-
-    def on(self, device: str) -> Case:
-        same = _empty(device, self.tables.slots - 1, self.tables.max_blocks, self.ring.entries, self.tables.stop_ids)
-        for ours, theirs in zip(_state(same), _state(self), strict=True):
-            ours.copy_(theirs)
-        return same._replace(rows_B=self.rows_B.to(device))
-
-
-def _empty(device: str, slots: int, blocks: int, entries: int, stop_ids: int) -> Case:
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    compute = SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None)
-    played = cast(Any, SimpleNamespace(zeros=zeros, compute=compute))
-    tables = SlotTables(played, max_requests=slots, max_blocks=blocks, vocab_size=1, stop_ids=stop_ids)
-    ring = ResultRing(played, entries=entries, rows=slots + 5, width=1, max_logprobs=1)
-    return Case(tables, ring, zeros(0, dtype=torch.int64))
-
-
-def _state(case: Case) -> tuple[Tensor, ...]:
-    return case.tables.columns.records, case.tables.block_table_SP, case.ring.buffer_EX, case.ring.appended_1
-
-
-def _random(seed: int, rows: int, blocks: int, *, ended: float = 0.3, padding: int = 0, stop_ids: int = 16) -> Case:
-    """``padding`` of the rows are slot 0's; ``ended``: the share of the other slots that ended: ghost rows."""
-    rng = np.random.default_rng(seed)
-    slots = max(rows, 2)
-    case = _empty("cpu", slots, blocks, 4, stop_ids)
-    tables, ring = case.tables, case.ring
-    records, columns = tables.columns.records, tables.columns
-    records.copy_(torch.from_numpy(rng.integers(-(2**31), 2**31, tuple(records.shape), dtype=np.int32)))
-    columns.length[1:] = torch.from_numpy(rng.integers(1, blocks * BLOCK_SIZE + 1, slots, dtype=np.int32))
-    columns.finished[0] = int(FinishReason.STOP)
-    columns.finished[1:] = torch.from_numpy(np.where(rng.random(slots) < ended, rng.integers(1, 4, slots), 0))
-    columns.max_length[1:] = columns.length[1:] + torch.from_numpy(rng.integers(1, 3, slots, dtype=np.int32))
-    columns.min_length[1:] = columns.length[1:] - torch.from_numpy(rng.integers(-1, 2, slots, dtype=np.int32))
-    tables.block_table_SP[1:] = torch.from_numpy(rng.integers(1, 2**31, (slots, blocks), dtype=np.int32))
-    ring.buffer_EX.copy_(torch.from_numpy(rng.integers(0, 99, tuple(ring.buffer_EX.shape), dtype=np.int32)))
-    ring.appended_1.fill_(seed)
-    real = 1 + rng.permutation(slots)[: rows - padding]
-    return case._replace(rows_B=torch.from_numpy(rng.permutation(np.concatenate([real, np.zeros(padding, np.int64)]))))
 
 
 def _drawn(seed: int, gathered: Gathered) -> tuple[Draw, Verdict]:
@@ -141,25 +92,12 @@ def _drawn(seed: int, gathered: Gathered) -> tuple[Draw, Verdict]:
     return draw, stop_check(draw.token_B, sampling, draw.ok_B)
 
 
-def _same(found: Tensor, wanted: Tensor, what: object) -> None:
-    assert found.dtype == wanted.dtype, what
-    assert found.shape == wanted.shape, what
-    if found.is_floating_point():  # random bits: NaN among them
-        found, wanted = found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
-    assert torch.equal(found.cpu(), wanted.cpu()), what
-
-
-def _same_state(found: Case, wanted: Case) -> None:
-    for ours, theirs, what in zip(_state(found), _state(wanted), ("records", "blocks", "ring", "counter"), strict=True):
-        _same(ours, theirs, what)
-
-
 def _same_gathered(found: Gathered, wanted: Gathered) -> None:
-    _same(found.columns.records, wanted.columns.records, "records")
+    same(found.columns.records, wanted.columns.records, "records")
     for part in ("page_table_BP", "kv_lengths_B", "token_B", "position_B", "kv_slots_B", "live_B"):
-        _same(getattr(found, part), getattr(wanted, part), part)
+        same(getattr(found, part), getattr(wanted, part), part)
     for field in fields(found.sampling):
-        _same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
+        same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
 
 
 def _check_a_step(case: Case, seed: int) -> None:
@@ -168,18 +106,18 @@ def _check_a_step(case: Case, seed: int) -> None:
     gathered = gather_decode(device.tables, device.rows_B, BLOCK_SIZE)
     wanted = gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
     _same_gathered(gathered, wanted)
-    _same_state(device, case)
+    same_state(device, case)
     draw, verdict = _drawn(seed, wanted)
     moved = Draw(*(part.to(DEVICE) for part in draw)), Verdict(*(part.to(DEVICE) for part in verdict))
     write_back(device.tables, device.ring, device.rows_B, gathered.columns, *moved)
     write_back_in_torch(case.tables, case.ring, case.rows_B, wanted.columns, draw, verdict)
-    _same_state(device, case)
+    same_state(device, case)
 
 
 @pytest.mark.parametrize(("rows", "blocks"), SIZES)
 def test_both_ends_are_those_of_torch(rows: int, blocks: int, calls: list[str]) -> None:
     for seed in range(3):
-        case = _random(seed, rows, blocks, padding=min(seed, rows))
+        case = random_case(seed, rows, blocks, padding=min(seed, rows), history=seed > 0)
         finished_before = int((case.tables.columns.finished != 0).sum())
         _check_a_step(case, seed)
         if rows > 100:  # the case is one in which rows do end
@@ -191,15 +129,15 @@ def test_both_ends_are_those_of_torch(rows: int, blocks: int, calls: list[str]) 
 def test_packed_tokens_are_those_of_torch(rows: int, blocks: int, calls: list[str]) -> None:
     """Some rows decode, ghosts among them, the others have chunks, and tokens and rows are filled up."""
     for seed in range(3):
-        case = _random(seed, rows, blocks)
+        case = random_case(seed, rows, blocks)
         chunks = _chunks(case, seed)
         device = case.on(DEVICE)
         there = replace(chunks, **{name: getattr(chunks, name).to(DEVICE) for name in _COLUMNS})
         found = gather_packed(device.tables, there, BLOCK_SIZE)
         wanted = gather_packed_in_torch(case.tables, chunks, BLOCK_SIZE)
         for ours, theirs, what in zip(found, wanted, wanted._fields, strict=True):
-            _same(ours, theirs, what)
-        _same_state(device, case)
+            same(ours, theirs, what)
+        same_state(device, case)
     assert calls == ["begin_packed"] * 3
 
 
@@ -227,20 +165,20 @@ def _chunks(case: Case, seed: int) -> Chunks:
 
 @pytest.mark.parametrize("stop_ids", [1, 2, 5])
 def test_records_of_other_sizes(stop_ids: int) -> None:
-    _check_a_step(_random(1, 8, 65, padding=2, stop_ids=stop_ids), 1)
+    _check_a_step(random_case(1, 8, 65, padding=2, stop_ids=stop_ids), 1)
 
 
 @pytest.mark.parametrize(("ended", "padding"), [(1.0, 0), (1.0, 3), (0.0, 8)], ids=["ghosts", "both", "padding"])
 def test_rows_of_which_none_lives_change_nothing_but_the_ring(ended: float, padding: int) -> None:
-    case = _random(2, 8, 65, ended=ended, padding=padding)
+    case = random_case(2, 8, 65, ended=ended, padding=padding)
     before = case.on("cpu")
     _check_a_step(case, 2)
-    _same(case.tables.columns.records, before.tables.columns.records, "records")
+    same(case.tables.columns.records, before.tables.columns.records, "records")
     assert int(case.ring.appended_1) == int(before.ring.appended_1) + 1
 
 
 def test_the_ring_and_its_stamps_wrap() -> None:
-    case = _random(0, 3, 1)
+    case = random_case(0, 3, 1)
     stamps = case.ring.stamps
     assert stamps == 2**31  # of four entries: the largest there is
     case.ring.appended_1.fill_(stamps - 3)
@@ -251,7 +189,7 @@ def test_the_ring_and_its_stamps_wrap() -> None:
 
 
 def test_log_probabilities_take_the_way_of_torch(calls: list[str]) -> None:
-    case = _random(0, 3, 1)
+    case = random_case(0, 3, 1)
     device = case.on(DEVICE)
     gathered = gather_decode(device.tables, device.rows_B, BLOCK_SIZE)
     draw, verdict = _drawn(0, gathered)
@@ -268,7 +206,7 @@ def test_log_probabilities_take_the_way_of_torch(calls: list[str]) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 256])
 def test_a_captured_graph_advances_the_same_state_and_never_syncs(rows: int) -> None:
     """Both ends in one graph, replayed; in between a draw that is the same every time."""
-    case = _random(4, rows, 65, ended=0.2, padding=rows // 8)
+    case = random_case(4, rows, 65, ended=0.2, padding=rows // 8)
     columns = case.tables.columns
     columns.length[1:] = 5
     columns.max_length[1:] = 6 + torch.arange(len(columns.length) - 1, dtype=torch.int32) % 9
@@ -297,7 +235,7 @@ def test_a_captured_graph_advances_the_same_state_and_never_syncs(rows: int) -> 
         with torch.cuda.graph(graph, stream=stream):
             gathered = step()
     torch.cuda.synchronize()
-    for ours, theirs in zip(_state(device), _state(case), strict=True):
+    for ours, theirs in zip(state_of(device), state_of(case), strict=True):
         ours.copy_(theirs)
     for _ in range(6):
         graph.replay()
@@ -306,4 +244,4 @@ def test_a_captured_graph_advances_the_same_state_and_never_syncs(rows: int) -> 
         write_back_in_torch(case.tables, case.ring, case.rows_B, wanted.columns, draw, verdict)
         torch.cuda.synchronize()
         _same_gathered(gathered, wanted)
-        _same_state(device, case)
+        same_state(device, case)

@@ -13,12 +13,13 @@ from models.inputs import DecodeAttention, StepInputs
 from models.layers.layer_tap import LayerTap
 from runtime.execute.proposer import Advanced, Observed, observes
 from runtime.execute.role import RoleParts
-from runtime.execute.sampling.acceptance import Acceptance
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
-from runtime.execute.step.step_io import Packed, Window
-from runtime.schedule.plan import PADDING_SLOT
+from runtime.execute.step.step_io import Packed
+from runtime.execute.step.step_io_kernels import kernels_for
+from runtime.execute.step.window_io import Shown, Window
+from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK
 
 
 class ProposerFeed:
@@ -40,24 +41,19 @@ class ProposerFeed:
         """Of the latest forward pass that was given ``tap``."""
         return None if self.tap is None else self.tap.features_TF
 
-    def show_window(self, inputs: StepInputs, window: Window, hidden_TN: Tensor, accepted: Acceptance) -> None:
+    def show_window(self, inputs: StepInputs, window: Window, hidden_TN: Tensor, shown: Shown) -> None:
         """The B * W tokens of a window, behind its draw: those before a row's last one were kept, and that one drew.
 
         Of a tree those of the path that was drawn, whose entries lie where a chain's would.
         """
-        width, device = accepted.tokens_BW.shape[1], hidden_TN.device
-        features_TF = self.features_TF
-        if accepted.nodes_BW is not None:
-            inputs, path_T = _along_path(inputs, window, accepted.nodes_BW)
-            hidden_TN = hidden_TN.index_select(0, path_T)
-            features_TF = None if features_TF is None else features_TF.index_select(0, path_T)
-        kept_BW = torch.arange(width, device=device) < accepted.count_B[:, None]
-        first_B = torch.arange(len(window.rows_B), device=device) * width
-        last_B = first_B + (accepted.count_B.to(torch.int64) - 1).clamp(min=0)
-        slots_T = window.rows_B.repeat_interleave(width)
-        advanced = Advanced(window.rows_B, last_B, accepted.count_B > 0, width)
-        next_T, kept_T = accepted.tokens_BW.reshape(-1), kept_BW.reshape(-1)
-        self._show(Observed(inputs, slots_T, next_T, kept_T, hidden_TN, features_TF, advanced))
+        features_TF, width = self.features_TF, len(shown.slots_T) // len(window.rows_B)
+        if shown.path_T is not None:
+            inputs = _along_path(inputs, window, shown, width)
+            hidden_TN = hidden_TN.index_select(0, shown.path_T)
+            features_TF = None if features_TF is None else features_TF.index_select(0, shown.path_T)
+        advanced = Advanced(window.rows_B, shown.last_B, shown.gained_B, width)
+        own = shown.slots_T, shown.next_T, shown.kept_T, shown.kept_kv_slots_T
+        self._show(Observed(inputs, *own, hidden_TN, features_TF, advanced))
 
     def show_rows(
         self,
@@ -69,9 +65,12 @@ class ProposerFeed:
         verdict: Verdict,
     ) -> None:
         """The newest token of every row, behind the draw of its successor."""
-        gained_B = verdict.count_B > 0
-        advanced = Advanced(rows_B, torch.arange(len(rows_B), device=rows_B.device), gained_B, 1)
-        self._show(Observed(inputs, rows_B, draw.token_B, gained_B, hidden_BN, features_BF, advanced))
+        kernels = kernels_for(rows_B)
+        gained_B, kept_B, last_B = (show_in_torch if kernels is None else kernels.show)(
+            verdict.count_B, inputs.kv_slots_T
+        )
+        advanced = Advanced(rows_B, last_B, gained_B, 1)
+        self._show(Observed(inputs, rows_B, draw.token_B, gained_B, kept_B, hidden_BN, features_BF, advanced))
 
     def show_chunks(self, inputs: StepInputs, chunks: Chunks, packed: Packed, hidden_TN: Tensor | None) -> None:
         """The tokens of a step with chunks whose successors are known before its draw: all of them but each row's
@@ -83,30 +82,28 @@ class ProposerFeed:
         known_T = next_T < self._tables.columns.length[slots_T]
         kept_T = known_T & (slots_T != PADDING_SLOT) & (chunks.positions_T != NEWEST)
         next_ids_T = history_SL[slots_T, next_T].to(torch.int64)
-        self._show(Observed(inputs, slots_T, next_ids_T, kept_T, hidden_TN, self.features_TF))
+        kept_kv_slots_T = torch.where(kept_T, inputs.kv_slots_T, TRASH_BLOCK)
+        self._show(Observed(inputs, slots_T, next_ids_T, kept_T, kept_kv_slots_T, hidden_TN, self.features_TF))
 
     def _show(self, observed: Observed) -> None:
         assert self._proposer is not None
         self._proposer.observe(observed)
 
 
-def _along_path(inputs: StepInputs, window: Window, nodes_BW: Tensor) -> tuple[StepInputs, Tensor]:
-    """Inputs of W tokens a row, a path through its tree, as if they had been a chain; and which tokens those are."""
-    rows, width = nodes_BW.shape
-    tokens = window.tokens
-    path_T = (torch.arange(rows, device=nodes_BW.device)[:, None] * tokens + nodes_BW).reshape(-1)
+def _along_path(inputs: StepInputs, window: Window, shown: Shown, width: int) -> StepInputs:
+    """Of W tokens a row, a path through its tree, as if they had been a chain."""
     bound = inputs.attention
     assert isinstance(bound, DecodeAttention)  # of a window
     attention = DecodeAttention(
         page_table_BP=window.page_table_BP,
-        kv_lengths_B=window.kv_lengths_B - (tokens - width),
+        kv_lengths_B=window.kv_lengths_B - (window.tokens - width),
         query_len=width,
         max_kv_length=bound.max_kv_length,
     )
-    path = StepInputs(
-        token_ids_T=inputs.token_ids_T.index_select(0, path_T),
-        positions_T=inputs.positions_T.index_select(0, path_T),
-        kv_slots_T=window.kv_slots_BW[:, :width].reshape(-1),
-        attention=attention,
-    )
-    return path, path_T
+    return StepInputs(shown.token_ids_T, shown.positions_T, shown.kv_slots_T, attention)
+
+
+def show_in_torch(count_B: Tensor, kv_slots_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of step_io_triton.show."""
+    gained_B = count_B > 0
+    return gained_B, torch.where(gained_B, kv_slots_B, TRASH_BLOCK), torch.arange(len(count_B), device=count_B.device)

@@ -8,20 +8,16 @@ Everything is graph-safe. On CUDA one Triton launch does each end; the torch cod
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.inputs import PIECE, DecodeAttention
-from runtime.execute.proposer import Proposed
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling.acceptance import Acceptance
-from runtime.execute.sampling.draft_tree import DraftTree, lay_out
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
-from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
@@ -186,7 +182,8 @@ def write_back(
     verdict: Verdict,
     logprobs: TokenLogprobs | None = None,
 ) -> None:
-    """Write the draw of slots ``rows_B`` into their records and report it. ``columns``: the records it began with.
+    """Write the draw of slots ``rows_B`` into their records and histories and report it. ``columns``: the records it
+    began with.
 
     ``rows_B`` (int64 [B], contiguous) repeats no slot but 0, whose rows carry slot 0's own values back.
     """
@@ -195,7 +192,8 @@ def write_back(
         write_back_in_torch(tables, ring, rows_B, columns, draw, verdict, logprobs)
         return
     old, table = ((c.last_token, c.length, c.finished) for c in (columns, tables.columns))
-    kernels.finish(rows_B, draw.token_B, *verdict, old, table, ring.buffer_EX, ring.appended_1, ring.stamps)
+    history_SL, entries = tables.history_SL, (ring.buffer_EX, ring.appended_1, ring.stamps)
+    kernels.finish(rows_B, draw.token_B, *verdict, old, table, history_SL, *entries)
 
 
 def write_back_in_torch(
@@ -215,104 +213,4 @@ def write_back_in_torch(
         torch.where(columns.finished == 0, verdict.finish_B, columns.finished),
     )
     ring.append(draw.token_B[:, None], verdict.count_B, verdict.finish_B, logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """B rows of a step in which each may gain up to W tokens, W >= 2, copied from their slots.
-
-    rows_B int64: their slots. columns: their records. sampling: the sampler's view of the B * W draws, row-major; those
-    past a row's ``max_length`` count as finished. tokens_BW int64: the last token and W - 1 proposals. position_BW
-    int64: theirs, 0 where not live. live_BW bool: not of a ghost, of padding, or past ``max_length``. kv_slots_BW
-    int64: where their KV goes; in the trash block for ghosts and padding. page_table_BP int32; kv_lengths_B int32, the
-    window included. ``limit_B``: most tokens that a row may gain in this step; None where there is no limit but W.
-    ``scripted_B``: proposals that are kept whatever is drawn (Proposed); None where draws decide. ``drafted``: what the
-    proposals were drawn from; None where they are compared with draws.
-
-    ``tree``: the tokens are the nodes of a tree, the last token its root, of which a row gains a path of at most W;
-    then there are N of them, and N takes the place of W in all shapes. None: each follows the one before it.
-    """
-
-    rows_B: Tensor
-    columns: SlotColumns
-    sampling: SamplingInputs
-    page_table_BP: Tensor
-    kv_lengths_B: Tensor
-    tokens_BW: Tensor
-    position_BW: Tensor
-    kv_slots_BW: Tensor
-    live_BW: Tensor
-    limit_B: Tensor | None = None
-    scripted_B: Tensor | None = None
-    drafted: Drafted | None = None
-    tree: DraftTree | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Of a row: W, or N."""
-        return self.tokens_BW.shape[1]
-
-
-def gather_window(
-    tables: SlotTables,
-    rows_B: Tensor,
-    columns: SlotColumns,
-    proposed: Proposed,
-    block_size: int,
-    width: int,
-) -> Window:
-    """What a step of Q + 1 tokens a row needs of slots ``rows_B``; new tensors. ``columns``: ``tables.gather`` of them.
-    ``proposed``: the Q tokens that may follow each row's last one. A row may gain ``width`` tokens, fewer than Q + 1
-    where they are a tree; a node's position follows from its depth, its KV place from its number.
-
-    A row begins before its sequence's end and may reach past it. Tokens there draw nothing. Their KV goes into the
-    row's own blocks nevertheless, for attention loads all that ``kv_lengths_B`` covers, and memory that nobody wrote
-    may hold NaN.
-    """
-    tokens_BW = torch.cat((columns.last_token[:, None], proposed.tokens_BQ), 1)
-    offsets_W = torch.arange(tokens_BW.shape[1], device=rows_B.device)
-    going_B, length_B = columns.finished == 0, columns.length.to(torch.int64)
-    tree = None if proposed.parents_BQ is None else lay_out(proposed.parents_BQ, width - 1)
-    # The position that each token's draw is for.
-    drawn_BW = length_B[:, None] + (offsets_W if tree is None else tree.depth_BN)
-    live_BW = going_B[:, None] & (drawn_BW < columns.max_length[:, None])
-    kept_BW = torch.where(going_B[:, None], length_B[:, None] + offsets_W - 1, 0)
-    page_table_BP = tables.gather_blocks(rows_B)
-    page_BW = page_table_BP.gather(1, kept_BW // block_size).to(torch.int64)
-    sampling = columns.sampling().select(
-        torch.arange(len(rows_B), device=rows_B.device).repeat_interleave(len(offsets_W))
-    )
-    return Window(
-        rows_B=rows_B,
-        columns=columns,
-        sampling=replace(sampling, position=drawn_BW.reshape(-1), finished=~live_BW.reshape(-1)),
-        page_table_BP=page_table_BP,
-        kv_lengths_B=torch.where(going_B, columns.length, 1) + (tokens_BW.shape[1] - 1),
-        tokens_BW=tokens_BW,
-        position_BW=torch.where(live_BW, drawn_BW - 1, 0),
-        kv_slots_BW=torch.where(going_B[:, None], page_BW, 0) * block_size + kept_BW % block_size,
-        live_BW=live_BW,
-        limit_B=proposed.limit_B,
-        scripted_B=proposed.scripted_B,
-        drafted=proposed.drafted,
-        tree=tree,
-    )
-
-
-def write_back_window(
-    tables: SlotTables, ring: ResultRing, window: Window, accepted: Acceptance, logprobs: TokenLogprobs | None = None
-) -> None:
-    """Write what the rows of a window gained into their records and report it.
-
-    ``logprobs``: of all B * W draws that ``accepted`` has; the host reads as many as a row gained.
-    """
-    columns, count_B = window.columns, accepted.count_B
-    last_B1 = (count_B.to(torch.int64)[:, None] - 1).clamp(min=0)
-    newest_B = accepted.tokens_BW.gather(1, last_B1)[:, 0]
-    tables.store(
-        window.rows_B,
-        torch.where(count_B > 0, newest_B, columns.last_token),
-        columns.length + count_B,
-        torch.where(columns.finished == 0, accepted.finish_B, columns.finished),
-    )
-    ring.append(accepted.tokens_BW, count_B, accepted.finish_B, logprobs)
+    tables.remember(rows_B, columns.length, draw.token_B[:, None], verdict.count_B)

@@ -1,6 +1,7 @@
 """Which implementation of a step's two ends runs on a tensor: Triton on CUDA where it is installed, torch otherwise.
 
-Knows: how to find the kernels. Does not know: what they compute; step_io.py holds their torch reference.
+Knows: how to find the kernels. Does not know: what they compute; step_io.py, window_io.py and proposer_feed.py hold
+their torch references.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from runtime.execute.step.step_io_triton import Begun
+    from runtime.execute.step.window_io_triton import BegunWindow, SettledWindow
 
 
 class StepKernels(NamedTuple):
@@ -21,6 +23,14 @@ class StepKernels(NamedTuple):
     begin: Callable[..., Begun]
     begin_packed: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
     finish: Callable[..., None]
+    show: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class WindowKernels(NamedTuple):
+    """Entry points of runtime/execute/step/window_io_triton.py."""
+
+    begin: Callable[..., BegunWindow]
+    settle: Callable[..., SettledWindow]
 
 
 def kernels_for(tensor: Tensor) -> StepKernels | None:
@@ -35,4 +45,19 @@ def triton_kernels() -> StepKernels | None:
         from runtime.execute.step import step_io_triton
     except ImportError:
         return None
-    return StepKernels(step_io_triton.begin, step_io_triton.begin_packed, step_io_triton.finish)
+    return StepKernels(step_io_triton.begin, step_io_triton.begin_packed, step_io_triton.finish, step_io_triton.show)
+
+
+def window_kernels_for(tensor: Tensor) -> WindowKernels | None:
+    """As ``kernels_for``, of windows."""
+    return triton_window_kernels() if tensor.is_cuda else None
+
+
+@cache
+def triton_window_kernels() -> WindowKernels | None:
+    """The Triton kernels of windows, None without Triton."""
+    try:
+        from runtime.execute.step import window_io_triton
+    except ImportError:
+        return None
+    return WindowKernels(window_io_triton.begin, window_io_triton.settle)

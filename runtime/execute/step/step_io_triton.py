@@ -71,7 +71,7 @@ def _begin_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows"],
+    do_not_specialize=["rows", "positions"],
     do_not_specialize_on_alignment=["rows_ptr", "drawn_token_ptr", "count_ptr", "finish_ptr"],
 )
 def _finish_kernel(
@@ -85,14 +85,17 @@ def _finish_kernel(
     last_token_ptr,
     length_ptr,
     finished_ptr,
+    history_ptr,
     ring_ptr,
     appended_ptr,
     rows,
+    positions,
     words,
     last_token_stride,
     ring_stride,
     entries,
     stamps,
+    REMEMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     appended = tl.load(appended_ptr)
@@ -111,6 +114,8 @@ def _finish_kernel(
         tl.store(last_token_ptr + slot * last_token_stride, tl.where(count > 0, token, old_token), mask=inside)
         tl.store(length_ptr + slot * words, old_length + count, mask=inside)
         tl.store(finished_ptr + slot * words, tl.where(old_finished == 0, finish, old_finished), mask=inside)
+        if REMEMBERS:
+            tl.store(history_ptr + slot * positions + old_length, token.to(tl.int32), mask=inside & (count > 0))
         tl.store(entry_ptr + 1 + row, token.to(tl.int32), mask=inside)
         tl.store(entry_ptr + 1 + rows + row, count, mask=inside)
         tl.store(entry_ptr + 1 + 2 * rows + row, finish, mask=inside)
@@ -290,6 +295,7 @@ def finish(
     finish_B: Tensor,
     old: tuple[Tensor, Tensor, Tensor],
     table: tuple[Tensor, Tensor, Tensor],
+    history_SL: Tensor | None,
     ring_EX: Tensor,
     appended_1: Tensor,
     stamps: int,
@@ -298,8 +304,8 @@ def finish(
 
     rows and token int64, count and finish int32, contiguous; ring int32, its rows contiguous; appended int64.
     ``old`` and ``table``: last_token int64, length and finished int32, columns of the gathered records and of the slot
-    table; a column has the same stride in both. appended is below stamps, at most 2**31. One program does it all, so
-    that the counter moves once.
+    table; a column has the same stride in both. ``history_SL`` int32, contiguous, or None. appended is below stamps, at
+    most 2**31. One program does it all, so that the counter moves once.
     """
     last_token, length, _ = table
     _finish_kernel[(1,)](
@@ -309,14 +315,39 @@ def finish(
         finish_B,
         *old,
         *table,
+        ring_EX if history_SL is None else history_SL,
         ring_EX,
         appended_1,
         len(rows_B),
+        0 if history_SL is None else history_SL.shape[1],
         length.stride(0),
         last_token.stride(0),
         ring_EX.stride(0),
         len(ring_EX),
         stamps,
+        REMEMBERS=history_SL is not None,
         BLOCK=_ROWS,
         num_warps=8,
     )
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["count_ptr", "kv_slot_ptr"])
+def _show_kernel(count_ptr, kv_slot_ptr, gained_ptr, kept_kv_slot_ptr, last_ptr, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    gained = tl.load(count_ptr + row, mask=inside, other=0) > 0
+    kv_slot = tl.load(kv_slot_ptr + row, mask=inside, other=0)
+    tl.store(gained_ptr + row, gained, mask=inside)
+    tl.store(kept_kv_slot_ptr + row, tl.where(gained, kv_slot, 0), mask=inside)
+    tl.store(last_ptr + row, row.to(tl.int64), mask=inside)
+
+
+def show(count_B: Tensor, kv_slots_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(gained bool, kept_kv_slots int64, 0 to B - 1 int64), [B] each, of counts (int32) and KV places (int64), both
+    contiguous: whether a row gained a token, where its newest one's entry goes if it did, the trash block if not."""
+    gained_B = torch.empty(len(count_B), dtype=torch.bool, device=count_B.device)
+    kept_B, last_B = torch.empty_like(kv_slots_B), torch.empty_like(kv_slots_B)
+    _show_kernel[(triton.cdiv(len(count_B), _ROWS),)](
+        count_B, kv_slots_B, gained_B, kept_B, last_B, len(count_B), BLOCK=_ROWS, num_warps=4
+    )
+    return gained_B, kept_B, last_B

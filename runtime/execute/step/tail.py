@@ -1,6 +1,6 @@
 """The tail of every step: from final hidden states to drawn tokens, written back by slot and appended to the ring.
 
-Knows: the order logits -> draw -> stop check -> count tokens -> write back -> append, for one token a row and for a
+Knows: the order logits -> draw -> stop check -> write back and append -> count tokens, for one token a row and for a
 window of W, and that ranks exchange a few candidates a row where that is exact. Does not know: what a step gathers, the
 forward pass, plans, graphs. Everything is graph-safe: fixed shapes, nothing is read by the host.
 """
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from models.layers.decoder import Decoder
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling.acceptance import Acceptance, accept, accept_path
 from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.logit_edits import RowEdits, edits_in_tree, edits_in_window, edits_of, remember_
@@ -21,7 +20,8 @@ from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_i
 from runtime.execute.sampling.rejection import Drafted, draw_window
 from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check, stop_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
-from runtime.execute.step.step_io import Window, write_back, write_back_window
+from runtime.execute.step.step_io import write_back
+from runtime.execute.step.window_io import Settled, Window, settle_window
 
 
 class Tail:
@@ -49,10 +49,9 @@ class Tail:
         if variant.edits:
             remember_(self._tables.edits, rows_B, draw.token_B, verdict.count_B > 0)
         write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
-        self._tables.remember(rows_B, columns.length, draw.token_B[:, None], verdict.count_B)
         return draw, verdict
 
-    def finish_window(self, hidden_TN: Tensor, window: Window, width: int, variant: SamplingVariant) -> Acceptance:
+    def finish_window(self, hidden_TN: Tensor, window: Window, width: int, variant: SamplingVariant) -> Settled:
         """Draw at every position of the window, keep what the proposals foresaw and one token more, write back, report.
 
         hidden_TN: of the window's B * W tokens. A draw depends on its position only, so the tokens kept are those that
@@ -65,20 +64,15 @@ class Tail:
             draw, verdict, logprobs = self._draw(local_TV, window.sampling, variant, seen, edits)
         else:
             draw, verdict, logprobs = self._draw_drafted(local_TV, window, window.drafted, variant, seen, edits)
-        limits = window.limit_B, window.scripted_B
-        if window.tree is None:
-            accepted = accept(draw, verdict, window.tokens_BW[:, 1:], *limits)
-        else:
-            accepted, logprobs = accept_path(draw, verdict, logprobs, window.tokens_BW, window.tree, width, *limits)
+        settled = settle_window(self._tables, self._ring, window, draw, verdict, width, logprobs)
+        accepted = settled.accepted
         for index in range(width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
             gained_B = accepted.count_B > index
             if variant.penalties:
                 count_tokens_(self._tables.need_seen(), window.rows_B, accepted.tokens_BW[:, index], gained_B)
             if variant.edits:
                 remember_(self._tables.edits, window.rows_B, accepted.tokens_BW[:, index], gained_B)
-        write_back_window(self._tables, self._ring, window, accepted, logprobs)
-        self._tables.remember(window.rows_B, window.columns.length, accepted.tokens_BW, accepted.count_B)
-        return accepted
+        return settled
 
     def _seen_by(
         self, window: Window, width: int, variant: SamplingVariant

@@ -23,8 +23,8 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.slot_state import SlotColumns
 from runtime.execute.step.proposer_feed import ProposerFeed
 from runtime.execute.step.row_role import RowRole
-from runtime.execute.step.step_io import gather_window
 from runtime.execute.step.tail import Tail
+from runtime.execute.step.window_io import gather_window
 from runtime.schedule.plan import PADDING_SLOT
 
 
@@ -69,18 +69,20 @@ class WindowRole(RowRole):
         )
         # State takes tokens in when it is decided which of them are kept.
         undecided: list[Callable[[Tensor], None]] = []
-        going_B = torch.where(columns.finished == 0, rows_B, PADDING_SLOT)
+        state = None
+        if parts.has_slot_state:
+            state = StateRows(torch.where(columns.finished == 0, rows_B, PADDING_SLOT), undecided=undecided)
         inputs = StepInputs(
             token_ids_T=window.tokens_BW.reshape(-1),
             positions_T=window.position_BW.reshape(-1),
             kv_slots_T=window.kv_slots_BW.reshape(-1),
             attention=attention,
             real_T=window.live_BW.reshape(-1),
-            state=StateRows(going_B, undecided=undecided) if parts.has_slot_state else None,
+            state=state,
             exchange_rows=exchange_rows or None,
         )
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
-        accepted = self._tail.finish_window(hidden_TN, window, self.width, variant)
+        accepted, shown = self._tail.finish_window(hidden_TN, window, self.width, variant)
         if (
             self._mover is not None and accepted.nodes_BW is not None
         ):  # the path's entries go where those of single steps would be
@@ -89,7 +91,7 @@ class WindowRole(RowRole):
         for take_in in undecided:
             take_in(accepted.count_B)
         if self._feed.on:
-            self._feed.show_window(inputs, window, hidden_TN, accepted)
+            self._feed.show_window(inputs, window, hidden_TN, shown)
 
     def _propose(self, rows_B: Tensor, columns: SlotColumns, variant: SamplingVariant) -> Proposed:
         """Greedy steps have nothing to draw."""

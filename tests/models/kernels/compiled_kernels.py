@@ -43,6 +43,7 @@ from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton
+from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.prefill import shorter_prefills
 from runtime.speculate.tree_triton import grow_trees
 from tests.bench import rotation as bench_rotation
@@ -88,6 +89,7 @@ def dense(driver: CompilingDriver) -> None:
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
     copy_blocks(torch.empty(1, dtype=torch.int64, device=META), pairs, 300, words=32 * 128 * 128, halves=36)
     draft_trees(driver)
+    windows(driver)
     same_bits(driver, "8b")
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
@@ -106,6 +108,36 @@ def draft_trees(driver: CompilingDriver) -> None:
     draft_tree_triton.walk(wide_BN, wide_BN, wide_BN, places, False)
     count = torch.empty(rows, dtype=torch.int32, device=META)
     move_entries(torch.empty(36, dtype=torch.int64, device=META), way_BW, way_BW, count, 9000 * 16, 8 * 128 // 2)
+
+
+def windows(driver: CompilingDriver) -> None:
+    """The two ends of a round of 16 tokens a row and of a tree of 32, and what a single token shows."""
+    driver.where = "windows"
+    rows, width = 8, 16
+
+    def made(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=META)
+
+    numbers, few, records = made(rows), made(rows, dtype=torch.int32), made(65, 80, dtype=torch.int32)
+    columns = records.view(torch.int64)[:, 0], records[:, 4], records[:, 6], records[:, 8]
+    table, ring = made(65, 128, dtype=torch.int32), made(4, 2000, dtype=torch.int32)
+    for tokens, tree in ((width, None), (32, made(rows, 32))):
+        last, length, finished, most = (column[:rows] for column in columns)
+        window_io_triton.begin(
+            numbers, records[:rows], (last, length, finished, most), made(rows, tokens - 1), tree, table, 64
+        )
+        flat = made(rows * tokens, dtype=torch.int32)
+        drawn, asked = (made(rows * tokens), flat, flat), (made(rows, tokens),) * 3
+        nodes = None if tree is None else made(rows, width)
+        guesses = made(rows, width - 1)
+        for limit in (None, few):
+            window_io_triton.settle(
+                *(numbers, drawn, guesses, nodes, (limit, limit), asked, (last, length, finished), columns[:3], table),
+                (ring, made(1), 2**31),
+                codes=(1, 3),
+                no_guess=-1,
+            )
+    step_io_triton.show(few, numbers)
 
 
 def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:

@@ -21,7 +21,7 @@ from runtime.execute.proposer import Candidates, MakeProposer, Observed, Propose
 from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.slot_state import SlotColumns
-from runtime.execute.step import step_io
+from runtime.execute.step import window_io
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
@@ -241,7 +241,7 @@ def test_a_node_that_sees_a_sibling_shows(monkeypatch: pytest.MonkeyPatch) -> No
         tree = draft_tree.lay_out_in_torch(parents_BQ, depth)
         return tree._replace(seen_BN=tree.seen_BN | 16)  # everybody sees node 5
 
-    wrong_text(monkeypatch, step_io, "lay_out", lay_out)
+    wrong_text(monkeypatch, window_io, "lay_out", lay_out)
 
 
 def test_a_wrong_parent_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_a_wrong_parent_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = draft_tree.lay_out_in_torch((parents_BQ - 1).clamp(min=0), depth)
         return draft_tree.lay_out_in_torch(parents_BQ, depth)._replace(seen_BN=wrong.seen_BN)
 
-    wrong_text(monkeypatch, step_io, "lay_out", lay_out)
+    wrong_text(monkeypatch, window_io, "lay_out", lay_out)
 
 
 def test_a_wrong_depth_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,4 +260,4 @@ def test_a_wrong_depth_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         number = torch.arange(tree.depth_BN.shape[1]).clamp(max=depth)
         return tree._replace(depth_BN=number.expand_as(tree.depth_BN))
 
-    wrong_text(monkeypatch, step_io, "lay_out", lay_out)
+    wrong_text(monkeypatch, window_io, "lay_out", lay_out)

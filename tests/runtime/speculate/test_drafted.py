@@ -18,6 +18,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.plan import TRASH_BLOCK
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.dflash import DFlashProposer
@@ -272,7 +273,8 @@ class OwnNoise(DFlashProposer):
     def observe(self, observed: Observed) -> None:
         if (advanced := observed.advanced) is not None:
             first_T = torch.arange(len(observed.kept_T)) % advanced.width == 0
-            observed = replace(observed, kept_T=observed.kept_T & first_T)
+            kept_kv_slots_T = torch.where(first_T, observed.kept_kv_slots_T, TRASH_BLOCK)
+            observed = replace(observed, kept_T=observed.kept_T & first_T, kept_kv_slots_T=kept_kv_slots_T)
         super().observe(observed)
 
 
