@@ -142,6 +142,8 @@ class StepInputs:
     real_T bool: tokens that are not masked; a decoder with experts derives it from kv_slots_T where it is None.
     state: there where a layer has slot state.
     exchange_rows: rows that every group brings to each exchange where groups share experts, at least T; None means T.
+    last_attention: of the tokens ``logit_rows_R`` alone, a row each with one new token, which sees what it sees in
+    ``attention``: so few tokens attend in the last layer, since nobody reads the others. None: all of them do.
     """
 
     token_ids_T: Tensor
@@ -152,6 +154,7 @@ class StepInputs:
     real_T: Tensor | None = None
     state: StateRows | None = None
     exchange_rows: int | None = None
+    last_attention: DecodeAttention | None = None
 
 
 def empty_kv_layer(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:

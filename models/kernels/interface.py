@@ -174,7 +174,7 @@ class Kernels(Protocol):
         """Splits packed qkv (H*D | K*D | K*D), RMS-norms q and k per head where weights are given, rotates both (NeoX
         halves over the first R dims), writes k and v into ``kv_layer`` [2, pages, S, K, D]; returns q [T, H, D].
 
-        ``heads`` is H, this rank's query heads; K and D are those of ``kv_layer``.
+        ``heads`` is H, this rank's query heads, or 0: packed keys and values alone. K and D are those of ``kv_layer``.
         """
         ...
 

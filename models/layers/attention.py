@@ -7,6 +7,7 @@ Shape letters as in models/inputs.py; X is the packed width (H + 2K) * D.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from models.cache_layout import PagedKV
@@ -71,6 +72,8 @@ class Attention(Mixer[Tensor]):
         kv_layer: Tensor,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+        if wanted_R is not None and inputs.last_attention is not None:
+            return self._forward_wanted(x_TN, residual_TN, inputs, kv_layer, wanted_R, inputs.last_attention)
         gate_TX = None
         if isinstance(self.qkv, GatedQKVParallel):
             hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
@@ -85,6 +88,40 @@ class Attention(Mixer[Tensor]):
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.output(out_TX), residual_TN
+
+    def _forward_wanted(
+        self,
+        x_TN: Tensor | PendingAllReduce,
+        residual_TN: Tensor | None,
+        inputs: StepInputs,
+        kv_layer: Tensor,
+        wanted_R: Tensor,
+        attention: DecodeAttention,
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+        """``forward`` where only the wanted tokens ask: keys and values of all tokens, queries of these."""
+        kernels, weight_XN, bias_X = self.kernels, self.qkv.weight, self.qkv.bias
+        hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
+        # Few and small: before the products, so that none is the launch right before one that may begin early.
+        hidden_RN, residual_RN = hidden_TN.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
+        everywhere = self._rotation(inputs.positions_T, inputs.kv_slots_T)
+        positions_R = inputs.positions_T.index_select(0, wanted_R)
+        if kernels.batch_invariant.get("linear", False):  # promised of whole weights: some rows may be summed otherwise
+            qkv_TX = kernels.linear(hidden_TN, weight_XN, bias_X)
+            q_RHD = kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, everywhere).index_select(0, wanted_R)
+        else:
+            queries = self.heads * self.head_dim
+            kv_bias_X = None if bias_X is None else bias_X[queries:]
+            kv_TX = kernels.linear(hidden_TN, weight_XN[queries:], kv_bias_X)
+            kernels.rope_and_cache(kv_TX, 0, kv_layer, everywhere)
+            # Packed with keys and values once more, as kernels take it; these go to the trash page.
+            nowhere = self._rotation(positions_R, torch.zeros_like(positions_R))
+            qkv_RX = kernels.linear(hidden_RN, weight_XN, bias_X)
+            q_RHD = kernels.rope_and_cache(qkv_RX, self.heads, kv_layer, nowhere)
+        out_RX = kernels.decode_attention(q_RHD, kv_layer, attention, self.scale).flatten(1)
+        if isinstance(self.qkv, GatedQKVParallel):
+            gate_RX = kernels.linear(hidden_RN, self.qkv.gate_weight, self.qkv.gate_bias)
+            out_RX = kernels.sigmoid_mul(out_RX, gate_RX)
+        return self.output(out_RX), residual_RN
 
     def _attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
         """Rotates, writes the cache, attends; [T, H, D]."""

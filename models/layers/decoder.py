@@ -231,6 +231,8 @@ class Decoder(CheckpointParts):
             return inputs
         number, mixer = found
         attention, kv_layer = inputs.attention, cast(Tensor, caches[number])
+        if inputs.last_attention is not None:
+            inputs = replace(inputs, last_attention=self._planned_decode(inputs.last_attention, mixer, kv_layer))
         if isinstance(attention, MixedAttention):
             decode = self._planned_decode(attention.decode, mixer, kv_layer)
             prefill = attention.prefill

@@ -204,5 +204,5 @@ def rope_and_cache(
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest of ``number`` that is at most ``most``."""
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+    """The largest divisor of ``number`` that is at most ``most``; 1 of 0."""
+    return next(divisor for divisor in range(max(1, min(number, most)), 0, -1) if number % divisor == 0)

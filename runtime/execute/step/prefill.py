@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
+from models.row_buckets import LARGE_STEP
 from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -24,6 +25,8 @@ from runtime.execute.step.step_io import Packed, gather_decode, gather_packed, p
 from runtime.execute.step.tail import Tail
 from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
+
+_TOKENS_A_DRAW = 8  # from so many on, the last layer's queries and attention are worth launches of their own
 
 
 class PrefillRole:
@@ -143,12 +146,14 @@ class PrefillRole:
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)
+        drawing_alone = not (every_token or self._feed.on)
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,
             kv_slots_T=packed.kv_slots_T,
             attention=MixedAttention(decode, of_chunks) if mixed or split_keys else of_chunks,
             logit_rows_R=None if every_token or self._feed.reads_hidden else drawing_X,
+            last_attention=self._attention_of_drawing(chunks, packed, longest) if drawing_alone else None,
             state=chunks.state_rows(packed.ghosts_R) if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
@@ -170,6 +175,20 @@ class PrefillRole:
     def drawing(self, chunks: Chunks) -> Tensor:
         """int64 [R * W], row-major: where in T the tokens are behind which a row may draw."""
         return chunks.logit_rows_R
+
+    def _attention_of_drawing(self, chunks: Chunks, packed: Packed, longest: int) -> DecodeAttention | None:
+        """Attention of each row's last token alone; None where all tokens are too few for the extra launches, and
+        where a row may draw more than once.
+
+        A row that draws nothing (a chunk before the last one, padding) sees one key: nobody reads its result.
+        """
+        tokens, rows = len(chunks.slots_T), len(chunks.logit_rows_R)
+        if self.width > 1 or tokens < max(LARGE_STEP, _TOKENS_A_DRAW * rows):
+            return None
+        table_RP = self._parts.tables.gather_blocks(chunks.slots_T.index_select(0, chunks.logit_rows_R))
+        lengths_R = packed.positions_T.index_select(0, chunks.logit_rows_R) + 1
+        lengths_R = torch.where(chunks.emitting_R == PADDING_SLOT, 1, lengths_R).to(torch.int32)
+        return DecodeAttention(table_RP, lengths_R, 1, longest)
 
     def finish(
         self, hidden_RN: Tensor, features_RF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant

@@ -24,16 +24,20 @@ from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.same_bits import CONDITIONS, PLAIN, answers, difference, plainly, questions
 from tests.runtime.engine.tensor_ranks import MetCollectives, tensor_rig
 from tests.runtime.engine.test_experts import EXPERTS
+from tests.runtime.engine.test_mixed import last_layer_for_draws
 
 SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS}
 
 
 @pytest.mark.parametrize(("shape", "conditions"), [("dense", CONDITIONS), ("sparse", CONDITIONS[2::2])])
-def test_nothing_that_others_do_changes_a_bit(shape: str, conditions: tuple[Any, ...]) -> None:
-    """Batch sizes, depths, chunks, mixed steps, prefix hits and evictions."""
+def test_nothing_that_others_do_changes_a_bit(
+    shape: str, conditions: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch sizes, depths, chunks, mixed steps, prefix hits, evictions, and what the last layer leaves out."""
     model: dict[str, Any] = {"shape": SHAPES[shape], "kernels": DeterministicReferenceKernels()}
     requests = questions(1)
     expected = plainly(rig, requests, **model)
+    taken = last_layer_for_draws(monkeypatch)
     for name, limits, counter in conditions:
         with rig(**(limits | model)) as engine:
             found = answers(engine, requests)
@@ -41,6 +45,7 @@ def test_nothing_that_others_do_changes_a_bit(shape: str, conditions: tuple[Any,
         told = difference(found, expected)
         assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
         assert told.compared > 80
+    assert any(taken)
 
 
 def test_two_ranks_against_themselves() -> None:

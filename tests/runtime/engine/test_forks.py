@@ -16,6 +16,7 @@ from runtime.schedule.states import State
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import VOCABULARY, request
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_mixed import last_layer_for_draws
 
 DEPTHS = (0, 1, 2, 4)
 BUCKETS = (4, 8, 16, 24, 40, 64)
@@ -68,11 +69,13 @@ def test_answers_are_those_of_single_requests(depth: int, chunk: int, prefix_cac
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_where_steps_are_replayed_nothing_is_captured_or_allocated(depth: int) -> None:
+def test_where_steps_are_replayed_nothing_is_captured_or_allocated(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [one for one in families() if one.sampling.prompt_logprobs is None]  # their ring is made when one comes
-    rows = (1, 2, 4, 8, 24)
+    rows, expected = (1, 2, 4, 8, 24), alone(requests)
+    taken = last_layer_for_draws(monkeypatch) if depth else [True]  # a fork asks with the last token of its prompt
     forked = live(requests, depth=depth, rows=24, buckets=rows, prefill_buckets=BUCKETS, mixed=MIXED)
-    same(forked, alone(requests))
+    same(forked, expected)
+    assert any(taken)
     assert forked.counters["graph_captures_after_warmup"] == sum(
         n for name, n in forked.counters.items() if name.startswith("late_captures")
     ), "kinds of sampling that nobody announced"

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from models.inputs import DecodeAttention
 from models.registry import ARCHITECTURES
 from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.step import prefill
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
@@ -41,6 +43,7 @@ def test_mixed_steps_give_the_tokens_of_separate_ones(
         separate = outcome(run(engine, requests))
     device = TwinDevice(jitter_s=0.0005, seed=depth)
     mixed = MIXED if buckets else MixedSteps(budgets=MIXED.budgets, long_prompt=30)
+    taken = last_layer_for_draws(monkeypatch) if buckets else [True]
     with rig(depth=depth, shape=shape, prefill_buckets=buckets, mixed=mixed, device=device, **EXACT) as engine:
         assert outcome(run(engine, requests)) == separate
         counters = engine.counters
@@ -48,6 +51,23 @@ def test_mixed_steps_give_the_tokens_of_separate_ones(
     assert counters["chained_steps"] == (counters["steps"] - 1 if depth else 0)
     assert sum(count for name, count in counters.items() if name.startswith("fallbacks")) == 0
     assert counters["device_allocs_after_warmup"] == 0
+    assert any(taken)
+
+
+def last_layer_for_draws(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """From here on small steps, too, leave out of the last layer what nobody reads; says of each whether it did."""
+    monkeypatch.setattr(prefill, "LARGE_STEP", 0)
+    monkeypatch.setattr(prefill, "_TOKENS_A_DRAW", 2)
+    taken: list[bool] = []
+    attention_of_drawing = prefill.PrefillRole._attention_of_drawing
+
+    def noted(self: prefill.PrefillRole, *arguments: Any) -> DecodeAttention | None:
+        found = attention_of_drawing(self, *arguments)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(prefill.PrefillRole, "_attention_of_drawing", noted)
+    return taken
 
 
 def test_every_rank_of_a_group_mixes() -> None:
