@@ -185,7 +185,7 @@ class ServeApp:
                 await asyncio.sleep(0)
         stats, waiting = self.engine.stats, len(asked.sequences)
         if stats is not None and stats.full and waiting:
-            raise unavailable("queue full: too many requests wait already", "queue_full", self.settings.retry_after)
+            raise self._rejected("queue full: too many requests wait already", "queue_full")
         answer_id = f"{prefix}-{request.scope['request_id']}"
         generation = Generation(asked, self.engine, self.settings, self.metrics, self._tokenizer, answer_id, arrived_at)
         return await generation.respond(request)
@@ -200,11 +200,16 @@ class ServeApp:
 
     def _refuse_unless_serving(self) -> None:
         if self.engine.draining:
-            raise unavailable("the server is shutting down", "shutting_down", self.settings.retry_after)
+            raise self._rejected("the server is shutting down", "shutting_down")
         if self.engine.ended is not None:
-            raise unavailable(f"the engine ended: {self.engine.ended}", "engine_lost", self.settings.retry_after)
+            raise self._rejected(f"the engine ended: {self.engine.ended}", "engine_lost")
         if self.engine.ready is None:
-            raise unavailable("the model is loading", "loading", 5)
+            raise self._rejected("the model is loading", "loading", 5)
+
+    def _rejected(self, message: str, code: str, retry_after: int | None = None) -> ApiError:
+        """Of a request to generate, at the door; counted."""
+        self.metrics.rejected(code)
+        return unavailable(message, code, self.settings.retry_after if retry_after is None else retry_after)
 
     async def _body(self, request: Request) -> bytes:
         """Raises ApiError 413 as soon as it is known to be too long."""

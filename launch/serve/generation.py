@@ -67,7 +67,9 @@ class Generation:
         try:
             mailbox = self._engine.submit(self._asked.sequences, self._watch.arrived_at)
         except EngineLost as error:
-            raise unavailable(str(error), "engine_lost", self._settings.retry_after) from None
+            lost = unavailable(str(error), "engine_lost", self._settings.retry_after)
+            self._watch.rejected(lost)
+            raise lost from None
         watcher = asyncio.ensure_future(_watch_disconnect(request.receive, mailbox))
 
         def leave() -> None:
@@ -130,13 +132,18 @@ class Generation:
         if answer.reason is FinishReason.CANCELLED:
             raise unavailable("the server is shutting down", "shutting_down", self._settings.retry_after)
         if answer.reason is FinishReason.REJECTED:
-            raise refused_by_engine((answer.end and answer.end.detail) or "", self._settings.retry_after)
+            raise self._rejected((answer.end and answer.end.detail) or "")
 
     def _refuse(self, updates: list[Update]) -> None:
         """What the engine did not even begin."""
         for update in updates:
             if update.end is not None and update.end.reason is FinishReason.REJECTED:
-                raise refused_by_engine(update.end.detail, self._settings.retry_after)
+                raise self._rejected(update.end.detail)
+
+    def _rejected(self, detail: str) -> ApiError:
+        error = refused_by_engine(detail, self._settings.retry_after)
+        self._watch.rejected(error)
+        return error
 
     def _lost(self, error: EngineLost) -> ApiError:
         text = str(error)
@@ -223,6 +230,12 @@ class _Stopwatch:
         self._tokens[index] += tokens
         metrics.count("vllm:generation_tokens", tokens)
 
+    def rejected(self, error: ApiError) -> None:
+        """The request was refused: of its answers none has ended, and none of it was served."""
+        if not self._left:
+            self._left = True
+            self._metrics.rejected(error.code)
+
     def left(self, answers: list[Answer]) -> None:
         """The request is over, however it ended."""
         if self._left:
@@ -231,8 +244,6 @@ class _Stopwatch:
         metrics, now = self._metrics, time.monotonic()
         for answer in answers:
             metrics.finished(_outcome(answer))
-        if any(answer.reason is FinishReason.REJECTED for answer in answers):
-            return
         ends = [answer.end for answer in answers if answer.end is not None]
         queued = max((end.queued for end in ends), default=0.0)
         metrics.count("vllm:prompt_tokens", self._asked.prompt_tokens)

@@ -68,6 +68,7 @@ COUNTERS: Final[dict[str, str]] = {
     "vllm:generation_tokens": "Tokens generated.",
 }
 _REASONS: Final = ("stop", "length", "abort", "error", "repetition")
+_REJECTIONS: Final = ("queue_full", "shutting_down", "loading", "engine_lost", "invalid")
 _LABELLED: Final = {  # engine counters by label: the label's name
     "chain_breaks": "reason",
     "finished": "reason",
@@ -97,12 +98,18 @@ class Counts(msgspec.Struct):
 
     counters: dict[str, int] = msgspec.field(default_factory=dict)
     finished: dict[str, int] = msgspec.field(default_factory=dict)
+    rejected: dict[str, int] = msgspec.field(default_factory=dict)
     histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
     http: dict[str, int] = msgspec.field(default_factory=dict)
     http_seconds: dict[str, Histogram] = msgspec.field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
-        for mine, theirs in ((self.counters, other.counters), (self.finished, other.finished), (self.http, other.http)):
+        for mine, theirs in (
+            (self.counters, other.counters),
+            (self.finished, other.finished),
+            (self.rejected, other.rejected),
+            (self.http, other.http),
+        ):
             for name, value in theirs.items():
                 mine[name] = mine.get(name, 0) + value
         for kept, more in ((self.histograms, other.histograms), (self.http_seconds, other.http_seconds)):
@@ -112,7 +119,8 @@ class Counts(msgspec.Struct):
 
 def _fresh() -> Counts:
     histograms = {name: Histogram([0] * (len(bounds) + 1)) for name, (bounds, _) in HISTOGRAMS.items()}
-    return Counts(dict.fromkeys(COUNTERS, 0), dict.fromkeys(_REASONS, 0), histograms)
+    finished, rejected = dict.fromkeys(_REASONS, 0), dict.fromkeys(_REJECTIONS, 0)
+    return Counts(dict.fromkeys(COUNTERS, 0), finished, rejected, histograms)
 
 
 class Metrics:
@@ -134,6 +142,11 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         self.own.finished[reason] = self.own.finished.get(reason, 0) + 1
+
+    def rejected(self, code: str | None) -> None:
+        """A request to generate that was refused as a whole; ``code``: of its error, None where it could never run."""
+        reason = code or "invalid"
+        self.own.rejected[reason] = self.own.rejected.get(reason, 0) + 1
 
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         key = f"{method} {handler} {status // 100}xx"
@@ -208,6 +221,10 @@ class _Page(Collector):
             yield self._counter(name, text, [("", counts.counters[name])])
         reasons = list(counts.finished.items())
         yield self._counter("vllm:request_success", "Answers that ended, by reason.", reasons, "finished_reason")
+        rejected = list(counts.rejected.items())
+        yield self._counter(
+            "lockstride:request_rejections", "Requests refused before they began, by reason.", rejected, "reason"
+        )
         for name, (bounds, text) in HISTOGRAMS.items():
             family = HistogramMetricFamily(name, text, labels=list(self._labels))
             histogram = counts.histograms[name]

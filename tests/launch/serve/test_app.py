@@ -477,6 +477,36 @@ def test_what_the_scheduler_refuses_is_told_before_a_stream_begins() -> None:
     run(body, ServedFake(reject=lambda request: "no such memory"))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_is_refused_is_counted_as_refused_and_as_no_end(stream: bool) -> None:
+    """By the engine, of which the first refuses some: a full queue, what it cannot hold; and at the door. One a
+    request, however many answers it wants."""
+    reasons = {7: "queue full: 4 requests wait already", 8: "no such memory"}
+
+    async def counted(client: Client) -> dict[str, dict[str, float]]:
+        page = (await client.get("/metrics")).body.decode()
+        samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        wanted = {"vllm:request_success_total": "finished_reason", "lockstride:request_rejections_total": "reason"}
+        return {
+            name: {s.labels[label]: s.value for s in samples if s.name == name and s.value}
+            for name, label in wanted.items()
+        }
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "stream": stream}
+        found = [(await client.post("/v1/completions", {**asked, "seed": seed})).status for seed in (1, 7, 8)]
+        found.append((await client.post("/v1/completions", {**asked, "seed": 7, "n": 2})).status)
+        assert found == [200, 503, 400, 503]
+        client.engine.draining = True
+        assert (await client.post("/v1/completions", asked)).status == 503
+        assert await counted(client) == {
+            "vllm:request_success_total": {"length": 1},
+            "lockstride:request_rejections_total": {"queue_full": 2, "invalid": 1, "shutting_down": 1},
+        }
+
+    run(body, ServedFake(reject=lambda request: reasons.get(request.sampling.seed or 0, "")))
+
+
 def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
     async def body(client: Client) -> None:
         await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 9, "seed": 1, "ignore_eos": True})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,19 +21,15 @@ from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.schedule.request import FinishReason
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, oracle, people, prompt, same
-from tests.runtime.engine.replay_proposer import script_of, window_roles
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
 from tests.runtime.engine.test_lifecycle import ending
-from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
-from tests.runtime.engine.test_speculation import repeating, speculating
 from tests.runtime.engine.test_windows import windows
 
 
@@ -153,38 +148,6 @@ def test_windows_give_the_tokens_of_single_steps(
     windows(ending(4, people(6)), widths, depth=depth, right=10)
 
 
-def disturbed(engine: Engine, turn: int) -> None:
-    """Request 0 is cancelled, 1 waits for a while; before every turn NaN in all state and blocks that nobody has."""
-    if turn == 5:
-        engine.cancel(0)
-        engine.pause(1)
-    if turn == 9:
-        engine.resume(1)
-    on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
-    fill_with_nan(engine, idle_blocks(engine))
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-def test_windows_of_rows_that_are_evicted_cancelled_and_paused(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script guesses; windows of two widths and single steps in turn."""
-    over_model("nemotron-h", monkeypatch)
-    requests = people(5, length=20, max_tokens=40)
-    life = windows(requests, (4, 1, 6), depth=depth, blocks=22, rows=5, act=disturbed, but={0})
-    assert life.finished[0].reason is FinishReason.CANCELLED
-    assert min(life.counters[name] for name in ("evictions", "spec_num_accepted_tokens")) > 0
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-def test_answers_with_ngram_guesses_are_those_without(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, and mixed steps beside chunks of prompts; rows are evicted, cancelled and paused."""
-    over_model("nemotron-h", monkeypatch)
-    requests = [replace(r, sampling=replace(r.sampling, logprobs=1)) for r in repeating(6)]
-    limits: dict[str, Any] = {"blocks": 20, "rows": 5, "max_prefill_tokens": 12}
-    life = speculating(requests, 4, depth=depth, act=disturbed, but={0}, **limits)
-    assert life.finished[0].reason is FinishReason.CANCELLED
-    assert min(life.counters[name] for name in ("evictions", "spec_num_accepted_tokens", "mixed_steps")) > 0
-
-
 def test_a_start_takes_a_speculative_config(tmp_path: Path) -> None:
     """Beside prefix caching; the second of two equal prompts goes on from a snapshot."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **NEMOTRON, "max_position_embeddings": 512}))
@@ -205,39 +168,6 @@ def test_a_start_takes_a_speculative_config(tmp_path: Path) -> None:
         assert engine.counters["snapshot_restores"] == 1
         assert engine.counters["prefix_hit_tokens"] == 288
         assert engine.counters["spec_num_drafts"] > 0
-
-
-class _TakesInAll(ExactKernels):
-    """A mutant: refused guesses are taken in as well."""
-
-    def mamba2(self, *arguments: Any) -> Tensor:
-        given = list(arguments)
-        rows, positions_T = given[4:]
-        if rows.kept_B is not None:
-            given[4] = replace(rows, kept_B=torch.full_like(rows.kept_B, len(positions_T) // len(rows.slots_B)))
-        return super().mamba2(*given)
-
-
-class _TakesInAtOnce(ExactKernels):
-    """A mutant: state advances while the window is verified, and then once more."""
-
-    def mamba2(self, *arguments: Any) -> Tensor:
-        given = list(arguments)
-        given[4] = replace(given[4], frozen=False)
-        return super().mamba2(*given)
-
-
-@pytest.mark.parametrize("kernels", [_TakesInAll, _TakesInAtOnce])
-def test_state_that_takes_in_other_tokens_shows(kernels: type[ExactKernels], monkeypatch: pytest.MonkeyPatch) -> None:
-    over_model("nemotron-h", monkeypatch)
-    requests = people(2, max_tokens=12)
-    alone = oracle(requests)
-    script = script_of(requests, {i: tokens for i, (tokens, _) in alone.answers.items()})
-    lives = [
-        live(requests, depth=0, widths=(3,), further_roles=window_roles((3,), script), kernels=chosen)
-        for chosen in (ExactKernels(), kernels())
-    ]
-    assert [life.logprobs == alone.logprobs for life in lives] == [True, False]
 
 
 class _Frozen(dict[str, object]):

@@ -1,0 +1,201 @@
+"""The lifecycle of requests over hybrid targets with speculation: family by proposer by depth, greedy and filtered.
+
+Answers, log-probabilities and ends are those of the serial engine without speculation, in every bit of float64; so is
+the state that a slot holds when it becomes free, up to rounding. A slot becomes free when the last round that may touch
+it has landed: not a turn earlier, and not a turn later. What belongs to nobody is NaN throughout. What proposers guess
+is compared with oracles elsewhere (tests/runtime/speculate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.inputs import StateRows
+from runtime.engine import Engine
+from runtime.execute.cache.pool import CachePool
+from runtime.schedule.request import Request
+from runtime.schedule.slots import SlotPool
+from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.hybrid_lives import MODES, PROPOSERS, Scenario, Target, Written, play, scenarios
+from tests.runtime.engine.lives import same
+from tests.runtime.engine.rig import run
+
+HYBRIDS = ("qwen3.5", "nemotron-h")
+
+
+class Oracle:
+    """The serial engine over a target, which stays open; what it says is remembered."""
+
+    def __init__(self, target: Target, engine: Engine) -> None:
+        self.target, self._engine = target, engine
+        self._said: dict[tuple[Request, ...], Written] = {}
+        self.scenarios = {mode: scenarios(mode, self.alone) for mode in MODES}
+
+    def alone(self, requests: list[Request]) -> Written:
+        key = tuple(requests)
+        if key not in self._said:
+            self._said[key] = play(self._engine, Scenario(requests))
+        return self._said[key]
+
+    def engine(self, proposer: str, depth: int, **limits: Any) -> Any:
+        if proposer == "replay":
+            limits["script"] = self.script()
+        return self.target.engine(proposer, depth, **limits)
+
+    def script(self) -> dict[int, tuple[int, ...]]:
+        """By seed, prompt and the longest answer that anybody gets."""
+        found: dict[int, tuple[int, ...]] = {}
+        for scenario in (each for mode in self.scenarios.values() for each in mode.values()):
+            answers = self.alone(scenario.everybody).answers
+            for one in scenario.everybody:
+                whole = (*one.prompt_token_ids, *answers[one.request_id][0])
+                assert one.sampling.seed is not None
+                found[one.sampling.seed] = max(found.get(one.sampling.seed, ()), whole, key=len)
+        return found
+
+    def check(self, life: Written, scenario: Scenario) -> None:
+        alone = self.alone(scenario.everybody)
+        same(life, alone, but=scenario.cut)
+        for request_id, banks in life.states.items():
+            if request_id not in scenario.cut:
+                for found, expected in zip(banks, alone.states[request_id], strict=False):  # then the proposer's own
+                    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    target = Target.of(request.param, tmp_path_factory.mktemp(request.param))
+    with target.engine() as engine:
+        yield Oracle(target, engine)
+
+
+def _cases() -> Iterator[Any]:
+    """All of them; ten are tested always: each family with each proposer, each mode at each depth."""
+    for f, p, m, depth in product(range(len(HYBRIDS)), range(len(PROPOSERS)), range(len(MODES)), range(5)):
+        chosen = m == (f + p) % 2 and depth == (2 * p + m) % 5
+        case = HYBRIDS[f], PROPOSERS[p], [*MODES][m], depth
+        yield pytest.param(*case, marks=() if chosen else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("oracle", "proposer", "mode", "depth"), [*_cases()], indirect=["oracle"])
+def test_every_life_is_that_of_the_serial_engine(oracle: Oracle, proposer: str, mode: str, depth: int) -> None:
+    """One scenario after the other in one engine."""
+    with oracle.engine(proposer, depth) as engine:
+        for name, scenario in oracle.scenarios[mode].items():
+            life = play(engine, scenario)
+            oracle.check(life, scenario)
+            if name == "all ending":
+                assert len({life.last_turns[i] for i in range(4)}) == 1
+            assert life.counters["evictions"] > 0 or name != "evict"
+        counters = engine.counters
+        assert min(counters[name] for name in ("spec_num_accepted_tokens", "pauses")) > 0
+        assert counters["ghost_rows"] > 0 or depth == 0
+
+
+# ---- slots ----
+
+
+@pytest.mark.parametrize("oracle", HYBRIDS[1:], indirect=True)
+@pytest.mark.parametrize("late", [0, 1])
+def test_slots_that_are_released_in_another_round_show(
+    oracle: Oracle, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a request, whatever is in flight of it; or a round after all of that has landed."""
+    fenced = SlotPool.retire_after
+
+    def retire(pool: SlotPool, step: int, slot: int) -> None:
+        if late:
+            fenced(pool, step + 1, slot)
+        else:
+            pool.give_back(slot)
+
+    monkeypatch.setattr(SlotPool, "retire_after", retire)
+    with oracle.engine("ngram", 2) as engine:
+        with pytest.raises(AssertionError, match="a slot is kept" if late else "a slot is free"):
+            play(engine, oracle.scenarios["greedy"]["stop id"])
+        monkeypatch.undo()
+        run(engine, ())
+
+
+# ---- mutants of the state ----
+
+
+class OfRounds(ExactKernels):
+    """Both recurrences; ``advance`` is called in their place."""
+
+    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+        return recurrence(*before, rows, positions)
+
+    def conv_gated_delta(self, *arguments: Any) -> Tensor:
+        *before, rows, positions_T = arguments
+        found: Tensor = self.advance(super().conv_gated_delta, before, rows, positions_T)
+        return found
+
+    def mamba2(self, *arguments: Any) -> Tensor:
+        *before, rows, positions_T = arguments
+        found: Tensor = self.advance(super().mamba2, before, rows, positions_T)
+        return found
+
+
+class TakesInAll(OfRounds):
+    """Refused guesses as well."""
+
+    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+        if rows.kept_B is not None:
+            rows = replace(rows, kept_B=torch.full_like(rows.kept_B, len(positions) // len(rows.slots_B)))
+        return recurrence(*before, rows, positions)
+
+
+class TakesInAtOnce(OfRounds):
+    """While the window is verified, and once more when it is decided."""
+
+    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+        return recurrence(*before, replace(rows, frozen=False), positions)
+
+
+class TakesInLate(OfRounds):
+    """A round's tokens when the next round is decided."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, Callable[[], Tensor]] = {}
+
+    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+        if rows.kept_B is None:
+            return recurrence(*before, rows, positions)
+        own = replace(rows, slots_B=rows.slots_B.clone(), kept_B=rows.kept_B.clone())
+        layer = before[2].data_ptr()
+        due = self._due.get(layer)
+        self._due[layer] = partial(recurrence, *before, own, positions.clone())
+        return None if due is None else due()
+
+
+@pytest.mark.parametrize("oracle", HYBRIDS, indirect=True)
+@pytest.mark.parametrize("mutant", [OfRounds, TakesInAll, TakesInAtOnce, TakesInLate])
+def test_state_that_takes_in_other_tokens_shows(oracle: Oracle, mutant: type[OfRounds]) -> None:
+    """The first is none: what it wraps stays right."""
+    scenario = oracle.scenarios["filtered"]["finish"]
+    with oracle.engine("replay", 2, kernels=mutant) as engine:
+        life = play(engine, scenario)
+    with nullcontext() if mutant is OfRounds else pytest.raises(AssertionError):
+        oracle.check(life, scenario)
+
+
+@pytest.mark.parametrize("oracle", HYBRIDS, indirect=True)
+def test_a_slot_that_is_not_cleared_for_whom_it_is_given_next_shows(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CachePool, "reset", lambda pool, slots_N: None)
+    scenario = oracle.scenarios["greedy"]["finish"]
+    with oracle.engine("ngram", 2) as engine:
+        oracle.check(play(engine, scenario, poison=False), scenario)
+        with pytest.raises(AssertionError):
+            oracle.check(play(engine, scenario, poison=False), scenario)
