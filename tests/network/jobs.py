@@ -38,10 +38,12 @@ LEFTOVERS = 2.0  # seconds that processes may outlive their launcher
 _ports = itertools.count(29_500)  # the hosts are ours alone
 
 
-def write_files(folder: Path, requests: int, tokens: int) -> None:
-    """A model of one layer and ``requests`` greedy requests, each for up to ``tokens`` tokens."""
-    model = tiny_folder(folder / "model")
-    (model / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
+def write_files(folder: Path, requests: int, tokens: int, model: Path | None = None) -> None:
+    """A model of one layer, or a copy of ``model``; ``requests`` greedy requests, each for up to ``tokens`` tokens."""
+    if model is not None:
+        shutil.copytree(model, folder / "model")
+    else:
+        (tiny_folder(folder / "model") / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     lines = []
     for i in range(requests):
         prompt = [(7 * i + 3 * j + 1) % VOCABULARY for j in range(5 + i)]
@@ -57,8 +59,9 @@ def options(folder: Path, more: Sequence[str] = (), command: str = "generate") -
         **files,
         "model": folder / "model",
         "bundles": folder / "bundles",
-        "load-format": "dummy",
+        "load-format": "safetensors" if (folder / "model" / "model.safetensors").exists() else "dummy",
         "device": "cpu",
+        "dtype": "float32",
         "max-num-seqs": 8,
         "block-size": 8,
         "max-model-len": 128,

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from parallel.control.errors import Cause
+from tests.faults.job import ROOT
 from tests.faults.zygote import Zygote
+from tests.launch.generate.batches import answers_of
 from tests.network.hosts import HOSTS, TwoHosts
 from tests.network.jobs import RANKS, TwoNodeJob, answers_alone, write_files
 from tests.network.sockets import listening
@@ -55,6 +57,21 @@ def test_a_slow_link_changes_no_token(hosts: TwoHosts, job: TwoNodeJob) -> None:
         hosts.link(delay_ms=5)
         job.start(*PATIENT)
         job.check_completed(expected)
+
+
+def test_a_hybrid_and_its_guesses(job: TwoNodeJob) -> None:
+    """The state of gated delta nets over four ranks, windows of the MTP layer in the checkpoint: one rank's answers
+    without."""
+    write_files(job.folder, 4, 24, model=ROOT / "models" / "demo" / "hybrid")
+    expected = answers_alone(job.folder)
+    guesses = {"method": "mtp", "num_speculative_tokens": 2, "disable_by_batch_size": 8}
+    with job:
+        job.start(*PATIENT, "--speculative-config", json.dumps(guesses))
+        outcome = job.outcome()
+    assert (outcome.codes, outcome.left) == ((0, 0), ()), "\n".join(outcome.said)
+    found = answers_of(job.folder / "out.jsonl")
+    assert sum(row.pop("speculation")["accepted_tokens"] for row in found.values()) > 0
+    assert found == expected
 
 
 def test_a_link_that_becomes_slow_changes_no_token(hosts: TwoHosts, job: TwoNodeJob) -> None:
