@@ -124,6 +124,7 @@ class Eagle3Draft(CheckpointParts):
 
     def _pairs(self, embedded_TN: Tensor, hidden_TN: Tensor) -> tuple[Tensor, Tensor]:
         """(both normed, the embedding first [T, 2N]; the stream that the layer adds to [T, N], a tensor of its own)."""
-        normed_TN = self.attention.norm.add(hidden_TN, None)[0]
-        pairs_TX = torch.cat((self.embedding_norm.add(embedded_TN, None)[0], normed_TN), 1)
-        return pairs_TX, normed_TN if self.config.norm_before_residual else hidden_TN.clone()
+        first, second = self.embedding_norm, self.attention.norm
+        pairs_TX = self.kernels.joined_norms(embedded_TN, first.weight, hidden_TN, second.weight, first.eps)
+        stream_TN = pairs_TX[:, hidden_TN.shape[1] :] if self.config.norm_before_residual else hidden_TN
+        return pairs_TX, stream_TN.clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from models.cache_layout import CacheLayout
@@ -122,8 +121,9 @@ class MTPDraft(CheckpointParts):
 
     def _joined(self, embedded_TN: Tensor, hidden_TN: Tensor) -> Tensor:
         """The embedding first, the hidden state second, as in every known checkpoint."""
-        both = (self.embedding_norm.add(embedded_TN, None)[0], self.hidden_norm.add(hidden_TN, None)[0])
-        joined_TN: Tensor = self.fc(torch.cat(both, 1))
+        first, second = self.embedding_norm, self.hidden_norm
+        pairs_TX = self.kernels.joined_norms(embedded_TN, first.weight, hidden_TN, second.weight, first.eps)
+        joined_TN: Tensor = self.fc(pairs_TX)
         return joined_TN
 
     @property

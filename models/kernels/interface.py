@@ -153,6 +153,10 @@ class Kernels(Protocol):
         """residual' = x + residual; returns (rms_norm(residual'), residual'). May overwrite both inputs."""
         ...
 
+    def joined_norms(self, x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor, eps: float) -> Tensor:
+        """rms_norm of ``x`` and of ``y`` side by side, [T, 2N]."""
+        return torch.cat((self.rms_norm(x_TN, x_norm_N, eps), self.rms_norm(y_TN, y_norm_N, eps)), 1)
+
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half, [T, I]."""
         ...

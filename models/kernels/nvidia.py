@@ -102,6 +102,9 @@ class NvidiaKernels(Kernels):
     def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return norm.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, self.pdl), residual_TN
 
+    def joined_norms(self, x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor, eps: float) -> Tensor:
+        return norm.joined_norms(x_TN.contiguous(), x_norm_N, y_TN.contiguous(), y_norm_N, eps, self.pdl)
+
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return norm.silu_mul(gate_up_T2I, self.pdl)
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig
 from models.drafters.draft_head import DraftHead
-from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
-from runtime.speculate.draft_rows import DraftRows
+from runtime.speculate.draft_rows import block_rows
 from runtime.speculate.guesses import Drafter, Guesses
 
 
@@ -44,18 +42,14 @@ class DFlashProposer(Drafter):
         self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
 
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
-        rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
         width = count + 1
-        offsets_W = torch.arange(width, device=rows_B.device)
-        masks_BQ = torch.full((len(rows_B), count), self._draft.config.mask_token_id, device=rows_B.device)
-        tokens_T = torch.cat((columns.last_token[:, None], masks_BQ), 1).reshape(-1)
-        inputs = StepInputs(
-            tokens_T,
-            rows.position(offsets_W).reshape(-1),
-            rows.kv_slots(offsets_W).reshape(-1),
-            rows.attention(rows.length_B - 1 + width, width),
-        )
-        hidden_TN = self._draft(self._model.embedding(tokens_T), inputs, self._caches)
+        inputs = block_rows(
+            *(self._tables, rows_B, columns, width),
+            mask_token=self._draft.config.mask_token_id,
+            block_size=self._block_size,
+            positions=len(self._draft.cos_sin_LR),
+        ).of_block()
+        hidden_TN = self._draft(self._model.embedding(inputs.token_ids_T), inputs, self._caches)
         guesses.take(hidden_TN.view(len(rows_B), width, -1)[:, 1:])
         return guesses.proposed()
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from models.drafters.draft_head import DraftHead
+from runtime.execute.sampling.kernels import kernels_for as sampling_kernels
 from runtime.execute.sampling.packed_argmax import pack, unpack
+from runtime.speculate.draft_kernels import kernels_for
 
 
 def likeliest(head: DraftHead, hidden_RN: Tensor) -> Tensor:
@@ -17,13 +19,35 @@ def likeliest(head: DraftHead, hidden_RN: Tensor) -> Tensor:
 
     With several ranks one all-gather of 8 bytes a row and rank.
     """
-    score_R, id_R = head.logits(hidden_RN).max(-1)
-    key_R1 = pack(score_R.float(), id_R + head.vocab.start)[:, None]
+    keys_RP = best_keys(head.logits(hidden_RN), head.vocab.start)
     if head.collectives.size > 1:
-        key_R1 = head.collectives.all_gather(key_R1)
-    # Where every logit is NaN or -inf the id may be one of padding; no table has a row for it.
-    ids_R: Tensor = torch.clamp(unpack(key_R1.amax(-1))[1], max=head.size - 1)
-    return head.target_ids(ids_R)
+        keys_RP = head.collectives.all_gather(keys_RP.amax(1, keepdim=True))
+    return chosen(keys_RP, head.ids_V, head.size)
+
+
+def best_keys(logits_RV: Tensor, vocab_start: int) -> Tensor:
+    """Keys int64 [R, P] (packed_argmax.py), of which the largest of a row is its likeliest id's, from ``vocab_start``
+    on: as candidates of a greedy draw."""
+    if (kernels := sampling_kernels(logits_RV)) is None:
+        score_R, id_R = logits_RV.max(-1)
+        return pack(score_R.float(), id_R + vocab_start)[:, None]
+    rows, device = len(logits_RV), logits_RV.device
+    unread = torch.empty(rows, device=device), *(torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    return kernels.best_candidates(logits_RV, vocab_start, *unread, random=False)
+
+
+def chosen(keys_RP: Tensor, ids_V: Tensor | None, size: int) -> Tensor:
+    """The id, int64 [R], of each row's largest key, by ``ids_V`` where given. Where every logit is NaN or -inf that may
+    be one of padding, for which no table of ``size`` ids has a row: then it is the last."""
+    if (kernels := kernels_for(keys_RP)) is None:
+        return chosen_in_torch(keys_RP, ids_V, size)
+    return kernels.choose(keys_RP, ids_V, size)
+
+
+def chosen_in_torch(keys_RP: Tensor, ids_V: Tensor | None, size: int) -> Tensor:
+    """The reference of ``chosen``."""
+    ids_R: Tensor = torch.clamp(unpack(keys_RP.amax(-1))[1], max=size - 1)
+    return ids_R if ids_V is None else ids_V[ids_R]
 
 
 def likeliest_few(head: DraftHead, hidden_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout, SlotState, StateBanks
@@ -29,8 +28,9 @@ from models.drafters.mtp import MTPDraft
 from models.inputs import StepInputs
 from runtime.execute.proposer import Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
-from runtime.speculate.draft_rows import DraftRows
+from runtime.speculate.draft_rows import chain_rows
 from runtime.speculate.guesses import Drafter, Guesses
+from runtime.speculate.newest_state import keep_newest
 
 
 class ChainDraft(Protocol):
@@ -75,12 +75,11 @@ class ChainProposer(Drafter):
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
         """Each place is behind the token that ``guesses`` goes on with, of the place before: where it has several, one
         of them, whichever a path takes."""
-        rows = DraftRows.of(self._tables, rows_B, columns, self._block_size, len(self._draft.cos_sin_LR))
+        how = {"block_size": self._block_size, "positions": len(self._draft.cos_sin_LR)}
+        rows = chain_rows(self._tables, rows_B, columns, count, **how)
         state_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
         for number in range(count):
-            kv_slots_B = rows.kv_slots(number - 1) if number else rows.trash_slots()
-            attention = rows.attention(rows.length_B - 1 + number, 1)
-            inputs = StepInputs(token_B, rows.position(number - 1), kv_slots_B, attention, real_T=rows.live_B)
+            inputs = rows.of_guess(number, token_B)
             hidden_BN, state_BN = self._draft.step(self._embed(token_B), state_BN, inputs, self._kv_layer)
             token_B = guesses.take(hidden_BN[:, None])[:, 0]
         return guesses.proposed()
@@ -90,10 +89,8 @@ class ChainProposer(Drafter):
         followed_TN = self._embed(observed.next_ids_T)
         positions_T, kv_slots_T = observed.inputs.positions_T, observed.kept_kv_slots_T
         self._draft.append(followed_TN, state_TN, positions_T, kv_slots_T, self._kv_layer)
-        if (advanced := observed.advanced) is not None:
-            old_BN = self._hidden_SN.index_select(0, advanced.rows_B)
-            new_BN = state_TN.index_select(0, advanced.last_B)
-            self._hidden_SN.index_copy_(0, advanced.rows_B, torch.where(advanced.gained_B[:, None], new_BN, old_BN))
+        if observed.advanced is not None:
+            keep_newest(self._hidden_SN, state_TN, observed.advanced)
 
 
 class MTPProposer(ChainProposer):

@@ -19,6 +19,7 @@ from torch import Tensor
 from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.sampling.counter_rng import Purpose, uniform_draws
 from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.draft_kernels import kernels_for
 
 _STRIDE = 7919  # a prime: proposals of neighbouring positions are other tokens
 
@@ -61,13 +62,24 @@ class ScriptedAcceptance:
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         proposed = self._proposer.propose(rows_B, columns, count)
-        coin_B1 = uniform_draws(columns.seed, columns.length, Purpose.ACCEPT)[:, None]
-        # Rates do not ascend. Of a tree more tokens are proposed than there are places.
-        kept_B = (coin_B1 < self._rates_Q[:count]).sum(1, dtype=torch.int32)
-        return proposed._replace(scripted_B=kept_B)
+        # Of a tree more tokens are proposed than there are places.
+        return proposed._replace(scripted_B=kept_by_script(columns.seed, columns.length, self._rates_Q[:count]))
 
     def observe(self, observed: Observed) -> None:
         self._proposer.observe(observed)
+
+
+def kept_by_script(seed_B: Tensor, length_B: Tensor, rates_Q: Tensor) -> Tensor:
+    """int32 [B]: how many guesses a round keeps, by ``rates_Q`` (float32), none larger than the one before it."""
+    if (kernels := kernels_for(seed_B)) is None:
+        return kept_in_torch(seed_B, length_B, rates_Q)
+    return kernels.script(seed_B, length_B, rates_Q, purpose=int(Purpose.ACCEPT))
+
+
+def kept_in_torch(seed_B: Tensor, length_B: Tensor, rates_Q: Tensor) -> Tensor:
+    """The reference of ``kept_by_script``."""
+    coin_B1 = uniform_draws(seed_B, length_B, Purpose.ACCEPT)[:, None]
+    return (coin_B1 < rates_Q).sum(1, dtype=torch.int32)
 
 
 def scripted(make: MakeProposer, rates: Sequence[float]) -> MakeProposer:

@@ -1,4 +1,4 @@
-"""RMSNorm with an optional residual add, and SiLU-mul, one Triton launch each.
+"""RMSNorm with an optional residual add, two norms side by side, and SiLU-mul, one Triton launch each.
 
 Knows: row kernels over contiguous [T, N] activations. Does not know: models, or which norms are fused elsewhere.
 
@@ -49,6 +49,26 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def _joined_norms_kernel(x_ptr, x_norm_ptr, y_ptr, y_norm_ptr, out_ptr, eps, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program a row and half of the result, each as _rms_norm_kernel does it."""
+    row, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if second == 0:
+        x = tl.load(x_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(x_norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(y_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(y_norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+    at = (2 * row + second) * N + cols
+    tl.store(out_ptr + at, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,6 +115,29 @@ def rms_norm(x_TN: Tensor, residual_TN: Tensor | None, weight_N: Tensor, eps: fl
         launch_pdl=pdl,
     )
     return out_TN
+
+
+def joined_norms(x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor, eps: float, pdl: bool) -> Tensor:
+    """rms_norm of two contiguous tensors of one dtype side by side, [T, 2N]."""
+    rows, width = x_TN.shape
+    out_TX = torch.empty(rows, 2 * width, dtype=x_TN.dtype, device=x_TN.device)
+    if rows == 0:
+        return out_TX
+    block = triton.next_power_of_2(width)
+    _joined_norms_kernel[(rows, 2)](
+        x_TN,
+        x_norm_N,
+        y_TN,
+        y_norm_N,
+        out_TX,
+        eps,
+        width,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 512)),
+        launch_pdl=pdl,
+    )
+    return out_TX
 
 
 def silu_mul(gate_up_T2I: Tensor, pdl: bool) -> Tensor:

@@ -30,7 +30,7 @@ from models.kernels.interface import DeltaRule
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
-from models.kernels.matmul.norm import relu2
+from models.kernels.matmul.norm import joined_norms, relu2
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
@@ -45,6 +45,7 @@ from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton
 from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.prefill import shorter_prefills
+from runtime.speculate import draft_triton
 from runtime.speculate.tree_triton import grow_trees
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
@@ -111,7 +112,8 @@ def draft_trees(driver: CompilingDriver) -> None:
 
 
 def windows(driver: CompilingDriver) -> None:
-    """The two ends of a round of 16 tokens a row and of a tree of 32, and what a single token shows."""
+    """The two ends of a round of 16 tokens a row and of a tree of 32, what a single token shows, and what drafters do
+    beside their layers."""
     driver.where = "windows"
     rows, width = 8, 16
 
@@ -138,6 +140,15 @@ def windows(driver: CompilingDriver) -> None:
                 no_guess=-1,
             )
     step_io_triton.show(few, numbers)
+    how: dict[str, Any] = {"block_size": 64, "positions": 40960}
+    draft_triton.lay_out(numbers, last, length, finished, table, 3, **how)
+    draft_triton.lay_out(numbers, last, length, finished, table, width, mask_token=151669, **how)
+    draft_triton.choose(made(rows, 75), None, 151936)
+    draft_triton.choose(made(rows, 75), made(32768), 32768)
+    draft_triton.script(last, length, made(width, dtype=torch.float32), purpose=1)
+    state = made(rows, 4096, dtype=torch.bfloat16)
+    draft_triton.keep(state, state, numbers, numbers, made(rows, dtype=torch.bool))
+    joined_norms(state, state[0], state, state[0], 1e-6, True)
 
 
 def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:
