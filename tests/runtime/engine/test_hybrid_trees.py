@@ -24,7 +24,8 @@ from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, live, people
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.engine.test_nemotron_h import disturbed
+from tests.runtime.engine.test_hybrid import on_banks
+from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_trees import some, trees
 
 HYBRID = pytest.mark.parametrize("family", ["qwen3-next", "nemotron-h"])
@@ -47,6 +48,17 @@ def test_answers_and_log_probabilities_are_those_without(
     assert max(map(max, life.rounds.values())) >= min(shape[0], 4), "long paths are kept"
     if shape[1] > shape[0]:
         assert life.counters["spec_num_draft_tokens"] > life.counters["spec_num_accepted_tokens"]
+
+
+def disturbed(engine: Engine, turn: int) -> None:
+    """Request 0 is cancelled, 1 waits for a while; before every turn NaN in all state and blocks that nobody has."""
+    if turn == 5:
+        engine.cancel(0)
+        engine.pause(1)
+    if turn == 9:
+        engine.resume(1)
+    on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
+    fill_with_nan(engine, idle_blocks(engine))
 
 
 @HYBRID
