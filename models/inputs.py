@@ -19,6 +19,8 @@ from models.cache_layout import PagedKV
 PIECE = 16  # tokens of a chunk that attend as one row where keys are split
 MOST_TREE_TOKENS = 33  # of a tree, its root included: 32 bits say which of the others a token sees
 
+TakeIn = Callable[[Tensor, Tensor | None], None]  # of a window: StateRows.kept_B, and path_BW where tokens are a tree
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
@@ -112,6 +114,19 @@ class MixedAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTree:
+    """Every row's new tokens are the N nodes of a tree, its root first and parents before children; N is at most
+    MOST_TREE_TOKENS.
+
+    parents_BN int64: each node's parent, by its number in the row; the root's is 0. seen_BN int32: what
+    DecodeAttention.tree_BQ says of the same tree. Both on the device.
+    """
+
+    parents_BN: Tensor
+    seen_BN: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StateRows:
     """Whose state each row continues, for layers that keep one of a fixed size (SlotState).
 
@@ -121,17 +136,23 @@ class StateRows:
     past the last end are padding, of which a mixer may return anything. None where every row has as many, T / B.
 
     undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
-    A mixer then leaves state as it is, and adds a function that takes in the first kept_B[i] tokens of row i (any int;
-    possibly none), for whoever decides to call. What mixers give to kernels has one of the other two instead. frozen:
-    state is read, never written. kept_B: of each row's new tokens only so many count, and what is returned for the
-    others is undefined.
+    A mixer then leaves state as it is, and adds a TakeIn, for whoever decides to call. What mixers give to kernels has
+    one of the other two instead. frozen: state is read, never written. kept_B: of each row's new tokens only so many
+    count (any int; possibly none), and what is returned for the others is undefined.
+
+    tree: there where new tokens are a tree, with ``frozen`` or ``kept_B`` and without ``ends_B``. A node then follows
+    its parent, not the token before it. path_BW int64, with ``kept_B``: those that count are nodes path_BW[i, 0],
+    path_BW[i, 1], ..., each the parent of the next one, from the root on; W at most. Nothing of other nodes reaches a
+    node that is not their descendant, NaN or not.
     """
 
     slots_B: Tensor
     ends_B: Tensor | None = None
-    undecided: list[Callable[[Tensor], None]] | None = None
+    undecided: list[TakeIn] | None = None
     frozen: bool = False
     kept_B: Tensor | None = None
+    tree: StateTree | None = None
+    path_BW: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

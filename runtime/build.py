@@ -215,11 +215,6 @@ def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimi
             f"speculative_config is {config}, but {', '.join(model.irrevocable)} of {model.config.architecture} keeps "
             "state of fixed size that cannot be taken back where a proposal is refused: leave out --speculative-config"
         )
-    if config.tree_size is not None and model.cache_layout.has_slot_state:
-        raise ConfigError(
-            f"tree_size is {config.tree_size}, but {model.config.architecture} keeps state of fixed size, which takes "
-            "tokens in one after the other and not along the branches of a tree: leave out tree_size"
-        )
     if limits.window >= limits.max_model_len and config.tree_size is not None:
         raise ConfigError(
             f"tree_size is {config.tree_size}, so that a step has as many tokens a request, but max_model_len is "

@@ -151,12 +151,20 @@ class DeterministicReferenceKernels(ReferenceKernels):
     ) -> Tensor:
         """Token by token, each a step of one row."""
         where, out_TX = token_rows(rows, len(qkv_TC)), torch.zeros(z_TV.shape, dtype=z_TV.dtype)
-        for slot, start, end in zip(*(x.tolist() for x in (where.slots_B, where.starts_B, where.ends_B)), strict=True):
+        tree = rows.tree.parents_BN.tolist() if rows.tree is not None and rows.frozen else None
+        tokens = [where.token_B(number).tolist() for number in range(int(where.lengths_B.max()))]
+        for row, (slot, count) in enumerate(zip(where.slots_B.tolist(), where.lengths_B.tolist(), strict=True)):
             one = StateRows(torch.tensor([slot]))
             before = state_SHVK[slot].clone()
-            for t in range(start, end):
+            behind: list[Tensor] = []  # each node of a tree
+            for number in range(count):
+                t = tokens[number][row]
                 qkv, z, b, a = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
+                if tree is not None and number:
+                    state_SHVK[slot] = behind[tree[row][number]]
                 out_TX[t : t + 1] = super().gated_delta(qkv, z, b, a, rule, state_SHVK, one)
+                if tree is not None:
+                    behind.append(state_SHVK[slot].clone())
             if rows.frozen:
                 state_SHVK[slot] = before
         return out_TX

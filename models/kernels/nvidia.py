@@ -37,7 +37,7 @@ from models.kernels.interface import NO_SWITCHES, DeltaRule, FlashInferSwitches,
 from models.kernels.matmul import norm
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.matmul.dispatch import MatmulDispatch
-from models.kernels.recurrent import conv, delta_chunk, delta_step, gates, mamba2_triton
+from models.kernels.recurrent import conv, delta_chunk, delta_step, delta_tree, gates, mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.reference import ReferenceKernels
 from models.kernels.sigmoid_routing import SigmoidRouting
@@ -226,7 +226,9 @@ class NvidiaKernels(Kernels):
         z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
         out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
         rest = (b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl)
-        if rows.frozen or rows.kept_B is not None:  # windows: a few tokens a row, of which state may take in a part
+        if rows.frozen and rows.tree is not None:
+            delta_tree.delta_tree(qkv_TC, *rest)
+        elif rows.frozen or rows.kept_B is not None:  # windows: a few tokens a row, of which state may take in a part
             delta_step.delta_steps(qkv_TC, *rest, most=len(qkv_TC))
         else:
             delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
@@ -270,6 +272,8 @@ class NvidiaKernels(Kernels):
             return mamba2_triton.step(projected_TZ, weights, window_SJC, state_SHPM, rows, positions_T, self.pdl)
         _, xbc_TC, _ = weights.split(projected_TZ)
         xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        if rows.frozen and rows.tree is not None:
+            return mamba2_tree.scan_tree(projected_TZ, xbc_TC, weights, state_SHPM, rows, self.pdl)
         return mamba2_triton.scan(projected_TZ, xbc_TC, weights, state_SHPM, rows, self.pdl)
 
     # -- attention ----------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ class Mamba2(Mixer[StateBanks]):
         def advance(rows: StateRows) -> Tensor:
             return self.kernels.mamba2(projected_TZ, self.weights, *banks, rows, inputs.positions_T)
 
-        def take_in(kept_B: Tensor) -> None:
-            advance(replace(rows, undecided=None, kept_B=kept_B))
+        def take_in(kept_B: Tensor, path_BW: Tensor | None) -> None:
+            advance(replace(rows, undecided=None, kept_B=kept_B, path_BW=path_BW))
 
         if rows.undecided is None:
             out_TX = advance(rows)

@@ -38,6 +38,25 @@ def row_bounds(ends_ptr, kept_ptr, row, EACH: tl.constexpr, RAGGED: tl.constexpr
 
 
 @triton.jit
+def kept_token(path_ptr, row, start, number, some, PATH: tl.constexpr):
+    """The token of that number of those that a row keeps: along a path of at most PATH nodes, or from ``start`` on
+    where PATH is 0. Any token where not ``some``."""
+    if PATH:
+        number = tl.load(path_ptr + row.to(tl.int64) * PATH + number, mask=some, other=0).to(tl.int32)
+    return start + number
+
+
+@triton.jit
+def _ancestor(parents_ptr, token, start, there, BACK: tl.constexpr):
+    """(token, there): that of the node BACK above each, and whether there is one, in trees that begin at ``start``."""
+    node = token - start
+    for _ in tl.static_range(BACK):
+        there = there & (node > 0)
+        node = tl.load(parents_ptr + start + node, mask=there, other=0).to(tl.int32)
+    return start + node, there
+
+
+@triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
 
@@ -51,6 +70,7 @@ def _conv_kernel(
     slots_ptr,
     ends_ptr,
     positions_ptr,
+    parents_ptr,  # [rows, EACH], with TREE
     out_ptr,
     x_stride,
     C,
@@ -59,6 +79,7 @@ def _conv_kernel(
     TAPS: tl.constexpr,
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
+    TREE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -87,9 +108,14 @@ def _conv_kernel(
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
-        new = there & (offset >= back)
-        old = there & (offset < back)
-        source = x_ptr + (token - back).to(tl.int64)[:, None] * x_stride + channel[None, :]
+        if TREE:
+            before, new = _ancestor(parents_ptr, token, start, there, TAPS - 1 - tap)
+            old = there & (new == 0)
+        else:
+            before = token - back
+            new = there & (offset >= back)
+            old = there & (offset < back)
+        source = x_ptr + before.to(tl.int64)[:, None] * x_stride + channel[None, :]
         x = tl.load(source, mask=new[:, None] & of_c[None, :], other=0.0).to(tl.float32)
         held = slot * TAPS + (position - back + TAPS) % TAPS
         kept = tl.load(window_ptr + held[:, None] * C + channel[None, :], mask=old[:, None] & of_c[None, :], other=0.0)
@@ -108,6 +134,7 @@ def _window_kernel(
     slots_ptr,
     ends_ptr,
     kept_ptr,
+    path_ptr,  # [rows, PATH], with PATH
     positions_ptr,
     x_stride,
     C,
@@ -115,6 +142,7 @@ def _window_kernel(
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
     KEPT: tl.constexpr,
+    PATH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -123,13 +151,15 @@ def _window_kernel(
     start, end = row_bounds(ends_ptr, kept_ptr, row, EACH, RAGGED, KEPT)
     slot = tl.load(slots_ptr + row)
     some = end > start
-    last = tl.load(positions_ptr + end - 1, mask=some, other=0).to(tl.int32)
+    newest = kept_token(path_ptr, row, start, end - start - 1, some, PATH)
+    last = tl.load(positions_ptr + newest, mask=some, other=0).to(tl.int32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     for back in tl.static_range(TAPS):
         there = (channel < C) & (end - start > back)
-        x = tl.load(x_ptr + (end - 1 - back).to(tl.int64) * x_stride + channel, mask=there, other=0.0)
+        token = kept_token(path_ptr, row, start, end - start - 1 - back, end - start > back, PATH)
+        x = tl.load(x_ptr + token.to(tl.int64) * x_stride + channel, mask=there, other=0.0)
         held = slot * TAPS + (last - back + TAPS) % TAPS
         tl.store(window_ptr + held * C + channel, x.to(window_ptr.dtype.element_ty), mask=there)
 
@@ -160,6 +190,7 @@ def causal_conv(
         rows.slots_B,
         ends_B,
         positions_T,
+        rows.slots_B if rows.tree is None else rows.tree.parents_BN,
         out_TC,
         x_TC.stride(0),
         channels,
@@ -168,6 +199,7 @@ def causal_conv(
         TAPS=taps,
         EACH=each,
         RAGGED=ragged,
+        TREE=rows.tree is not None,
         BIAS=bias_C is not None,
         BLOCK_B=triton.next_power_of_2(count),
         BLOCK_T=_TOKENS,
@@ -185,6 +217,7 @@ def causal_conv(
         rows.slots_B,
         ends_B,
         rows.slots_B if rows.kept_B is None else rows.kept_B,
+        rows.slots_B if rows.path_BW is None else rows.path_BW,
         positions_T,
         x_TC.stride(0),
         channels,
@@ -192,6 +225,7 @@ def causal_conv(
         EACH=each,
         RAGGED=ragged,
         KEPT=rows.kept_B is not None,
+        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
         BLOCK_C=wide_c,
         PDL=pdl,
         num_warps=4,

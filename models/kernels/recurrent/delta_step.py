@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
-from models.kernels.recurrent.conv import row_bounds, silu
+from models.kernels.recurrent.conv import kept_token, row_bounds, silu
 
 BATCH_INVARIANT = True  # a row by itself, token by token
 L2_EPS = tl.constexpr(1e-6)
@@ -86,6 +86,7 @@ def _step_kernel(
     slots_ptr,
     ends_ptr,
     kept_ptr,
+    path_ptr,  # [rows, PATH], with PATH
     positions_ptr,
     out_ptr,
     qkv_stride,
@@ -105,6 +106,7 @@ def _step_kernel(
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
     KEPT: tl.constexpr,  # only so many of a row's tokens count
+    PATH: tl.constexpr,  # nodes of a path that they are; 0: the first tokens
     STORE: tl.constexpr,  # the state behind them
     CONV: tl.constexpr,
     PDL: tl.constexpr,
@@ -167,7 +169,7 @@ def _step_kernel(
             gdc_launch_dependents()
         if mine:
             for step in range(end - start):
-                token = (start + step).to(tl.int64)
+                token = kept_token(path_ptr, row, start, step, True, PATH).to(tl.int64)
                 qkv = qkv_ptr + token * qkv_stride
                 q = tl.load(qkv + k_head * K + ks, mask=of_k, other=0.0).to(tl.float32)
                 k = tl.load(qkv + (k_heads + k_head) * K + ks, mask=of_k, other=0.0).to(tl.float32)
@@ -220,6 +222,7 @@ def conv_delta_step(
         rows.slots_B,
         rows.slots_B,
         rows.slots_B,
+        rows.slots_B,
         positions_T,
         out_TV,
         qkv_TC.stride(0),
@@ -239,6 +242,7 @@ def conv_delta_step(
         EACH=1,
         RAGGED=False,
         KEPT=False,
+        PATH=0,
         STORE=True,
         CONV=True,
         PDL=pdl,
@@ -278,6 +282,7 @@ def delta_steps(
         rows.slots_B,
         rows.ends_B if rows.ends_B is not None else rows.slots_B,
         rows.slots_B if rows.kept_B is None else rows.kept_B,
+        rows.slots_B if rows.path_BW is None else rows.path_BW,
         rows.slots_B,
         out_TV,
         qkv_TC.stride(0),
@@ -297,6 +302,7 @@ def delta_steps(
         EACH=1 if ragged else tokens // count,
         RAGGED=ragged,
         KEPT=rows.kept_B is not None,
+        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
         STORE=not rows.frozen,
         CONV=False,
         PDL=pdl,

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.recurrent.ragged import token_rows
+from models.kernels.recurrent.ragged import NodeStates, token_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,11 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
     live_B111 = (rows.slots_B != 0)[:, None, None, None]
     state_BHPM = bank_SHPM[rows.slots_B].where(live_B111, 0)
     longest = where.most if rows.ends_B is None or not tokens else int(where.lengths_B.max())
+    tree = NodeStates(rows, state_BHPM) if rows.tree is not None and rows.frozen else None
     for step in range(longest):
-        active_B = step < where.lengths_B
-        token_B = (where.starts_B + step).where(active_B, 0)
+        active_B, token_B = step < where.lengths_B, where.token_B(step)
+        if tree is not None:
+            state_BHPM = tree.before(step)
         d_BH11, decay_BH11 = d_TH[token_B][:, :, None, None], decay_TH[token_B][:, :, None, None]
         x_BHP = x_THP[token_B]
         next_BHPM = decay_BH11 * state_BHPM + d_BH11 * x_BHP.unsqueeze(3) * b_THM[token_B].unsqueeze(2)
@@ -89,6 +91,8 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
         y_BHP = read_BHP + weights.d_H[:, None] * x_BHP
         y_THP.index_copy_(0, token_B.where(active_B, tokens), y_BHP)
         state_BHPM = next_BHPM.where(active_B[:, None, None, None], state_BHPM)
+        if tree is not None:
+            tree.set(step, state_BHPM)
     if not rows.frozen:
         bank_SHPM.index_copy_(0, rows.slots_B, state_BHPM.where(live_B111, bank_SHPM[rows.slots_B]))
     return y_THP[:tokens].flatten(1)

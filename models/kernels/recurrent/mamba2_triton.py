@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import StateRows
-from models.kernels.recurrent.conv import row_bounds
+from models.kernels.recurrent.conv import kept_token, row_bounds
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 
 BATCH_INVARIANT = False  # a token's sums depend on how its prompt was cut
@@ -41,7 +41,7 @@ _ONE_BY_ONE = 3  # tokens of a row
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
@@ -117,7 +117,7 @@ def _mamba2_step_kernel(
     new_x = tl.load(new + X + xs, mask=own, other=0.0)
     new_b = tl.load(new + X + bs, mask=in_state, other=0.0)
     new_c = tl.load(new + X + cs, mask=in_state, other=0.0)
-    delta = _softplus(tl.load(new + X + C + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32))
+    delta = softplus(tl.load(new + X + C + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32))
     x = _convolved(x, new_x, weight_ptr, bias_ptr, xs, own, J, BIAS, dtype)
     b = _convolved(b, new_b, weight_ptr, bias_ptr, bs, in_state, J, BIAS, dtype)
     c = _convolved(c, new_c, weight_ptr, bias_ptr, cs, in_state, J, BIAS, dtype)
@@ -145,6 +145,7 @@ def _mamba2_scan_kernel(
     slots_ptr,
     ends_ptr,
     kept_ptr,
+    path_ptr,  # [rows, PATH], with PATH
     out_ptr,  # [T, X]
     rows,
     H: tl.constexpr,
@@ -158,6 +159,7 @@ def _mamba2_scan_kernel(
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
     KEPT: tl.constexpr,
+    PATH: tl.constexpr,  # nodes of a path that are kept; 0: the first tokens
     FROZEN: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -187,11 +189,11 @@ def _mamba2_scan_kernel(
         if ONE_BY_ONE:
             singly = tl.where(count <= ONE_BY_ONE, count, 0)
         for number in range(singly):
-            token = start + number
+            token = kept_token(path_ptr, row, start, number, True, PATH)
             x = tl.load(xbc_ptr + token * C + xs, mask=own, other=0.0).to(tl.float32)
             b = tl.load(xbc_ptr + token * C + bs, mask=in_state, other=0.0).to(tl.float32)
             c = tl.load(xbc_ptr + token * C + cs, mask=in_state, other=0.0).to(tl.float32)
-            delta = _softplus(tl.load(projected_ptr + token * Z + X + C + head).to(tl.float32) + bias)
+            delta = softplus(tl.load(projected_ptr + token * Z + X + C + head).to(tl.float32) + bias)
             state = tl.exp(rate * delta) * state + (delta * x)[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1) + skip * x
             y *= _silu(tl.load(projected_ptr + token * Z + xs, mask=own, other=0.0).to(tl.float32))
@@ -205,7 +207,7 @@ def _mamba2_scan_kernel(
                 b = tl.load(xbc_ptr + token[:, None] * C + bs[None, :], mask=of_m, other=0.0)
                 c = tl.load(xbc_ptr + token[:, None] * C + cs[None, :], mask=of_m, other=0.0)
                 delta = tl.load(projected_ptr + token * Z + X + C + head, mask=left, other=0.0).to(tl.float32) + bias
-                delta = tl.where(left, _softplus(delta), 0.0)
+                delta = tl.where(left, softplus(delta), 0.0)
                 summed = tl.cumsum(rate * delta, 0)  # of a row's tokens; it stays as it is past them
                 total = tl.sum(rate * delta, 0)
                 scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
@@ -275,7 +277,7 @@ def step(
     if block_p is None:
         block_p = 16 if count <= _FEW_ROWS else 32
     block_p = min(block_p, triton.next_power_of_2(dim))
-    gated_BX = _gated(projected_BZ, weights)
+    gated_BX = gated_memory(projected_BZ, weights)
     if count == 0:
         return gated_BX
     bias = weights.conv_bias_C
@@ -303,7 +305,7 @@ def step(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    return _normed(gated_BX, weights, projected_BZ.dtype, pdl)
+    return normed(gated_BX, weights, projected_BZ.dtype, pdl)
 
 
 def scan(
@@ -328,7 +330,7 @@ def scan(
     if one_by_one is None:
         one_by_one = 0 if projected_TZ.dtype == torch.float32 or window else _ONE_BY_ONE
     heads, dim = weights.heads, weights.head_dim
-    gated_TX = _gated(projected_TZ, weights)
+    gated_TX = gated_memory(projected_TZ, weights)
     if len(projected_TZ) == 0:
         return gated_TX
     block_p = max(16, min(block_p, triton.next_power_of_2(dim)))
@@ -342,6 +344,7 @@ def scan(
         slots_B,
         slots_B if ends_B is None else ends_B,
         slots_B if kept_B is None else kept_B,
+        slots_B if rows.path_BW is None else rows.path_BW,
         gated_TX,
         len(slots_B),
         H=heads,
@@ -355,6 +358,7 @@ def scan(
         EACH=1 if ends_B is not None else len(projected_TZ) // len(slots_B),
         RAGGED=ends_B is not None,
         KEPT=kept_B is not None,
+        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
         FROZEN=rows.frozen,
         PRECISION="ieee" if projected_TZ.dtype == torch.float32 else "tf32",
         PDL=pdl,
@@ -363,16 +367,16 @@ def scan(
     )
     if kept_B is not None:  # the result is nobody's: it was read before it was decided
         return gated_TX
-    return _normed(gated_TX, weights, projected_TZ.dtype, pdl)
+    return normed(gated_TX, weights, projected_TZ.dtype, pdl)
 
 
-def _gated(projected_TZ: Tensor, weights: Mamba2Weights) -> Tensor:
+def gated_memory(projected_TZ: Tensor, weights: Mamba2Weights) -> Tensor:
     """Memory for y silu(z): float32 where it is normed here."""
     dtype = torch.float32 if weights.norm_groups else projected_TZ.dtype
     return torch.empty(len(projected_TZ), weights.inner, dtype=dtype, device=projected_TZ.device)
 
 
-def _normed(gated_TX: Tensor, weights: Mamba2Weights, dtype: torch.dtype, pdl: bool) -> Tensor:
+def normed(gated_TX: Tensor, weights: Mamba2Weights, dtype: torch.dtype, pdl: bool) -> Tensor:
     if not weights.norm_groups:
         return gated_TX
     out_TX = torch.empty_like(gated_TX, dtype=dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
-from models.kernels.recurrent.ragged import token_rows
+from models.kernels.recurrent.ragged import NodeStates, token_rows
 
 L2_EPS = 1e-6  # of the norms of queries and keys, whatever that of the other norms
 
@@ -35,20 +35,20 @@ def causal_conv(
     sum_TC = torch.zeros(x_TC.shape, dtype=wide, device=x_TC.device)
     for back in reversed(range(taps)):  # the oldest input first
         held_TC = window_SJC[slot_T, (positions_T - back) % taps]
-        new_T1 = (where.offset_T >= back).unsqueeze(1)
-        sum_TC = sum_TC + torch.where(new_T1, x_TC.roll(back, 0), held_TC).to(wide) * weight_CJ[:, taps - 1 - back].to(
-            wide
-        )
+        token_T, new_T = where.before(back)
+        x_back_TC = torch.where(new_T.unsqueeze(1), x_TC[token_T], held_TC).to(wide)
+        sum_TC = sum_TC + x_back_TC * weight_CJ[:, taps - 1 - back].to(wide)
     if bias_C is not None:
         sum_TC = sum_TC + bias_C.to(wide)
     if rows.frozen:
         return F.silu(sum_TC).to(x_TC.dtype)
-    last_B = (where.ends_B - 1).clamp(min=0)
+    last_B = where.token_B(where.lengths_B - 1)
     for back in range(taps):
         there_B1 = (where.lengths_B > back).unsqueeze(1)
         tap_B = (positions_T[last_B] - back) % taps
         old_BC = window_SJC[where.slots_B, tap_B]
-        window_SJC[where.slots_B, tap_B] = torch.where(there_B1, x_TC[(last_B - back).clamp(min=0)], old_BC)
+        newer_BC = x_TC[where.token_B(where.lengths_B - 1 - back)]
+        window_SJC[where.slots_B, tap_B] = torch.where(there_B1, newer_BC, old_BC)
     return F.silu(sum_TC).to(x_TC.dtype)
 
 
@@ -71,15 +71,19 @@ def gated_delta(
     most = int(where.lengths_B.max()) if device.type == "cpu" else where.most
     out_THV = torch.full((tokens + 1, *v_THV.shape[1:]), float("nan"), dtype=wide, device=device)  # one for nobody
     now_BHVK = state_SHVK[where.slots_B]
+    tree = NodeStates(rows, now_BHVK) if rows.tree is not None and rows.frozen else None
     for step in range(most):
-        there_B = step < where.lengths_B
-        token_B = torch.where(there_B, where.starts_B + step, 0)
+        there_B, token_B = step < where.lengths_B, where.token_B(step)
+        if tree is not None:
+            now_BHVK = tree.before(step)
         q_BH1K, k_BH1K = q_THK[token_B].unsqueeze(2), k_THK[token_B].unsqueeze(2)
         next_BHVK = now_BHVK * decay_TH11[token_B]
         missing_BHV = (v_THV[token_B] - (next_BHVK * k_BH1K).sum(3)) * beta_TH1[token_B]
         next_BHVK = next_BHVK + missing_BHV.unsqueeze(3) * k_BH1K
         out_THV[torch.where(there_B, token_B, tokens)] = (next_BHVK * q_BH1K).sum(3)
         now_BHVK = torch.where(there_B[:, None, None, None], next_BHVK, now_BHVK)
+        if tree is not None:
+            tree.set(step, now_BHVK)
     if not rows.frozen:
         state_SHVK[where.slots_B] = now_BHVK
     return _normed_and_gated(out_THV[:tokens].to(qkv_TC.dtype), z_TV, rule)

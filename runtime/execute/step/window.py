@@ -5,17 +5,17 @@ proposer there is. Of the scheduler it needs nothing but a plan of width W.
 
 The tokens of a window are a chain, or with ``limits.tree`` a tree of more tokens, of which a row gains a path. A tree's
 KV entries lie in the order of its nodes; those of the path are moved to where a chain's would be, behind the draw.
+Layers with slot state follow a node's parent, and take the path's tokens in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, StateRows, StepInputs
+from models.inputs import DecodeAttention, StateRows, StateTree, StepInputs, TakeIn
 from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.proposer import DrawingProposer, Proposed, Proposer
 from runtime.execute.role import RoleParts
@@ -38,8 +38,6 @@ class WindowRole(RowRole):
                 f"{', '.join(stuck)}"
             )
         tree = parts.limits.tree if width == parts.limits.width else 0
-        if tree and parts.has_slot_state:
-            raise ValueError(f"trees of {tree} tokens: state of slots takes tokens in one after the other")
         super().__init__(parts, name or (f"tree of {tree}" if tree else f"window of {width}"), width)
         self._tokens = tree or width  # of a row, that go through the model
         self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)]) if tree else None
@@ -60,18 +58,20 @@ class WindowRole(RowRole):
         columns = parts.tables.gather(rows_B)
         proposed = self._propose(rows_B, columns, variant)
         window = gather_window(parts.tables, rows_B, columns, proposed, parts.limits.block_size, self.width)
+        tree = None if window.tree is None else StateTree(window.tree.parents_BN, window.tree.seen_BN)
         attention = DecodeAttention(
             page_table_BP=window.page_table_BP,
             kv_lengths_B=window.kv_lengths_B,
             query_len=self._tokens,
             max_kv_length=window.page_table_BP.shape[1] * parts.limits.block_size,
-            tree_BQ=None if window.tree is None else window.tree.seen_BN,
+            tree_BQ=None if tree is None else tree.seen_BN,
         )
         # State takes tokens in when it is decided which of them are kept.
-        undecided: list[Callable[[Tensor], None]] = []
+        undecided: list[TakeIn] = []
         state = None
         if parts.has_slot_state:
-            state = StateRows(torch.where(columns.finished == 0, rows_B, PADDING_SLOT), undecided=undecided)
+            going_B = torch.where(columns.finished == 0, rows_B, PADDING_SLOT)
+            state = StateRows(going_B, undecided=undecided, tree=tree)
         inputs = StepInputs(
             token_ids_T=window.tokens_BW.reshape(-1),
             positions_T=window.position_BW.reshape(-1),
@@ -89,7 +89,7 @@ class WindowRole(RowRole):
             places_BN = window.kv_slots_BW
             self._mover.move(places_BN.gather(1, accepted.nodes_BW), places_BN[:, : self.width], accepted.count_B)
         for take_in in undecided:
-            take_in(accepted.count_B)
+            take_in(accepted.count_B, accepted.nodes_BW)
         if self._feed.on:
             self._feed.show_window(inputs, window, hidden_TN, self._feed.features_TF, shown)
 

@@ -20,7 +20,7 @@ import torch
 
 from models.config import ModelConfig
 from models.expert_load import start_counting
-from models.inputs import PrefillAttention, StateRows, empty_kv_layer
+from models.inputs import PrefillAttention, StateRows, StateTree, empty_kv_layer
 from models.kernels.attention import rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
@@ -32,7 +32,7 @@ from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, Linear
 from models.kernels.matmul.dispatch import shipped_choices
 from models.kernels.matmul.norm import joined_norms, relu2
 from models.kernels.nvidia import NvidiaKernels
-from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import H200
@@ -218,11 +218,16 @@ def without_a_gate(driver: CompilingDriver) -> None:
         NvidiaKernels(META).route_sigmoid(logits, logits[0], routing, numbers, real, numbers.long())
 
 
+def empty_tree(rows: int, nodes: int) -> StateTree:
+    made = partial(torch.empty, rows, nodes, device=META)
+    return StateTree(made(dtype=torch.int64), made(dtype=torch.int32))
+
+
 def mamba(driver: CompilingDriver) -> None:
     """The launches of Nemotron-3-Nano's Mamba-2: decode of few rows and of many, a prefill; and in float32."""
     shape = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").mamba
     assert shape is not None
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.float32, torch.bfloat16):
         made = partial(torch.empty, dtype=dtype, device=META)
         channels, heads, states = shape.conv_channels, shape.heads, shape.state_size
         of_heads, inner, groups = torch.empty(heads, device=META), shape.inner, shape.groups
@@ -239,6 +244,15 @@ def mamba(driver: CompilingDriver) -> None:
             mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
         driver.where = f"Mamba-2 of {heads} heads, {dtype}, scan"
         mamba2_triton.scan(projected, made(rows, channels), weights, state, StateRows(numbers, numbers), True)
+    for nodes in (16, 33):
+        driver.where = f"Mamba-2 of {heads} heads, {dtype}, trees of {nodes}"
+        frozen = StateRows(numbers[:8], frozen=True, tree=empty_tree(8, nodes))
+        given = made(8 * nodes, inner + channels + heads), made(8 * nodes, channels), weights, state
+        mamba2_tree.scan_tree(*given, frozen, True)
+    taken = dataclasses.replace(
+        frozen, frozen=False, kept_B=numbers[:8].int(), path_BW=numbers[:8].repeat(8).view(8, 8)
+    )
+    mamba2_triton.scan(*given, taken, True)
 
 
 def rotation(driver: CompilingDriver) -> None:
@@ -375,10 +389,16 @@ def slot_state(driver: CompilingDriver) -> None:
             kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots, ends), positions)
             if tokens == rows:
                 kernels.conv_gated_delta(projected, filters, *banks, StateRows(slots), positions)
-        window = torch.empty(8 * 16, channels + values + 2 * v_heads, dtype=dtype, device=META)
-        slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (8, 8 * 16))
+        window = torch.empty(8 * 32, channels + values + 2 * v_heads, dtype=dtype, device=META)
+        slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (8, 8 * 32))
         kept = torch.empty(8, dtype=torch.int32, device=META)
-        for rows_of_window in (StateRows(slots, frozen=True), StateRows(slots, kept_B=kept)):
+        path = torch.empty(8, 8, dtype=torch.int64, device=META)
+        for rows_of_window in (
+            StateRows(slots, frozen=True),
+            StateRows(slots, kept_B=kept),
+            StateRows(slots, frozen=True, tree=empty_tree(8, 32)),
+            StateRows(slots, kept_B=kept, tree=empty_tree(8, 32), path_BW=path),
+        ):
             kernels.conv_gated_delta(window, filters, *banks, rows_of_window, positions)
         x = torch.empty(9, 2048, dtype=dtype, device=META)
         kernels.sigmoid_mul(x, x)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.recurrent import mamba2_triton
+from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.recurrent.ragged import token_rows
 from models.kernels.reference import ReferenceKernels
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.recurrent.mamba_cases import SLOTS, banks, check, random_weights, width
 from tests.models.kernels.recurrent.ragged_sequences import steps
+from tests.models.kernels.recurrent.tree_cases import grown, padded, path, positions, state_tree
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
@@ -121,11 +122,45 @@ def check_windows(weights: Mamba2Weights) -> None:
             assert torch.equal(form[0][1:4], alone[0][1:4])
 
 
+def check_trees(weights: Mamba2Weights, nodes: int, width_of_path: int) -> None:
+    """Every node, state as it was; then the tokens of a path; NaN in a leaf, off the path and in a row of nobody."""
+    parents, starts = [grown(nodes, seed) for seed in range(4)], [5, 0, 0, 2]  # the third row is nobody's
+    tree, slots, at = state_tree(parents), torch.tensor([1, 2, 0, 3]), positions(parents, starts)
+    window, state = banks(weights, torch.float32)
+    mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
+    projected = torch.randn(4 * nodes, width(weights))
+    projected[2 * nodes : 3 * nodes] = math.nan
+    paths = [path(of_row, nodes - 1 - row)[:width_of_path] for row, of_row in enumerate(parents)]
+    counts = [len(paths[0]), min(2, len(paths[1])), 0, len(paths[3]) // 2]
+    kept = [nodes * row + node for row in range(4) for node in paths[row][: counts[row]]]
+    on_path = torch.isin(torch.arange(4 * nodes), torch.tensor(kept))[:, None]
+    outs = []
+    for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_form, mine)):
+        for poisoned in (False, True):
+            given = projected.clone()
+            given[nodes - 1] = math.nan if poisoned else given[nodes - 1]  # the last node of the first row, a leaf
+            rows = StateRows(slots, frozen=True, tree=tree)
+            out = run(given, weights, windows, states, rows, at).view(4, nodes, -1)[[0, 1, 3]]
+            outs.append(out[:, : nodes - 1] if poisoned else out)
+            assert not poisoned or out[0, nodes - 1].isnan().all()
+        assert torch.equal(windows[1:-1], window[1:-1])
+        assert torch.equal(states[1:-1], state[1:-1])
+        taken = StateRows(slots, kept_B=torch.tensor(counts).int(), tree=tree, path_BW=padded(paths, width_of_path))
+        run(projected.where(on_path, math.nan), weights, windows, states, taken, at)
+    for found, expected in zip(outs[2:], outs[:2], strict=True):
+        check(found, expected, 1e-5, ("a tree", nodes))
+    check(mine[1][1:-1], theirs[1][1:-1], 1e-5, "what is kept of a tree")
+    assert torch.equal(mine[0][1:-1], theirs[0][1:-1])
+    assert not torch.equal(mine[1][1], state[1])
+
+
 def triton_form(
     projected: Tensor, weights: Mamba2Weights, window: Tensor, state: Tensor, rows: StateRows, positions: Tensor
 ) -> Tensor:
     xbc = weights.split(projected)[1]
     xbc = REFERENCE.causal_conv(xbc, weights.conv_CJ, weights.conv_bias_C, window, rows, positions)
+    if rows.tree is not None and rows.frozen:
+        return mamba2_tree.scan_tree(projected, xbc, weights, state, rows, False)
     return mamba2_triton.scan(projected, xbc, weights, state, rows, False)
 
 
@@ -145,6 +180,9 @@ def main() -> None:
     check_scan(alone, torch.float32, 30, 16, 16)
     check_ghosts()
     check_windows(random_weights(4, 12, 2, 10, 4, torch.float32))
+    for nodes, width_of_path in ((33, 9), (7, 4), (2, 2)):
+        check_trees(random_weights(4, 12, 2, 10, 4, torch.float32), nodes, width_of_path)
+    check_trees(replace(random_weights(2, 40, 1, 24, 3, torch.float32, bias=False), norm_groups=0), 12, 5)
 
 
 if __name__ == "__main__":

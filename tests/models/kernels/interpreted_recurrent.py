@@ -23,6 +23,7 @@ from models.kernels.reference import ReferenceKernels
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, run_pieces
 from tests.models.kernels.recurrent.ragged_sequences import steps
+from tests.models.kernels.recurrent.tree_cases import CHAIN, FORKED, STAR, grown, padded, path, positions, state_tree
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2}
@@ -143,6 +144,58 @@ def windows() -> None:
     assert torch.equal(made[1].window_SJC[1:4], whole.window_SJC[1:4])
 
 
+def trees() -> None:
+    """Nodes of trees of every size, and then the tokens of a path; NaN off the path, in its row and in another."""
+    kernels = InterpretedRecurrent()
+    for nodes, width, (k_heads, v_heads, k_dim, v_dim) in (
+        (33, 9, (1, 2, 12, 20)),
+        (7, 5, (2, 2, 24, 40)),
+        (2, 2, (1, 2, 12, 20)),
+    ):
+        case = DeltaCase(k_heads=k_heads, v_heads=v_heads, k_dim=k_dim, v_dim=v_dim, lengths=(40, 40, 40))
+        parents = [grown(nodes, seed) for seed in range(4)]
+        if nodes == 7:
+            parents[:3] = [CHAIN, STAR, FORKED]
+        tree, starts = state_tree(parents), [5, 0, 0, 2]  # the third row is nobody's
+        slots_B, positions_T = torch.tensor([1, 2, 0, 3]), positions(parents, starts)
+        made = [case.made(), case.made()]
+        x = made[0].projected
+        before = StateRows(torch.tensor([1, 3]), torch.tensor([5, 7]))
+        tokens_TX = torch.cat([x[0][:nodes], x[1][:nodes], x[0][:nodes] * float("nan"), x[2][:nodes]])
+        outs = []
+        for k, m in zip((REFERENCE, kernels), made, strict=True):
+            banks = (m.weight_CJ, m.window_SJC, m.rule, m.state_SHVK)
+            begun = torch.cat((x[0][-5:], x[2][-2:]))
+            REFERENCE.conv_gated_delta(begun, *banks, before, torch.tensor([0, 1, 2, 3, 4, 0, 1]))
+            held = [bank[1:4].clone() for bank in (m.window_SJC, m.state_SHVK)]
+            for poisoned in (False, True):
+                given_TX = tokens_TX.clone()
+                if poisoned:
+                    given_TX[nodes - 1] = float("nan")  # the last node of the first row, a leaf
+                rows = StateRows(slots_B, frozen=True, tree=tree)
+                out = k.conv_gated_delta(given_TX, *banks, rows, positions_T).view(4, nodes, -1)
+                outs.append(out[[0, 1, 3], : nodes - 1])
+                if not poisoned:
+                    outs[-1] = out[[0, 1, 3]]
+                else:
+                    assert bool(out[0, nodes - 1].isnan().all())
+            assert torch.equal(m.window_SJC[1:4], held[0])
+            assert torch.equal(m.state_SHVK[1:4], held[1])
+            paths = [path(of_row, nodes - 1 - row)[:width] for row, of_row in enumerate(parents)]
+            counts = [len(paths[0]), min(2, len(paths[1])), 0, len(paths[3]) // 2]
+            kept = [nodes * row + node for row in range(4) for node in paths[row][: counts[row]]]
+            off_path_T = ~torch.isin(torch.arange(4 * nodes), torch.tensor(kept))
+            given_TX = tokens_TX.masked_fill(off_path_T[:, None], float("nan"))
+            kept_B = torch.tensor(counts, dtype=torch.int32)
+            rows = StateRows(slots_B, kept_B=kept_B, tree=tree, path_BW=padded(paths, width))
+            k.conv_gated_delta(given_TX, *banks, rows, positions_T)
+        for a, b in zip(outs[:2], outs[2:], strict=True):
+            close(b, a, f"trees of {nodes}")
+        assert torch.equal(made[0].window_SJC[1:4], made[1].window_SJC[1:4])
+        close(made[1].state_SHVK[1:4], made[0].state_SHVK[1:4], "what is kept of a tree")
+        assert not torch.equal(made[1].state_SHVK[1], held[1][0])
+
+
 def ends() -> None:
     kernels = InterpretedRecurrent()
     x, y, hidden, gate = torch.randn(5, 70), torch.randn(5, 70), torch.randn(5, 70), torch.randn(70)
@@ -154,7 +207,7 @@ def main() -> None:
     assert all(module.BATCH_INVARIANT for module in (conv, delta_step, gates))
     assert not hasattr(delta_chunk, "BATCH_INVARIANT")
     began = time.perf_counter()
-    for part in (convolutions, recurrences, decode_steps, windows, ends):
+    for part in (convolutions, recurrences, decode_steps, windows, trees, ends):
         part()
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s")
 

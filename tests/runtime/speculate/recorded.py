@@ -152,19 +152,21 @@ class Drafter:
 
 
 class OwnLayer(Drafter):
-    """A target of ``shape`` whose own checkpoint holds an MTP layer: all tensors in one folder."""
+    """A target of ``shape`` whose checkpoint holds an MTP layer: all tensors in one folder. ``top_k``: as Drafter's."""
 
-    def __init__(self, shape: Mapping[str, object], folder: Path) -> None:
-        self.kind, self.folder = "mtp", folder
+    def __init__(self, shape: Mapping[str, object], folder: Path, top_k: int = 0) -> None:
+        self.kind, self.folder, self._top_k = "mtp", folder, top_k
         self.config = own_mtp_config({**TINY, **SHAPE, **shape})
         self.tensors = mtp_tensors(self.config)
         write(folder, self.config, full_tensors(ModelConfig.from_dict(self.config)) | less_one(self.tensors))
         self.recorder: Recorder | None = None
 
     def __call__(self, parts: ProposerParts) -> Recorder:
-        config = speculative_config({"method": "mtp", "num_speculative_tokens": max(1, parts.limits.width - 1)})
-        inner = proposer_for(config, target_folder=self.folder)(parts)
-        recorder = Recorder(inner, parts.model)
+        keys: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": max(1, parts.limits.width - 1)}
+        if self._top_k:
+            keys |= {"tree_size": parts.limits.tree, "tree_top_k": self._top_k}
+        inner = proposer_for(speculative_config(keys), target_folder=self.folder)(parts)
+        recorder = Recorder(inner, parts.model, parts.limits.width - 1)
         if parts.model.collectives.rank == 0:
             self.recorder = recorder
         return recorder

@@ -147,13 +147,14 @@ def test_targets_without_a_layer_of_their_own_are_refused(
     assert '"method": "ngram"' in str(error.value), "what to type"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scripted_acceptance_over_a_targets_own_layer_without_weights(family: str) -> None:
+@pytest.mark.parametrize(("family", "tree"), [*((family, 0) for family in FAMILIES), ("qwen3-next", 12)])
+def test_scripted_acceptance_over_a_targets_own_layer_without_weights(family: str, tree: int) -> None:
     keys = {**OWN, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    keys |= {"tree_size": tree, "tree_top_k": 5} if tree else {}
     proposer = proposer_for(speculative_config(keys), load_format="dummy", seed=1)
     requests = [request(i, range(1, 6 + i), max_tokens=31, stops=()) for i in range(3)]
     shape = {**FAMILIES[family], "mtp_num_hidden_layers": 1}
-    with rig(depth=2, widths=(4,), proposer=proposer, shape=shape, max_model_len=64) as engine:
+    with rig(depth=2, widths=(4,), proposer=proposer, shape=shape, max_model_len=64, tree=tree) as engine:
         finished = run(engine, requests)
         engine.stop()
         counters = dict(engine.counters)
@@ -162,10 +163,10 @@ def test_scripted_acceptance_over_a_targets_own_layer_without_weights(family: st
 
 
 def test_an_engine_is_built_over_a_targets_own_layer(tmp_path: Path) -> None:
-    """From the options alone; what the layer keeps is in the sum of memory."""
+    """From the options alone, as chains and as trees; what the layer keeps is in the sum of memory."""
     folder = write(tmp_path, NEXT | {"mtp_num_hidden_layers": 1}, {})
     bytes_per_token = []
-    for asked in (None, OWN):
+    for asked in (None, OWN, OWN | {"tree_size": 8}):
         config = EngineConfig(
             model=str(folder),
             load_format="dummy",
@@ -182,20 +183,21 @@ def test_an_engine_is_built_over_a_targets_own_layer(tmp_path: Path) -> None:
             bytes_per_token.append(engine.executor.sizing.shape.layout.bytes_per_token)
         finally:
             engine.close()
-    assert bytes_per_token[1] == 2 * bytes_per_token[0] > 0, "one layer of three attends, and the one beside them"
+    assert bytes_per_token[1] == bytes_per_token[2] == 2 * bytes_per_token[0] > 0, (
+        "one layer of three attends, and the one beside them"
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "tree_size is 4, but .* keeps state of fixed size.*: leave out tree_size"),
         ({"num_speculative_tokens": 30, "tree_size": 33, "limit": 33}, "tree_size is 33, .* max_model_len is 33: type"),
         ({"tree_top_k": 12, "vocabulary": 11}, 'tree_top_k is 12, but the vocabulary of .* has 11 ids: type "tree_top'),
     ],
 )
 def test_models_without_room_for_trees_are_refused(asked: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """Hybrids by name; others where a context or a vocabulary is too small."""
-    limit, model = asked.get("limit", 64), {**TINY, "vocab_size": asked.get("vocabulary", 100)} if asked else NEXT
+    """Where a context or a vocabulary is too small."""
+    limit, model = asked.get("limit", 64), {**TINY, "vocab_size": asked.get("vocabulary", 100)}
     keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 4, "synthetic_acceptance_length": 2}
     config = EngineConfig(
         model=str(write(tmp_path, model, {})),

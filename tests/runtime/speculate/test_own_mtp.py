@@ -57,6 +57,14 @@ def test_rounds_guess_what_the_oracle_does(family: str, depth: int, tmp_path: Pa
     assert life.counters["spec_num_accepted_tokens"] > 5, "windows of which more than a token was kept"
 
 
+def test_trees_grow_around_what_the_oracle_guesses(tmp_path: Path) -> None:
+    """Of hidden states along the path that was kept, behind recurrent state that took in this path."""
+    drafter = OwnLayer(FAMILIES["qwen3-next"], tmp_path, top_k=4)
+    life = drafted(drafter, 4, depth=2, tree=12)
+    assert check_rounds(drafter, sequences(people(5), life)) > 15
+    assert life.counters["spec_num_accepted_tokens"] > 20, "nodes were kept"
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["shares", "whole experts"])
 def test_two_ranks_guess_as_one(whole: bool, tmp_path: Path) -> None:
     """The layer is split as its target is: heads, the shared expert, and experts either way."""

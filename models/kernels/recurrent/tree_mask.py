@@ -1,0 +1,51 @@
+"""Who is whose ancestor in a draft tree, as the kernels over slot state need it: a mask in registers.
+
+Knows: the bits of StateTree (models/inputs.py). Does not know: what is masked.
+
+A tree's recurrence is verified in products of matrices, as a chunk of a prompt is, with "ancestor or itself" in the
+place of "not later". Where a chunk multiplies by zero, a tree must not: a guess whose values are not finite is the
+business of its descendants alone. So such a node's operands are zeroed first, and its descendants' results are NaN.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def seen_nodes(seen_ptr, row, NODES: tl.constexpr, BLOCK: tl.constexpr):
+    """bool [BLOCK, BLOCK]: whether the second is the first one's ancestor or itself; nobody behind the last node."""
+    node = tl.arange(0, BLOCK)
+    inside = node < NODES
+    seen = tl.load(seen_ptr + row.to(tl.int64) * NODES + node, mask=inside, other=0)
+    bits = (seen[:, None] >> tl.minimum(tl.maximum(node - 1, 0), 31)[None, :]) & 1
+    return ((node == 0)[None, :] | (bits == 1)) & inside[:, None] & inside[None, :]
+
+
+@triton.jit
+def along_paths(sees, x):
+    """Of each node, the sum of ``x`` [BLOCK] over its ancestors and itself."""
+    return tl.sum(tl.where(sees, x[None, :], 0.0), 1)
+
+
+def tree_block(nodes: int) -> int:
+    """Nodes that a program computes with: a power of two that matrix products take."""
+    return max(16, int(triton.next_power_of_2(nodes)))
+
+
+def tree_piece(size: int, activations: torch.dtype) -> int:
+    """How many of ``size`` numbers of a key, or of a state, a program takes at once: with all, registers spill."""
+    return min(16 if activations == torch.float32 else 32, max(16, int(triton.next_power_of_2(size))))
+
+
+def tree_warps(block: int) -> int:
+    return 4 if block <= 32 else 8
+
+
+def tree_precision(activations: torch.dtype) -> str:
+    """Of products with float32 state. TF32 keeps three bits more than bfloat16, in which the result is stored."""
+    return "tf32x3" if activations == torch.float32 else "tf32"
