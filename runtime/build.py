@@ -278,6 +278,7 @@ def _executor_config(
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
+        mixed_windows=_windows_beside(config),
         snapshots=config.num_snapshots if config.prefix_caching else 0,
         slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )
@@ -301,6 +302,16 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
 def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
     """Where all rows of a full batch, a token each, would fill a step, none is left for a prompt."""
     return config.mixed_steps and limits.max_prefill_tokens > limits.rows
+
+
+def _windows_beside(config: EngineConfig) -> bool:
+    """Whether rows beside chunks may have windows; the executor says whether this model's can. Guesses that are drawn
+    come with their whole distributions, which nobody keeps from a proposal to its tail. Groups whose rows have windows
+    replay no steps with chunks (``_prefill_buckets``), and where these are not replayed nothing is mixed on a GPU."""
+    wanted = config.speculation
+    if wanted is None or wanted.probabilistic or config.data_parallel > 1:
+        return False
+    return wanted.mixed_step_percent > 0 and wanted.disable_by_batch_size != 0
 
 
 def _groups(

@@ -34,6 +34,7 @@ DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
 BRANCHING: Final = ("mtp", "dflash", "synthetic")  # methods whose guesses can be trees: ``tree_size``
 MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
 DEFAULT_TREE_TOP_K: Final = 8
+DEFAULT_MIXED_STEP_PERCENT: Final = 25
 
 
 class SpeculativeConfigError(ValueError):
@@ -68,6 +69,8 @@ class SpeculativeConfig:
     tree_top_k: the likeliest tokens at each place that a path may take.
     disable_by_batch_size: the most rows that decode together for a step to be a window; 0 never makes one. None:
     windows are made where landed rounds say that they pay (schedule/speculation.py).
+    mixed_step_percent: of the tokens that a step with prompt chunks may have, so many may be windows' of the rows that
+    decode beside them; with 0 these rows have one token each.
 
     Raises SpeculativeConfigError at construction.
     """
@@ -85,6 +88,7 @@ class SpeculativeConfig:
     tree_size: int | None = None
     tree_top_k: int | None = None
     disable_by_batch_size: int | None = None
+    mixed_step_percent: int = DEFAULT_MIXED_STEP_PERCENT
 
     def __post_init__(self) -> None:
         self._check_method()
@@ -99,6 +103,7 @@ class SpeculativeConfig:
         _check_whole("num_speculative_tokens", k, 1, MOST_SPECULATIVE_TOKENS)
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
+        _check_whole("mixed_step_percent", self.mixed_step_percent, 0, 100)
         self._settle_lookup()
         self._settle_tree()
         self._settle_acceptance()

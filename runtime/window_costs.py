@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def speculation(
     config: EngineConfig, executor: Executor, share: Callable[[Callable[[], str]], str] | None
 ) -> Speculation | None:
-    """When decode steps are windows; None without --speculative-config.
+    """When steps of decode rows are windows; None without --speculative-config.
 
     With several ranks a collective call. ``share(make)`` returns on every rank what ``make()`` returned on rank 0. On a
     CPU nothing is measured: it shares its cores with the host. Then, and where disable_by_batch_size decides, no costs
@@ -29,14 +29,15 @@ def speculation(
     if config.speculation is None:
         return None
     width, most_rows = config.width, config.speculation.disable_by_batch_size
+    percent = config.speculation.mixed_step_percent if executor.mixes_windows else 0
     if config.device == "cpu" or most_rows is not None:
-        return Speculation(width, most_rows)
+        return Speculation(width, most_rows, mixed_percent=percent)
     table = cost_table(executor.window_costs())
     told = json.dumps(table) if share is None else share(lambda: json.dumps(table))
     costs = tuple((int(rows), int(cost)) for rows, cost in json.loads(told))
     said = ", ".join(f"{cost / UNIT:.2f} for {rows} rows" for rows, cost in costs if rows & (rows - 1) == 0)
     log.info("speculation: a step of %d tokens a row takes so many plain steps' time: %s", width, said)
-    return Speculation(width, None, costs)
+    return Speculation(width, None, costs, percent)
 
 
 def cost_table(times_ms: Mapping[int, tuple[float, float]]) -> list[tuple[int, int]]:

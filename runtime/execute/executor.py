@@ -36,6 +36,7 @@ from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging, StagingCounters
 from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.row_role import RowRole
@@ -78,6 +79,9 @@ class Executor:
         self._make_proposer = proposer
         if proposer is not None:
             further_roles = (*further_roles, WindowRole.of_proposer)
+        windows_beside = proposer is not None and config.mixed_windows and config.mixed
+        if windows_beside and not limits.tree and not model.cache_layout.has_slot_state:
+            further_roles = (*further_roles, MixedWindowRole)
         self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(
@@ -88,7 +92,8 @@ class Executor:
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
             history=0 if proposer is None else limits.max_model_len + limits.width,
         )
-        most_tokens = limits.max_prefill_tokens + (max_rows if config.mixed else 0)
+        beside = (max_rows * limits.width if windows_beside else max_rows) if config.mixed else 0
+        most_tokens = limits.max_prefill_tokens + beside
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(
@@ -157,7 +162,8 @@ class Executor:
     def _row_graphs(self) -> list[RowGraphs]:
         """All graphs that may be captured late."""
         decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowRole)]
-        return [*decoding, self.prefill.graphs.tails]
+        chunked = [role.graphs for role in self._roles.values() if isinstance(role, PrefillRole)]
+        return [*decoding, *(graphs.tails for graphs in chunked)]
 
     def surround_captures(self, around: Callable[[], AbstractContextManager[object]]) -> None:
         """Have every late capture run inside ``around()``."""
@@ -180,6 +186,11 @@ class Executor:
         longer for their launches than all rows for a decode step."""
         captured = bool(self.prefill.graphs.buckets) or self.device.torch_device.type == "cpu"
         return self._config.mixed and captured
+
+    @property
+    def mixes_windows(self) -> bool:
+        """Whether these rows may have windows there."""
+        return self.mixes and any(isinstance(role, MixedWindowRole) for role in self._roles.values())
 
     @property
     def captured_tokens(self) -> tuple[int, ...]:

@@ -48,7 +48,8 @@ class LaunchSpec:
     long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token each, that every
     data-parallel group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the
     decode graph that any group replays in this step; 0 where there is one group, and where none replays any.
-    ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
+    ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
+    there are none. ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
     as often, and as many rows.
 
     Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
@@ -64,6 +65,7 @@ class LaunchSpec:
     shared_bucket: int = 0
     split_keys: bool = False
     shared_width: int = 1
+    guessing: int = 0
 
     @property
     def step(self) -> int:
@@ -82,7 +84,8 @@ class LaunchSpec:
     @property
     def tokens(self) -> int:
         """That the device computes, padding included; those of a window's proposals are counted once."""
-        return self.padded_tokens or max(self.plan.packed_tokens, self.bucket * self.width)
+        rows = self.bucket if self.plan.chunks else self.bucket * self.width
+        return self.padded_tokens or max(self.plan.packed_tokens, rows)
 
     @property
     def width(self) -> int:
@@ -149,6 +152,12 @@ class LaunchResolver:
 
         A group without work passes a plan without rows. ValueError where no role serves the plan.
         """
+        spec = self._resolve(plan, agreed)
+        if spec.plan.kind is not StepKind.MIXED or spec.width == 1:
+            return spec
+        return replace(spec, guessing=_rung(self._ladders.decode, plan.decode_rows))
+
+    def _resolve(self, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
         needs = agreed or self.needs(plan)
         tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
         if tokens_of_all and plan.kind is StepKind.DECODE:

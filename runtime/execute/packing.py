@@ -251,12 +251,13 @@ def _pack_states(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
 
 def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:
     plan, decoding, chunked = spec.plan, spec.plan.decode_rows, spec.plan.decode_rows + len(spec.plan.chunks)
+    width, windows = plan.width, decoding * plan.width  # tokens of a row that decodes, and of all of them
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
     tokens_3T = np.full((3, max(plan.packed_tokens, spec.padded_tokens)), PADDING_SLOT, np.int64)
     slots_R = _integers(plan.slots)
-    tokens_3T[1, :decoding] = NEWEST
-    tokens_3T[2, :decoding] = slots_R[:decoding]
-    offset = decoding
+    tokens_3T[1, :windows] = np.tile(NEWEST - np.arange(width), decoding)
+    tokens_3T[2, :windows] = np.repeat(slots_R[:decoding], width)
+    offset = windows
     for chunk, length in zip(plan.chunks, lengths, strict=True):
         here = slice(offset, offset + length)
         tokens_3T[0, here] = _integers(chunk.token_ids)
@@ -265,12 +266,12 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
         offset += length
     rows_4R = np.zeros((4, max(spec.bucket, min(spec.padded_tokens, max_rows))), np.int64)
     real = len(plan.slots)
-    ends = decoding + np.cumsum(lengths) - 1
+    ends = windows + np.cumsum(lengths) - 1
     rows_4R[0, :chunked] = slots_R[:chunked]
     rows_4R[1, :decoding] = slots_R[:decoding]
     rows_4R[1, decoding:chunked] = [chunk.slot if chunk.last else PADDING_SLOT for chunk in plan.chunks]
     rows_4R[1, chunked:real] = slots_R[chunked:]
-    rows_4R[2, :decoding] = np.arange(decoding)
+    rows_4R[2, :decoding] = np.arange(width - 1, windows, width)
     rows_4R[2, decoding:chunked] = ends
     rows_4R[2, chunked:real] = ends[[fork.chunk for fork in plan.forks]]
     rows_4R[3, :decoding] = 1
@@ -279,7 +280,7 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
 
 def _pack_scored(packed: Changes[_Array], plan: StepPlan) -> None:
     packed.scored_2S = np.empty((2, plan.scored_tokens), np.int64)
-    chunk_at, offset = plan.decode_rows, 0
+    chunk_at, offset = plan.decode_rows * plan.width, 0
     for chunk in plan.chunks:
         if (scored := chunk.scored) is not None:
             here = slice(offset, offset + len(scored.token_ids))

@@ -36,7 +36,8 @@ from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.plan import PADDING_SLOT, SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 
-NEWEST = -1  # staged as a token's position: the slot's newest token, which only the device knows
+# Staged as a token's position: the slot's newest token, which only the device knows; less j: the j-th guess behind it.
+NEWEST = -1
 NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
 
 # One slot's record: 64 bytes, then the stop ids. Name, numpy type, byte offset.

@@ -43,15 +43,26 @@ class TokenBudget:
         advance in every step, however little the budget is.
         """
         decoding = rows * width
-        total = decoding + self._most_chunk_tokens
-        if self._rows:
-            near = _entry(self._rows, rows)
-            total = min(total, self._totals[near][_entry(self._kv_tokens[near], kv_tokens)])
+        total = self._most_total(decoding, rows, kv_tokens)
         if self._calm_rows:
             calm = self._calm_tokens[_entry(self._calm_rows, rows)]
             enough = decoding + max(calm, -(-waiting_tokens // self._drain_steps))
             total = min(total, self.bucket(enough) or total)
         return min(max(self.floor(total), self.bucket(decoding + 1)) - decoding, self._most_chunk_tokens)
+
+    def window_room(self, rows: int, kv_tokens: int, width: int) -> int:
+        """Tokens that a step with chunks beside ``rows`` decode rows may have, of which these may take a share with
+        ``width`` tokens each; 0 where no bucket would have room for a prompt beside them."""
+        if self._buckets and rows * width >= self._buckets[-1]:
+            return 0
+        return self._most_total(rows, rows, kv_tokens)
+
+    def _most_total(self, decoding: int, rows: int, kv_tokens: int) -> int:
+        total = decoding + self._most_chunk_tokens
+        if self._rows:
+            near = _entry(self._rows, rows)
+            total = min(total, self._totals[near][_entry(self._kv_tokens[near], kv_tokens)])
+        return total
 
     def floor(self, total: int) -> int:
         """The largest bucket of at most ``total`` tokens; 0 where there is none, ``total`` without buckets."""

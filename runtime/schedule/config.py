@@ -167,8 +167,8 @@ class SchedulerConfig:
     row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
     ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
     run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
-    decode. ``max_waiting``: requests that may queue. ``speculation``: decode steps have its width or 1, as
-    speculation.py decides, and mixed steps 1; ``widths`` count for nothing then. ``max_sessions``: sessions there may
+    decode. ``max_waiting``: requests that may queue. ``speculation``: decode and mixed steps have its width or
+    1, as speculation.py decides; ``widths`` count for nothing then. ``max_sessions``: sessions there may
     be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
     ``rows``. ``session_policy``: what becomes of those that are parked when memory is short. ``snapshots``: of a model
     that keeps recurrent state; it needs them for prefix caching, and others have none.

@@ -232,8 +232,9 @@ class StepPlan:
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens of a step of width 1 with chunks: one a decode row, and the chunks'."""
-        return self.decode_rows + self.prefill_tokens
+        """That go through the model: W of each row that decodes, a draft tree counted as its longest path, and those of
+        chunks."""
+        return self.decode_rows * self.width + self.prefill_tokens
 
     @property
     def scored_tokens(self) -> int:

@@ -102,15 +102,20 @@ class Planner:
             return self._prefill_step(self._cut_shares(most, scored=None)) if prompts_wait else None
         if not prompts_wait:
             return self._decode_step()
-        width = self._width() if self.speculation is None else PREFILL_WIDTH
         kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
-        tokens = self._budget.chunk_tokens(len(self._rows), kv_tokens, width, self._waiting_tokens(mixed.long_prompt))
+        policy, rows = self.speculation, len(self._rows)
+        room = 0 if policy is None else self._budget.window_room(rows, kv_tokens, policy.config.width)
+        width = self._width() if policy is None else policy.mixed_width(rows, room)
+        tokens = self._budget.chunk_tokens(rows, kv_tokens, width, self._waiting_tokens(mixed.long_prompt))
         if not scored_before:
             planned = self._prefill_step(self._cut_shares(tokens, scored=True))
             if planned is not None:
                 self._scored_before = True
                 return planned
-        return self._mixed_step(width, self._cut_shares(tokens, scored=False, beside=len(self._rows) * width))
+        cut = self._cut_shares(tokens, scored=False, beside=rows * width)
+        if policy is not None and cut[1]:
+            policy.mixed(rows, room)
+        return self._mixed_step(width, cut)
 
     def why_void(self) -> str:
         """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""
@@ -365,12 +370,10 @@ class Planner:
         chunk_rows, chunks = cut
         if not chunks:
             return self._decode_step()
-        if self.speculation is not None:
-            self.speculation.mixed()
         self._advance_rows(width)
         behind = self._with_forked(chunk_rows)
         plan = self._step_plan(StepKind.MIXED, self._row_slots, self._row_epochs, width, chunks, behind)
-        tokens = plan.decode_rows * width + plan.prefill_tokens
+        tokens = plan.packed_tokens
         self.resources.counters.mixed_padded_tokens += self._budget.bucket(tokens) - tokens
         return plan, (*self._rows, *behind)
 

@@ -6,7 +6,10 @@ first step. Does not know: clocks, proposers, what a window computes.
 A window of W tokens a row takes longer than a step of one token, the more so the more rows there are; it pays where it
 gains more tokens a row than it takes plain steps' time. Gains are those of the last few hundred landed rounds, whose
 weight halves as new ones come. While windows do not pay, one step in ``PROBE_EVERY`` is a window all the same, so that
-other texts are noticed. Steps with prompt chunks have one token a row always.
+other texts are noticed.
+
+Rows that decode beside prompt chunks follow the same rule, as far as their windows take a share of the step's tokens at
+most: what a window takes there, prompts do not get. Costs are those of steps without chunks, which hide less of it.
 """
 
 from __future__ import annotations
@@ -28,18 +31,23 @@ class Speculation:
     ``most_rows``: with more rows no step is a window, and with as many or fewer each is; 0: none ever is. None: gains
     decide. ``costs``: (decode rows up to, thousandths of a plain step's time that a window takes), rows ascending from
     1 on; the first entry that covers a step's rows counts, and the last one where none does. Without any, every step is
-    a window. Data, as MixedSteps is: rank 0 measures and shares, the digest holds it. Raises ValueError.
+    a window. ``mixed_percent``: of the tokens that a step with chunks may have, so many may be windows'; 0: rows beside
+    chunks have one token each. Data, as MixedSteps is: rank 0 measures and shares, the digest holds it. Raises
+    ValueError.
     """
 
     width: int
     most_rows: int | None = None
     costs: tuple[tuple[int, int], ...] = ()
+    mixed_percent: int = 0
 
     def __post_init__(self) -> None:
         if self.width < 2:
             raise ValueError(f"width is {self.width}, but a window has 2 tokens a row or more")
         if self.most_rows is not None and self.most_rows < 0:
             raise ValueError(f"most_rows is {self.most_rows}, but must be 0 or more")
+        if not 0 <= self.mixed_percent <= 100:
+            raise ValueError(f"mixed_percent is {self.mixed_percent}, but must be 0 to 100")
         rows = [rows for rows, _ in self.costs]
         if any(low >= high for low, high in pairwise([0, *rows])) or any(cost < 0 for _, cost in self.costs):
             raise ValueError(f"costs is {self.costs}, but rows ascend from 1 on, and no cost is below 0")
@@ -48,7 +56,8 @@ class Speculation:
     def numbers(self) -> tuple[int, ...]:
         """Everything above as the digest folds it."""
         most = -1 if self.most_rows is None else self.most_rows
-        return (self.width, most, len(self.costs), *(number for entry in self.costs for number in entry))
+        costs = tuple(number for entry in self.costs for number in entry)
+        return (self.width, most, len(self.costs), *costs, self.mixed_percent)
 
     def cost(self, rows: int) -> int:
         """Of a window of so many rows, in thousandths of a plain step; 0 where nothing is known."""
@@ -58,7 +67,8 @@ class Speculation:
 
 
 class SpeculationPolicy:
-    """``width(rows)`` for every decode step that is planned, ``landed`` for every window that landed, in order."""
+    """``width(rows)`` for every decode step that is planned, ``mixed`` for every one with chunks beside its rows,
+    ``landed`` for every window that landed, in order."""
 
     def __init__(self, config: Speculation) -> None:
         self.config = config
@@ -69,20 +79,15 @@ class SpeculationPolicy:
 
     def width(self, rows: int) -> int:
         """W of a decode step of ``rows`` rows: the config's, or 1."""
-        config = self.config
-        if config.most_rows is not None:
-            if rows <= config.most_rows:
-                return config.width
-            return self._plain("batch")
-        if self._pays(rows) or self._since_window >= PROBE_EVERY:
-            self._since_window = 0
-            return config.width
-        self._since_window += 1
-        return self._plain("gain")
+        return self._counted(self._why_not(rows))
 
-    def mixed(self) -> None:
-        """A step has prompt chunks beside its decode rows."""
-        self._plain("mixed")
+    def mixed_width(self, rows: int, tokens: int) -> int:
+        """W of ``rows`` rows in a step that may have ``tokens`` with its chunks, if it gets any; nothing is counted."""
+        return 1 if self._why_not_mixed(rows, tokens) else self.config.width
+
+    def mixed(self, rows: int, tokens: int) -> None:
+        """That step has chunks."""
+        self._counted(self._why_not_mixed(rows, tokens))
 
     def landed(self, rounds: int, tokens: int) -> None:
         """``rounds`` live rows of a window gained ``tokens`` together. Ghosts and padding are no rounds."""
@@ -95,6 +100,23 @@ class SpeculationPolicy:
         """Whether a round gains more plain steps than it takes the time of; before any landed, it is hoped so."""
         return not self._rounds or self._tokens * UNIT > self._rounds * self.config.cost(rows)
 
-    def _plain(self, reason: str) -> int:
-        self.off[reason] = self.off.get(reason, 0) + 1
+    def _why_not(self, rows: int) -> str:
+        """Why a step of so many rows is no window; empty where it is one."""
+        most = self.config.most_rows
+        if most is not None:
+            return "" if rows <= most else "batch"
+        return "" if self._pays(rows) or self._since_window >= PROBE_EVERY else "gain"
+
+    def _why_not_mixed(self, rows: int, tokens: int) -> str:
+        fits = 100 * rows * self.config.width <= self.config.mixed_percent * tokens
+        return self._why_not(rows) if fits else "mixed"
+
+    def _counted(self, why_not: str) -> int:
+        """W of the step."""
+        if not why_not:
+            self._since_window = 0
+            return self.config.width
+        if why_not == "gain":
+            self._since_window += 1
+        self.off[why_not] = self.off.get(why_not, 0) + 1
         return 1

@@ -1,7 +1,8 @@
 """The prefill role: chunks of prompts, packed, behind rows that decode; every row that is due draws one token.
 
 Knows: what a step with chunks computes, and that it is replayed from graphs where there are some (prefill_graphs.py)
-and launched kernel by kernel elsewhere. Does not know: how prompts were cut, other roles.
+and launched kernel by kernel elsewhere. Does not know: how prompts were cut, windows beside chunks (mixed_window.py),
+other roles.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs
 from runtime.execute.step.proposer_feed import ProposerFeed
-from runtime.execute.step.step_io import gather_decode, gather_packed, pieces_of
+from runtime.execute.step.step_io import Packed, gather_decode, gather_packed, pieces_of
 from runtime.execute.step.tail import Tail
 from runtime.schedule.config import StepLimits
 from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
 
 
 class PrefillRole:
-    """Serves plans with chunks. Rows that decode in such a step are those of width 1."""
+    """Serves plans with chunks whose rows that decode have one token each."""
 
     name = "prefill"
+    width = 1  # W of rows that decode beside chunks
+    proposes = False  # whether tokens of these rows are guessed before the forward pass
 
     def __init__(self, parts: RoleParts) -> None:
         self._parts = parts
@@ -37,7 +40,7 @@ class PrefillRole:
         self.graphs = PrefillGraphs(parts, self)
 
     def serves(self, plan: StepPlan) -> bool:
-        return plan.kind is not StepKind.DECODE and plan.width == 1
+        return plan.kind is not StepKind.DECODE and plan.width == self.width
 
     def rehearse(self) -> None:
         """The largest step that a plan can ask for."""
@@ -63,9 +66,18 @@ class PrefillRole:
             self.graphs.launch(spec, lengths)
         else:
             self._count_fallback(spec)
-            self._parts.device.compute.submit(
-                lambda: self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows)
-            )
+            self._parts.device.compute.submit(lambda: self._launch_eagerly(spec, chunks, lengths, scores))
+
+    def _launch_eagerly(
+        self, spec: LaunchSpec, chunks: Chunks, lengths: Lengths, scores: StepPromptLogprobs | None
+    ) -> None:
+        if spec.guessing:
+            self.propose(spec.guessing)
+        self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows)
+
+    def propose(self, rows: int) -> None:
+        """Guess what follows the newest tokens of the first ``rows`` rows whose chunks are staged, of those that
+        decode; the step that this is for comes next. Nothing here: they have one token each."""
 
     def _count_fallback(self, spec: LaunchSpec) -> None:
         """A prefill that is launched kernel by kernel although it was to be replayed."""
@@ -113,8 +125,8 @@ class PrefillRole:
         every_token: bool = False,
         split_keys: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The part of the step that depends on no row's parameters: final hidden states of each row's last token
-        [R, N], or of every token [T, N]; and what the proposer reads of layers, of each row's last token [R, F].
+        """The part of the step that depends on no row's parameters: final hidden states of the tokens that draw
+        (``drawing``), W a row, [R * W, N], or of every token [T, N]; and what the proposer reads of layers, [R * W, F].
 
         The proposer is shown all tokens here but those whose successors are still to be drawn.
 
@@ -122,12 +134,12 @@ class PrefillRole:
         is read on the device. ``split_keys``: as in LaunchSpec; then only the page table of ``attention`` is read.
         """
         size = self._parts.limits.block_size
-        packed = gather_packed(self._parts.tables, chunks, size)
-        could_decode = min(len(chunks.slots_R), len(chunks.slots_T))  # forks are rows without tokens
+        packed, drawing_X = self.gather(chunks), self.drawing(chunks)
+        could_decode = min(len(chunks.slots_R), len(chunks.slots_T) // self.width)  # forks are rows without tokens
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
         longest = table_RP.shape[1] * size
         lengths_R = packed.kv_lengths_R[:could_decode]
-        decode = DecodeAttention(table_RP[:could_decode], lengths_R, 1, longest, skip_empty=True)
+        decode = DecodeAttention(table_RP[:could_decode], lengths_R, self.width, longest, skip_empty=True)
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)
@@ -136,7 +148,7 @@ class PrefillRole:
             positions_T=packed.positions_T,
             kv_slots_T=packed.kv_slots_T,
             attention=MixedAttention(decode, of_chunks) if mixed or split_keys else of_chunks,
-            logit_rows_R=None if every_token or self._feed.reads_hidden else chunks.logit_rows_R,
+            logit_rows_R=None if every_token or self._feed.reads_hidden else drawing_X,
             state=chunks.state_rows(packed.ghosts_R) if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
@@ -146,10 +158,18 @@ class PrefillRole:
             return hidden, None
         feed.show_chunks(inputs, chunks, packed, hidden if feed.reads_hidden else None)
         features_TF = feed.features_TF
-        features_RF = None if features_TF is None else features_TF.index_select(0, chunks.logit_rows_R)
+        features_XF = None if features_TF is None else features_TF.index_select(0, drawing_X)
         if feed.reads_hidden and not every_token:
-            hidden = hidden.index_select(0, chunks.logit_rows_R)
-        return hidden, features_RF
+            hidden = hidden.index_select(0, drawing_X)
+        return hidden, features_XF
+
+    def gather(self, chunks: Chunks) -> Packed:
+        """The step's tokens, those of rows that decode from their slots."""
+        return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size)
+
+    def drawing(self, chunks: Chunks) -> Tensor:
+        """int64 [R * W], row-major: where in T the tokens are behind which a row may draw."""
+        return chunks.logit_rows_R
 
     def finish(
         self, hidden_RN: Tensor, features_RF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant

@@ -10,6 +10,8 @@ needs for a short prompt. So it is two launches:
               their rows are, is read from device tables, so that rows x tokens x kinds of sampling are no graphs.
     tail      head, draw and write-back, keyed by rows and kind of sampling, as decode graphs are.
 
+Where rows decode in windows, a third comes first: the proposals, keyed by those rows.
+
 Steps that score prompt tokens have none: they need the last layer of all tokens, the others of one a row.
 
 Where groups share experts, each brings as many rows to an exchange as its step is padded to, and all replay the same
@@ -55,17 +57,24 @@ class Lengths(NamedTuple):
         decoding, forks = (0,) * plan.decode_rows, (0,) * len(plan.forks)
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return cls(decoding + query + forks, decoding + known + forks, len(decoding))
+        return cls(decoding + query + forks, decoding + known + forks, plan.decode_rows * plan.width)
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
 
 
 class PrefillWork(Protocol):
-    """What is captured: prefill.py's PrefillRole."""
+    """What is captured: prefill.py's PrefillRole, or mixed_window.py's."""
 
     @property
+    def name(self) -> str: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def proposes(self) -> bool: ...
+    @property
     def splits_keys(self) -> bool: ...
+    def propose(self, rows: int) -> None: ...
     def hidden(
         self,
         chunks: Chunks,
@@ -76,7 +85,7 @@ class PrefillWork(Protocol):
         split_keys: bool = False,
     ) -> tuple[Tensor, Tensor | None]: ...
     def finish(
-        self, hidden_RN: Tensor, features_RF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant
+        self, hidden_XN: Tensor, features_XF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant
     ) -> None: ...
     @property
     def feature_size(self) -> int: ...
@@ -109,6 +118,17 @@ class PrefillGraphs:
         row_maps = {bucket: emitting_R[:bucket] for bucket in self._config.decode_buckets}
         return RowGraphs("tail", self._device, self._tail, self._ring, row_maps)
 
+    @cached_property
+    def proposals(self) -> RowGraphs:
+        """What comes before the forward pass, by rows that decode. Which ones is read where the tails' row map lies."""
+        row_maps = self.tails.row_maps
+        return RowGraphs("proposal", self._device, lambda rows_B, *_: self._work.propose(len(rows_B)), None, row_maps)
+
+    @property
+    def _wanted(self) -> list[int]:
+        """Token counts that are to be captured: those with room for a row that decodes."""
+        return [bucket for bucket in self._config.prefill_buckets if bucket >= self._work.width]
+
     @property
     def buckets(self) -> tuple[int, ...]:
         """Token counts that are captured, ascending."""
@@ -125,6 +145,8 @@ class PrefillGraphs:
 
     def launch(self, spec: LaunchSpec, lengths: Lengths) -> None:
         """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
+        if spec.guessing:
+            self.proposals.get(spec.guessing, GREEDY).replay()
         if spec.split_keys:
             self._split_graphs[spec.padded_tokens].replay()
         else:
@@ -140,9 +162,9 @@ class PrefillGraphs:
         self._graphs[bucket].replay()
 
     def _tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
-        rows = len(emitting_B)
-        features_RF = None if self._features_RF is None else self._features_RF[:rows]
-        self._work.finish(self._hidden_RN[:rows], features_RF, emitting_B, variant)
+        drawing = len(emitting_B) * self._work.width
+        features_XF = None if self._features_XF is None else self._features_XF[:drawing]
+        self._work.finish(self._hidden_XN[:drawing], features_XF, emitting_B, variant)
 
     def warm_up(self) -> None:
         """Capture every bucket, the largest first so that the shared memory pool is sized once, and replay that one.
@@ -153,21 +175,25 @@ class PrefillGraphs:
             return
         began = time.perf_counter()
         self._device.release_unused()  # of the rehearsals before: the graphs' pool takes its place
-        largest = self._config.prefill_buckets[-1]
-        for bucket in reversed(self._config.prefill_buckets):
+        buckets = self._wanted
+        largest = buckets[-1]
+        for bucket in reversed(buckets):
             self._graphs[bucket] = self._capture(bucket)
         if self._config.agree_min(int(self._work.splits_keys)):
             longest = min(MOST_SPLIT_TOKENS, largest)
-            for bucket in reversed([b for b in self._config.prefill_buckets if b <= longest]):
+            for bucket in reversed([b for b in buckets if b <= longest]):
                 self._split_graphs[bucket] = self._capture(bucket, split_keys=True)
+        if self._work.proposes:
+            self.proposals.warm_up((GREEDY,))
         self.tails.warm_up(self._config.warm_variants)
         self._device.release_unused()  # of the rehearsals here
         self.rehearse(largest)
         self.tails.get(self._config.decode_buckets[-1], GREEDY).replay()
         self._device.compute.submit(self._ring.undo)  # what the replay reports is nobody's
         log.info(
-            "graphs: %d of steps with chunks of up to %d tokens captured in %.1f s",
+            "graphs: %d of %s steps of up to %d tokens captured in %.1f s",
             self.captured,
+            self._work.name,
             largest,
             time.perf_counter() - began,
         )
@@ -178,7 +204,7 @@ class PrefillGraphs:
 
     def _prepared(self) -> bool:
         """Make what all graphs share; False where nothing is to be captured."""
-        buckets = self._config.prefill_buckets
+        buckets = self._wanted
         if not buckets:
             return False
         rows = self._staging.max_rows
@@ -187,9 +213,9 @@ class PrefillGraphs:
         if not self._config.agree_min(int(attention is not None)):
             return False  # one rank that pads and one that does not would exchange all-reduces of unlike sizes
         self._attention = attention
-        self._hidden_RN = self._device.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
-        size = self._work.feature_size
-        self._features_RF = self._device.zeros(rows, size, dtype=self._model.dtype) if size else None
+        drawing, size = rows * self._work.width, self._work.feature_size
+        self._hidden_XN = self._device.zeros(drawing, self._model.config.hidden_size, dtype=self._model.dtype)
+        self._features_XF = self._device.zeros(drawing, size, dtype=self._model.dtype) if size else None
         return True
 
     def _capture(self, bucket: int, *, split_keys: bool = False) -> Graph:
@@ -204,10 +230,10 @@ class PrefillGraphs:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            hidden_RN, features_RF = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
-            self._hidden_RN[:rows].copy_(hidden_RN)
-            if self._features_RF is not None and features_RF is not None:
-                self._features_RF[:rows].copy_(features_RF)
+            hidden_XN, features_XF = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
+            self._hidden_XN[: len(hidden_XN)].copy_(hidden_XN)
+            if self._features_XF is not None and features_XF is not None:
+                self._features_XF[: len(features_XF)].copy_(features_XF)
 
         def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
             attention.plan(*lengths)
@@ -215,10 +241,11 @@ class PrefillGraphs:
                 forward()
 
         try:
-            return self._device.capture(forward, name=f"prefill of {bucket} tokens", warmup=rehearse, warmups=1)
+            name = f"{work.name} of {bucket} tokens"
+            return self._device.capture(forward, name=name, warmup=rehearse, warmups=1)
         except DeviceError as error:
             raise CaptureError(
-                f"capturing the prefill graph of {bucket} tokens failed: {error}. If memory ran out, lower "
+                f"capturing the {work.name} graph of {bucket} tokens failed: {error}. If memory ran out, lower "
                 "--memory-fraction or --max-num-batched-tokens; --no-prefill-graphs does without these graphs"
             ) from error
 

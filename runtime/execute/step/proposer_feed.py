@@ -41,12 +41,14 @@ class ProposerFeed:
         """Of the latest forward pass that was given ``tap``."""
         return None if self.tap is None else self.tap.features_TF
 
-    def show_window(self, inputs: StepInputs, window: Window, hidden_TN: Tensor, shown: Shown) -> None:
+    def show_window(
+        self, inputs: StepInputs, window: Window, hidden_TN: Tensor, features_TF: Tensor | None, shown: Shown
+    ) -> None:
         """The B * W tokens of a window, behind its draw: those before a row's last one were kept, and that one drew.
 
         Of a tree those of the path that was drawn, whose entries lie where a chain's would.
         """
-        features_TF, width = self.features_TF, len(shown.slots_T) // len(window.rows_B)
+        width = len(shown.slots_T) // len(window.rows_B)
         if shown.path_T is not None:
             inputs = _along_path(inputs, window, shown, width)
             hidden_TN = hidden_TN.index_select(0, shown.path_T)
@@ -80,7 +82,7 @@ class ProposerFeed:
         slots_T = chunks.slots_T
         next_T = (packed.positions_T + 1).clamp(max=history_SL.shape[1] - 1)
         known_T = next_T < self._tables.columns.length[slots_T]
-        kept_T = known_T & (slots_T != PADDING_SLOT) & (chunks.positions_T != NEWEST)
+        kept_T = known_T & (slots_T != PADDING_SLOT) & (chunks.positions_T > NEWEST)
         next_ids_T = history_SL[slots_T, next_T].to(torch.int64)
         kept_kv_slots_T = torch.where(kept_T, inputs.kv_slots_T, TRASH_BLOCK)
         self._show(Observed(inputs, slots_T, next_ids_T, kept_T, kept_kv_slots_T, hidden_TN, self.features_TF))

@@ -43,8 +43,8 @@ RowWork = Callable[[Tensor, SamplingVariant, int], None]  # of a row map, a vari
 class RowGraphs:
     """The graphs of one role. ``row_maps``: bucket -> its row map (int64 [bucket]) that every replay reads.
 
-    ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``. Before that it
-    runs once inside ``shortened``, which may leave out what only repeats itself (Decoder.few_layers).
+    ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``, or reports
+    nothing where that is None. Before that it runs once inside ``shortened``, which may leave out what only repeats itself (Decoder.few_layers).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RowGraphs:
         name: str,
         device: Device,
         work: RowWork,
-        ring: ResultRing,
+        ring: ResultRing | None,
         row_maps: Mapping[int, Tensor],
         shortened: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -63,7 +63,7 @@ class RowGraphs:
         self._device = device
         self._work = work
         self._ring = ring
-        self._row_maps = row_maps
+        self.row_maps = row_maps
         self._graphs: dict[tuple[int, SamplingVariant, int], Graph] = {}
         self._warm = False
         self.late: dict[str, int] = {}  # captures after warm-up, by sampling variant
@@ -78,7 +78,7 @@ class RowGraphs:
         One log line says how many there are, how long they took and what memory they share.
         """
         began = time.perf_counter()
-        for bucket in sorted(self._row_maps, reverse=True):
+        for bucket in sorted(self.row_maps, reverse=True):
             own = {bucket * width, bucket * widest}
             wider = {*own, *(rows for rows in exchanges if rows > bucket * width)} if exchanges else {0}
             for exchange_rows in sorted(wider, reverse=True):
@@ -91,7 +91,7 @@ class RowGraphs:
             "graphs: %d of %s steps of up to %d rows captured in %.1f s, %.1f MiB of memory shared by all",
             counters.captured,
             self.name,
-            max(self._row_maps),
+            max(self.row_maps),
             counters.warm_up_s,
             counters.bytes / (1 << 20),
         )
@@ -105,7 +105,7 @@ class RowGraphs:
         return graph
 
     def _capture(self, bucket: int, variant: SamplingVariant, exchange_rows: int) -> Graph:
-        rows_B = self._row_maps[bucket]
+        rows_B = self.row_maps[bucket]
         self.counters.captured += 1
         if self._warm:
             self.counters.after_warmup += 1
@@ -116,7 +116,8 @@ class RowGraphs:
         def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance
             with self._shortened():
                 self._work(rows_B.new_zeros(bucket), variant, exchange_rows)
-            self._ring.undo()
+            if self._ring is not None:
+                self._ring.undo()
 
         try:
             with self.around_capture():

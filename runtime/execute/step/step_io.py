@@ -87,7 +87,8 @@ def gather_decode_in_torch(tables: SlotTables, rows_B: Tensor, block_size: int) 
 class Packed(NamedTuple):
     """T tokens of R rows that decode or prefill. token_ids_T, positions_T, kv_slots_T int64: those of StepInputs.
 
-    kv_lengths_R int32: of rows that decode, the tokens to attend to (1 for ghosts); 0 of others. ghosts_R bool: the
+    kv_lengths_R int32: of rows that decode, the tokens to attend to, guesses included (of ghosts 1, and these); 0 of
+    others. ghosts_R bool: the
     row decodes, but has ended.
     """
 
@@ -120,30 +121,46 @@ class Pieces(NamedTuple):
         )
 
 
-def gather_packed(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
-    """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest."""
+def gather_packed(
+    tables: SlotTables, chunks: Chunks, block_size: int, guesses_SQ: Tensor | None = None
+) -> Packed:
+    """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest.
+
+    ``guesses_SQ`` (int64): the Q tokens that may follow those, of rows that decode with Q + 1 tokens each. They lie
+    where ``gather_window`` has them.
+    """
     if (kernels := kernels_for(chunks.slots_T)) is None:
-        return gather_packed_in_torch(tables, chunks, block_size)
+        return gather_packed_in_torch(tables, chunks, block_size, guesses_SQ)
     slots = tables.columns
     staged = chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.decodes_R
-    columns = slots.last_token, slots.length, slots.finished
-    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size))
+    columns = slots.last_token, slots.length, slots.finished, slots.max_length
+    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size, guesses_SQ))
 
 
-def gather_packed_in_torch(tables: SlotTables, chunks: Chunks, block_size: int) -> Packed:
+def gather_packed_in_torch(
+    tables: SlotTables, chunks: Chunks, block_size: int, guesses_SQ: Tensor | None = None
+) -> Packed:
     """The reference of ``gather_packed``."""
-    slots, newest_T = tables.columns, chunks.positions_T == NEWEST
-    live_T = slots.finished[chunks.slots_T] == 0
-    newest_position_T = torch.where(live_T, slots.length[chunks.slots_T].to(torch.int64) - 1, 0)
-    positions_T = torch.where(newest_T, newest_position_T, chunks.positions_T)
-    pages_T = tables.block_table_SP[chunks.slots_T, positions_T // block_size].to(torch.int64)
-    pages_T = torch.where(newest_T & ~live_T, TRASH_BLOCK, pages_T)
+    slots, slots_T, decoding_T = tables.columns, chunks.slots_T, chunks.positions_T <= NEWEST
+    going_T, length_T = slots.finished[slots_T] == 0, slots.length[slots_T].to(torch.int64)
+    guess_T = torch.where(decoding_T, NEWEST - chunks.positions_T, 0)  # which one behind the newest token; 0: itself
+    kept_T = torch.where(decoding_T, torch.where(going_T, length_T - 1 + guess_T, 0), chunks.positions_T)
+    pages_T = tables.block_table_SP[slots_T, kept_T // block_size].to(torch.int64)
+    pages_T = torch.where(decoding_T & ~going_T, TRASH_BLOCK, pages_T)
+    token_ids_T = torch.where(decoding_T, slots.last_token[slots_T], chunks.token_ids_T)
+    positions_T, longer = kept_T, 0
+    if guesses_SQ is not None:
+        longer = guesses_SQ.shape[1]
+        proposed_T = guesses_SQ[slots_T, (guess_T - 1).clamp(0, longer - 1)]
+        token_ids_T = torch.where(guess_T > 0, proposed_T, token_ids_T)
+        past_T = decoding_T & (length_T + guess_T >= slots.max_length[slots_T])  # its draw would be
+        positions_T = torch.where(past_T, 0, kept_T)
     decodes_R, live_R = chunks.decodes_R != 0, slots.finished[chunks.slots_R] == 0
     return Packed(
-        token_ids_T=torch.where(newest_T, slots.last_token[chunks.slots_T], chunks.token_ids_T),
+        token_ids_T=token_ids_T,
         positions_T=positions_T,
-        kv_slots_T=pages_T * block_size + positions_T % block_size,
-        kv_lengths_R=torch.where(decodes_R, torch.where(live_R, slots.length[chunks.slots_R], 1), 0),
+        kv_slots_T=pages_T * block_size + kept_T % block_size,
+        kv_lengths_R=torch.where(decodes_R, torch.where(live_R, slots.length[chunks.slots_R], 1) + longer, 0),
         ghosts_R=decodes_R & ~live_R,
     )
 

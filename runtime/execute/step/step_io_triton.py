@@ -134,7 +134,9 @@ def _begin_packed_kernel(
     last_token_ptr,
     length_ptr,
     finished_ptr,
+    max_length_ptr,
     pages_ptr,
+    guesses_ptr,  # int64 [slots, GUESSES], when there are some
     out_token_ptr,
     out_position_ptr,
     out_kv_slot_ptr,
@@ -148,6 +150,7 @@ def _begin_packed_kernel(
     max_blocks,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GUESSES: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < token_programs:
@@ -160,12 +163,19 @@ def _begin_packed_kernel(
         live = tl.load(finished_ptr + slot * words, mask=newest, other=1) == 0
         length = tl.load(length_ptr + slot * words, mask=newest, other=1)
         latest = tl.load(last_token_ptr + slot * last_token_stride, mask=newest, other=0)
-        position = tl.where(newest, tl.where(live, length - 1, 0).to(tl.int64), position)
+        behind = tl.where(newest, -1 - position, 0)  # the newest token
+        kept = tl.where(live, (length - 1).to(tl.int64) + behind, 0)
+        position = tl.where(newest, kept, position)
         there = inside & (live | (newest == 0))
         page = tl.load(pages_ptr + slot * max_blocks + position // BLOCK_SIZE, mask=there, other=0)
+        tl.store(out_kv_slot_ptr + token, page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+        if GUESSES > 0:
+            guess = tl.load(guesses_ptr + slot * GUESSES + behind - 1, mask=newest & (behind > 0), other=0)
+            latest = tl.where(behind > 0, guess, latest)
+            most = tl.load(max_length_ptr + slot * words, mask=newest, other=0)
+            position = tl.where(newest & (length + behind >= most), 0, position)
         tl.store(out_token_ptr + token, tl.where(newest, latest, token_id), mask=inside)
         tl.store(out_position_ptr + token, position, mask=inside)
-        tl.store(out_kv_slot_ptr + token, page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
     else:
         row = (program - token_programs) * BLOCK + tl.arange(0, BLOCK)
         inside = row < rows
@@ -173,7 +183,7 @@ def _begin_packed_kernel(
         decodes = tl.load(decodes_ptr + row, mask=inside, other=0) != 0
         live = tl.load(finished_ptr + slot * words, mask=decodes, other=1) == 0
         length = tl.load(length_ptr + slot * words, mask=decodes, other=0)
-        tl.store(out_kv_length_ptr + row, tl.where(decodes, tl.where(live, length, 1), 0), mask=inside)
+        tl.store(out_kv_length_ptr + row, tl.where(decodes, tl.where(live, length, 1) + GUESSES, 0), mask=inside)
         tl.store(out_ghost_ptr + row, decodes & (live == 0), mask=inside)
 
 
@@ -252,10 +262,13 @@ def begin_packed(
     last_token_S: Tensor,
     length_S: Tensor,
     finished_S: Tensor,
+    max_length_S: Tensor,
     block_table_SP: Tensor,
     block_size: int,
+    guesses_SQ: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """step_io.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``."""
+    """step_io.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``, max_length
+    int32 as length. ``guesses_SQ`` int64, contiguous."""
     tokens, rows = len(token_ids_T), len(row_slots_R)
     words = length_S.stride(0)
     longs = [torch.empty_like(token_ids_T) for _ in range(3)]
@@ -271,7 +284,9 @@ def begin_packed(
         last_token_S,
         length_S,
         finished_S,
+        max_length_S,
         block_table_SP,
+        token_ids_T if guesses_SQ is None else guesses_SQ,
         *longs,
         kv_length_R,
         ghost_R,
@@ -283,6 +298,7 @@ def begin_packed(
         block_table_SP.shape[1],
         BLOCK_SIZE=block_size,
         BLOCK=_ROWS,
+        GUESSES=0 if guesses_SQ is None else guesses_SQ.shape[1],
         num_warps=4,
     )
     return longs[0], longs[1], longs[2], kv_length_R, ghost_R

@@ -91,7 +91,7 @@ class WindowRole(RowRole):
         for take_in in undecided:
             take_in(accepted.count_B)
         if self._feed.on:
-            self._feed.show_window(inputs, window, hidden_TN, shown)
+            self._feed.show_window(inputs, window, hidden_TN, self._feed.features_TF, shown)
 
     def _propose(self, rows_B: Tensor, columns: SlotColumns, variant: SamplingVariant) -> Proposed:
         """Greedy steps have nothing to draw."""

@@ -128,7 +128,9 @@ def make_trace(seed: int) -> Trace:
     if draw.random() < 0.4:
         events, breaks_at, poisons = _with_answers(events, breaks_at, poisons, draw)
     if max(widths) > 1 and draw.random() < 0.5:
-        config = replace(config, speculation=_draw_policy(draw, max(widths)))
+        policy = _draw_policy(draw, max(widths))
+        percent = (0, 100, 40)[seed % 3]  # other draws are what the same seed always gave
+        config = replace(config, speculation=replace(policy, mixed_percent=percent))
     if seed % 3 == 1:  # a model with recurrent state; other seeds give what they always gave
         config = replace(config, snapshots=draw_snapshots(draw))
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)

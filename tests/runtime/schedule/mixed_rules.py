@@ -59,6 +59,7 @@ class MixedRules:
         if rows and any(scored):
             raise BrokenRule(f"step {plan.step}: prompt tokens are scored beside decode rows: {plan}")
         self._waited = bool(waiting)
+        self._check_window(plan, rows)
         if cut:
             self._check_shares(plan, rows or waiting, cut)
 
@@ -95,15 +96,15 @@ class MixedRules:
         if not rows:
             return config.limits.max_prefill_tokens
         planner = self._scheduler.planner
-        alone = 1 if planner.speculation is not None else planner._width()  # of rows beside chunks, if there were any
-        width = plan.width if plan.decode_rows else alone
+        if plan.decode_rows:
+            width = plan.width
+        elif planner.speculation is None:  # of rows beside chunks, if there were any
+            width = planner._width()
+        else:
+            width = planner.speculation.mixed_width(len(rows), self._window_room(rows))
         decoding = len(rows) * width
         budget = decoding + config.limits.max_prefill_tokens
-        if mixed.budgets:
-            row_limit = covering((entry[0] for entry in mixed.budgets), len(rows))
-            totals = {kv_tokens: total for limit, kv_tokens, total in mixed.budgets if limit == row_limit}
-            kv_tokens = sum(self._planned[row.request.request_id] for row in rows)
-            budget = min(budget, totals[covering(totals, kv_tokens)])
+        budget = min(budget, self._tabled(rows, budget))
         totals_there_are: Sequence[int] = mixed.buckets or range(1, budget + decoding + 2)
         if mixed.calm:
             calm = dict(mixed.calm)
@@ -115,6 +116,33 @@ class MixedRules:
         least = min(total for total in totals_there_are if total > decoding)
         total = max([least, *(total for total in totals_there_are if total <= budget)])
         return min(total - decoding, config.limits.max_prefill_tokens)
+
+    def _tabled(self, rows: list[SequenceState], otherwise: int) -> int:
+        """Tokens that the table of budgets allows beside ``rows``."""
+        if not self._mixed.budgets:
+            return otherwise
+        row_limit = covering((entry[0] for entry in self._mixed.budgets), len(rows))
+        totals = {kv_tokens: total for limit, kv_tokens, total in self._mixed.budgets if limit == row_limit}
+        kv_tokens = sum(self._planned[row.request.request_id] for row in rows)
+        return totals[covering(totals, kv_tokens)]
+
+    def _window_room(self, rows: list[SequenceState]) -> int:
+        """Tokens of which windows may take their share; none where no captured step has room for a prompt, too."""
+        policy = self._scheduler.config.speculation
+        assert policy is not None
+        if self._mixed.buckets and len(rows) * policy.width >= max(self._mixed.buckets):
+            return 0
+        most = len(rows) + self._scheduler.config.limits.max_prefill_tokens
+        return min(most, self._tabled(rows, most))
+
+    def _check_window(self, plan: StepPlan, rows: list[SequenceState]) -> None:
+        """A window beside chunks takes its share of the step's tokens at most, and has no more rows than any window."""
+        policy = self._scheduler.config.speculation
+        if policy is None or plan.kind is not StepKind.MIXED or plan.width == 1:
+            return
+        share = policy.mixed_percent * self._window_room(rows)
+        if 100 * len(rows) * plan.width > share or (policy.most_rows is not None and len(rows) > policy.most_rows):
+            raise BrokenRule(f"step {plan.step} has {len(rows)} rows of {plan.width} tokens beside chunks: {policy}")
 
     def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
         """As it was when the plan was begun: nobody was seated for it, nothing cut."""

@@ -42,8 +42,8 @@ def test_costs_are_those_of_the_first_entry_that_covers_the_rows() -> None:
     config = Speculation(4, costs=((1, 1100), (4, 1500), (8, 3000)))
     assert [config.cost(rows) for rows in (1, 2, 4, 5, 8, 9)] == [1100, 1500, 1500, 3000, 3000, 3000]
     assert Speculation(4).cost(3) == 0
-    assert config.numbers == (4, -1, 3, 1, 1100, 4, 1500, 8, 3000)
-    assert Speculation(4, most_rows=0).numbers == (4, 0, 0)
+    assert config.numbers == (4, -1, 3, 1, 1100, 4, 1500, 8, 3000, 0)
+    assert Speculation(4, most_rows=0, mixed_percent=25).numbers == (4, 0, 0, 25)
 
 
 @pytest.mark.parametrize(("gained", "pays"), [(9, False), (10, False), (11, True)])
