@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.execute.proposer import Proposed
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import NEWEST
@@ -22,6 +23,7 @@ from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io
 from runtime.execute.step.step_io import (
     Gathered,
+    Packed,
     gather_decode,
     gather_decode_in_torch,
     gather_packed,
@@ -30,6 +32,7 @@ from runtime.execute.step.step_io import (
     write_back_in_torch,
 )
 from runtime.execute.step.step_io_kernels import StepKernels, triton_kernels
+from runtime.execute.step.window_io import gather_window_in_torch
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state, state_of
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -141,14 +144,48 @@ def test_packed_tokens_are_those_of_torch(rows: int, blocks: int, calls: list[st
     assert calls == ["begin_packed"] * 3
 
 
+@pytest.mark.parametrize(("rows", "guesses"), [(1, 1), (3, 3), (8, 15), (300, 2)])
+def test_packed_windows_are_those_of_torch(rows: int, guesses: int, calls: list[str]) -> None:
+    """Rows that decode have guesses behind their newest token; some reach past the end of their sequences."""
+    for seed in range(3):
+        case = random_case(seed, rows, 65)
+        length = case.tables.columns.length
+        length.clamp_(max=65 * BLOCK_SIZE - guesses)
+        case.tables.columns.max_length.copy_(length + seed + 1)
+        chunks = _chunks(case, seed, guesses)
+        guesses_SQ = torch.from_numpy(np.random.default_rng(seed).integers(0, 151_936, (case.tables.slots, guesses)))
+        device = case.on(DEVICE)
+        there = replace(chunks, **{name: getattr(chunks, name).to(DEVICE) for name in _COLUMNS})
+        found = gather_packed(device.tables, there, BLOCK_SIZE, guesses_SQ.to(DEVICE))
+        wanted = gather_packed_in_torch(case.tables, chunks, BLOCK_SIZE, guesses_SQ)
+        for ours, theirs, what in zip(found, wanted, wanted._fields, strict=True):
+            same(ours, theirs, what)
+        _as_a_window(case, chunks, wanted, guesses_SQ)
+    assert calls == ["begin_packed"] * 3
+
+
+def _as_a_window(case: Case, chunks: Chunks, packed: Packed, guesses_SQ: Tensor) -> None:
+    """Tokens, positions, places and lengths are those of a window of the same rows."""
+    rows_B, width = chunks.slots_R[chunks.decodes_R != 0], guesses_SQ.shape[1] + 1
+    proposed = Proposed(guesses_SQ[rows_B])
+    window = gather_window_in_torch(case.tables, rows_B, case.tables.gather(rows_B), proposed, BLOCK_SIZE, width)
+    here = slice(0, len(rows_B) * width)
+    same(packed.token_ids_T[here], window.tokens_BW.flatten(), "tokens")
+    same(packed.positions_T[here], window.position_BW.flatten(), "positions")
+    same(packed.kv_slots_T[here], window.kv_slots_BW.flatten(), "places")
+    same(packed.kv_lengths_R[: len(rows_B)], window.kv_lengths_B, "lengths")
+
+
 _COLUMNS = ("token_ids_T", "positions_T", "slots_T", "slots_R", "emitting_R", "logit_rows_R", "decodes_R")
 
 
-def _chunks(case: Case, seed: int) -> Chunks:
+def _chunks(case: Case, seed: int, guesses: int = 0) -> Chunks:
     rng = np.random.default_rng(seed)
     slots = case.rows_B.tolist()
     decoding = (len(slots) + 1) // 2
-    columns: list[list[int]] = [[0] * decoding, [NEWEST] * decoding, slots[:decoding]]
+    width = guesses + 1
+    newest = [NEWEST - guess for guess in range(width)]
+    columns: list[list[int]] = [[0] * decoding * width, newest * decoding, list(np.repeat(slots[:decoding], width))]
     for slot in slots[decoding:]:
         length = int(rng.integers(1, 5))
         start = int(rng.integers(0, case.tables.max_blocks * BLOCK_SIZE - length + 1))

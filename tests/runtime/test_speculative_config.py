@@ -77,6 +77,7 @@ def test_rates_follow_from_a_length() -> None:
         ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min is 0, but must be at least 1"),
         ({**SCRIPTED, "prompt_lookup_min": 1}, "method 'synthetic' looks nothing up"),
         ({**NGRAM, "disable_by_batch_size": -1}, "disable_by_batch_size is -1, but must be at least 0"),
+        ({**NGRAM, "mixed_step_percent": 101}, "mixed_step_percent is 101, but must be at most 100"),
         ({**NGRAM, "synthetic_acceptance_length": 2}, "proposals are kept where the target draws them"),
         ({**MTP, "draft_sample_method": "gumbel"}, "is 'gumbel', but must be one of greedy, probabilistic"),
         ({**NGRAM, "draft_sample_method": "probabilistic"}, "method 'ngram' has no probabilities to draw from"),

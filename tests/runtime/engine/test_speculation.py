@@ -51,9 +51,11 @@ def speculating(
     serial: dict[str, Any] | None = None,
     **limits: Any,
 ) -> Life:
-    """A life with an n-gram proposer, or another, whose answers are those of the serial one without."""
+    """A life with an n-gram proposer, or another, whose answers are those of the serial one without. Rows beside chunks
+    have windows, too, unless ``policy`` says otherwise."""
     alone = oracle(every or requests, **(serial or {}))
-    how: dict[str, Any] = {"proposer": proposer or ngram(width), "speculation": Speculation(width, **(policy or {}))}
+    rule = Speculation(width, **({"mixed_percent": 100} | (policy or {})))
+    how: dict[str, Any] = {"proposer": proposer or ngram(width), "speculation": rule}
     life = live(requests, **(ROOM | how | limits))
     same(life, alone, but=but or ())
     return life
@@ -83,14 +85,14 @@ def test_answers_are_those_without(width: int, temperature: float) -> None:
     finished = life.finished.values()
     assert sum(one.rounds for one in finished) == counters["spec_num_drafts"]
     assert sum(one.accepted for one in finished) == counters["spec_num_accepted_tokens"]
-    assert all(len(one.token_ids) == 1 + one.rounds + one.accepted for one in finished if one.rounds), "none was mixed"
+    assert all(len(one.token_ids) == 1 + one.rounds + one.accepted for one in finished if one.rounds)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_random_lives(depth: int, seed: int) -> None:
-    """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps or
-    not."""
+    """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps,
+    with windows or not, or none."""
     life = random_life(5000 + seed)
     width = WIDTHS[(seed + depth) % len(WIDTHS)]
     later: dict[int, list[Request]] = {}
@@ -99,8 +101,9 @@ def test_random_lives(depth: int, seed: int) -> None:
     limits = life.limits | {"blocks": 2 * life.limits["blocks"] + 60 // life.limits["block_size"]}
     if seed % 2:
         limits["mixed"] = None
+    how: dict[str, Any] = {"policy": {"mixed_percent": 100 * ((seed + depth) % 2)}, **limits}
     ran = speculating(
-        life.first, width, depth=depth, but=life.cut, every=life.requests, later=later, act=life.act, **limits
+        life.first, width, depth=depth, but=life.cut, every=life.requests, later=later, act=life.act, **how
     )
     assert ran.counters["spec_num_drafts"] > 0
 
@@ -309,7 +312,8 @@ def test_every_token_is_shown_once_with_the_token_that_follows_it(depth: int, li
     later = {3: [request(9, prompt(30, 9), max_tokens=9, stops=())]}
     every = [*requests, *later[3]]
     model = {"shape": limits["shape"]} if "shape" in limits else {}
-    how: dict[str, Any] = {"proposer": make, "speculation": Speculation(4), "prefix_caching": False, "rows": 4}
+    rule = Speculation(4, mixed_percent=100 if depth else 0)
+    how: dict[str, Any] = {"proposer": make, "speculation": rule, "prefix_caching": False, "rows": 4}
     life = live(requests, depth=depth, later=later, **ROOM, **how, **limits)
     same(life, live(every, depth=0, **ROOM, **model))
     shown = torch.cat([about for about, _ in made[-1].seen])

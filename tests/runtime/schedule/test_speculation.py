@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runtime.schedule.budget import TokenBudget
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -28,6 +29,8 @@ def test_the_border_is_the_last_batch_that_speculates(most: int) -> None:
     [
         ({"width": 1}, "width is 1"),
         ({"width": 4, "most_rows": -1}, "most_rows is -1"),
+        ({"width": 4, "mixed_percent": -1}, "mixed_percent is -1"),
+        ({"width": 4, "mixed_percent": 101}, "mixed_percent is 101"),
         ({"width": 4, "costs": ((0, 1000),)}, "rows ascend from 1 on"),
         ({"width": 4, "costs": ((2, 1000), (2, 1100))}, "rows ascend"),
         ({"width": 4, "costs": ((2, -1),)}, "no cost is below 0"),
@@ -69,10 +72,12 @@ def test_it_is_tried_again_and_what_was_gained_long_ago_is_forgotten() -> None:
     assert rounds <= REMEMBERED_ROUNDS, "a text that repeats itself is believed sooner than it has gone on for"
 
 
-def plans_of(policy: Speculation, requests: int, steps: int) -> tuple[Scheduler, list[StepPlan]]:
+def plans_of(
+    policy: Speculation, requests: int, steps: int, mixed: MixedSteps | None = None
+) -> tuple[Scheduler, list[StepPlan]]:
     """Every row gains one token a step; a chunk's last row its first."""
-    config = config_with(depth=2, widths=(policy.width,), mixed=MixedSteps(), max_prefill_tokens=8)
-    scheduler = Scheduler(replace(config, speculation=policy))
+    config = config_with(depth=2, widths=(policy.width,), max_prefill_tokens=8)
+    scheduler = Scheduler(replace(config, speculation=policy, mixed=mixed or MixedSteps()))
     found: list[StepPlan] = []
     flying: list[StepPlan | None] = []
     for step in range(steps):
@@ -105,6 +110,53 @@ def test_steps_with_chunks_have_one_token_a_row() -> None:
     assert 0 < drafts <= sum(len(plan.slots) for plan in plans if plan.kind is StepKind.DECODE)
 
 
+def test_rows_beside_chunks_have_windows_as_far_as_these_take_their_share() -> None:
+    """Of 8 tokens of prompts and one a row: one row of 4 among 9 tokens, two among 10; three are too many for 11."""
+    scheduler, plans = plans_of(Speculation(4, mixed_percent=100), requests=5, steps=20)
+    mixed = [plan for plan in plans if plan.kind is StepKind.MIXED]
+    found = {(plan.decode_rows, plan.width) for plan in mixed}
+    assert {(1, 4), (2, 4)} <= found
+    assert {width for rows, width in found if rows > 2} == {1}
+    assert scheduler.planner.speculation is not None
+    assert scheduler.planner.speculation.off == {"mixed": sum(plan.width == 1 for plan in mixed)}
+
+
+@pytest.mark.parametrize(("percent", "widths"), [(0, [1, 1, 1]), (39, [1, 1, 1]), (40, [4, 1, 1]), (100, [4, 4, 1])])
+def test_the_border_of_the_share_is_the_last_token_of_it(percent: int, widths: list[int]) -> None:
+    """Ten tokens, of which one row has 4, two have 8 and three 12."""
+    policy = SpeculationPolicy(Speculation(4, mixed_percent=percent))
+    assert [policy.mixed_width(rows, 10) for rows in (1, 2, 3)] == widths
+    assert not policy.off, "asking counts nothing"
+    for rows in (1, 2, 3):
+        policy.mixed(rows, 10)
+    assert policy.off == ({"mixed": widths.count(1)} if 1 in widths else {})
+
+
+def test_beside_chunks_windows_pay_by_the_same_rule() -> None:
+    few = SpeculationPolicy(Speculation(4, most_rows=1, mixed_percent=100))
+    assert [few.mixed_width(rows, 100) for rows in (1, 2)] == [4, 1]
+    few.mixed(2, 100)
+    assert few.off == {"batch": 1}
+    policy = SpeculationPolicy(Speculation(4, costs=((8, 2 * UNIT),), mixed_percent=100))
+    policy.landed(1, 1)
+    widths = []
+    for _ in range(2 * (PROBE_EVERY + 1)):
+        widths.append(policy.mixed_width(2, 100))
+        policy.mixed(2, 100)
+    assert widths == 2 * [*[1] * PROBE_EVERY, 4], "tried again as often as without chunks"
+    assert policy.off == {"gain": 2 * PROBE_EVERY}
+
+
+def test_a_window_that_would_fill_the_largest_step_leaves_room_for_a_prompt() -> None:
+    budget = TokenBudget(MixedSteps(buckets=(4, 8, 12), budgets=((2, 0, 6), (2, 99, 7), (8, 0, 40))), 100)
+    assert [budget.window_room(rows, 0, 4) for rows in (1, 2, 3)] == [6, 6, 0]
+    assert budget.window_room(2, 50, 4) == 7
+    assert budget.window_room(3, 50, 3) == 40
+    assert TokenBudget(MixedSteps(), 100).window_room(30, 0, 4) == 130
+    _, plans = plans_of(Speculation(4, mixed_percent=100), 5, 20, MixedSteps(buckets=(6, 7)))
+    assert {(plan.decode_rows, plan.width) for plan in plans if plan.kind is StepKind.MIXED} >= {(1, 4), (2, 1)}
+
+
 def test_ranks_with_other_policies_are_found_out() -> None:
-    values = {plans_of(policy, 1, 1)[0].digest.value for policy in (Speculation(4), Speculation(4, 3), Speculation(3))}
-    assert len(values) == 3
+    policies = Speculation(4), Speculation(4, 3), Speculation(3), Speculation(4, mixed_percent=1)
+    assert len({plans_of(policy, 1, 1)[0].digest.value for policy in policies}) == len(policies)

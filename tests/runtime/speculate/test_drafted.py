@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.slot_state import SlotColumns
-from runtime.schedule.plan import TRASH_BLOCK
+from runtime.schedule.plan import TRASH_BLOCK, StepKind
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.dflash import DFlashProposer
@@ -99,14 +99,18 @@ def test_windows_and_single_tokens_in_turn(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("buckets", [(), (8, 16, 19)], ids=["kernels", "graphs"])
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("depth", "percent"), [(0, 100), (2, 0), (3, 100)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_decode_beside_chunks(kind: str, depth: int, buckets: tuple[int, ...], tmp_path: Path) -> None:
-    """They gain a token in such steps, and are shown it as others are; windows come between."""
+def test_rows_that_decode_beside_chunks(
+    kind: str, depth: int, percent: int, buckets: tuple[int, ...], tmp_path: Path
+) -> None:
+    """They gain a token in such steps, or have windows there, too, and are shown their tokens as others are."""
     drafter, requests = Drafter(kind, tmp_path), people(8, (5, 40, 17, 33))
     limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "prefill_buckets": buckets}
-    life = drafted(drafter, requests, 1, depth=depth, speculation=Speculation(5), **limits)
-    assert life.counters["mixed_steps"] > 0
+    policy = Speculation(5, mixed_percent=percent)
+    life = drafted(drafter, requests, 1, depth=depth, speculation=policy, **limits)
+    mixed = [plan.width for plan in life.real_plans if plan.kind is StepKind.MIXED]
+    assert mixed.count(5) > 3 if percent else set(mixed) == {1}
     assert check_rounds(drafter, sequences(requests, life)) > 20
 
 

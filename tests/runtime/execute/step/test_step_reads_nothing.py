@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,6 +25,7 @@ from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
+from runtime.execute.proposer import ProposerParts
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorConfig, RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -30,9 +33,11 @@ from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_w
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.decode import DecodeRole
+from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import Lengths
 from runtime.schedule.config import StepLimits
+from runtime.speculate.synthetic import AnyTokens
 from tests.dispatch_mode import DispatchMode
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.rig import TINY
@@ -102,11 +107,19 @@ class Parts:
         self.pool = CachePool(device, block_size=BLOCK, blocks=64, slots=16)
         caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
-        self.ring = ResultRing(device, entries=5, rows=8, width=1, max_logprobs=20)
+        self.ring = ResultRing(device, entries=5, rows=8, width=3, max_logprobs=20)
         limits = StepLimits(8, 16, BLOCK, 8 * BLOCK - 1)
         sizes = ExecutorConfig(limits, decode_buckets=(), memory_fraction=0.9, num_blocks=64, agree_min=int)
         parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
+        staging = SimpleNamespace(padded_chunks=lambda rows: Chunks(*[integers(rows)] * 7))
+        guessing = ProposerParts(device, model, self.pool, self.tables, replace(limits, width=3))
+        self.windows = replace(
+            parts,
+            staging=cast(Any, staging),
+            config=replace(sizes, limits=replace(limits, width=3)),
+            proposer=AnyTokens(guessing),
+        )
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
@@ -137,6 +150,17 @@ def test_a_mixed_step(shape: Mapping[str, object]) -> None:
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
         parts.prefill.prefill(chunks, Lengths((0, 0, 10, 12), (0, 0, 10, 28), 2), SamplingVariant())
+
+
+@pytest.mark.parametrize("features", VARIANTS, ids=str)
+@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
+def test_windows_beside_chunks(shape: Mapping[str, object], features: SamplingVariant) -> None:
+    role = MixedWindowRole(Parts(shape).windows)
+    tokens, rows = integers(26), integers(4)
+    chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
+    with step():
+        role.propose(2)
+        role.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 6), features)
 
 
 def test_what_a_plan_changes() -> None:

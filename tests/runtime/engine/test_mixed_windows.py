@@ -1,0 +1,206 @@
+"""Windows of rows that decode beside chunks of prompts: the tokens of single steps, in three launches a step.
+
+Knows: the role for such steps (runtime/execute/step/mixed_window.py), and mutants of it. What random lives, drafters and
+the scheduler make of them is test_speculation.py's, test_drafted.py's and tests/runtime/schedule's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from runtime.build import _windows_beside
+from runtime.config import EngineConfig
+from runtime.execute import executor
+from runtime.execute.device.cpu_twin import TwinGraph
+from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.proposer import Proposed
+from runtime.execute.staging import Chunks
+from runtime.execute.step import mixed_window
+from runtime.execute.step.mixed_window import MixedWindowRole
+from runtime.execute.step.step_io import Packed
+from runtime.schedule.chain import Flight
+from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
+from runtime.schedule.request import Request
+from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
+from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.lives import Life, live, prompt, unbroken
+from tests.runtime.engine.rig import request, rig
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_speculation import ngram, repeating, speculating
+
+BUCKETS = (16, 24, 40, 56, 72, 96)
+
+
+def beside(width: int, *, depth: int, sampling: dict[str, Any] | None = None, **limits: Any) -> Life:
+    """Answers that repeat themselves, and prompts that come while they are made, in chunks; several answers to one.
+    ``sampling``: of all of them."""
+    later_sampling: dict[str, Any] = {"max_tokens": 7, "stops": (), **(sampling or {})}
+    requests = repeating(3, **({"logprobs": 2} | (sampling or {})))
+    later: dict[int, list[Request]] = {
+        3 + 3 * i: [request(20 + 5 * i, prompt(45 + i, i), n=1 + i % 2, **later_sampling)] for i in range(4)
+    }
+    every = [*requests, *(one for arriving in later.values() for one in arriving)]
+    limits = {"rows": 6, "max_prefill_tokens": 16 + 5 * width} | limits
+    return speculating(requests, width, every=every, later=later, depth=depth, **limits)
+
+
+def widths(life: Life) -> Counter[int]:
+    return Counter(plan.width for plan in life.real_plans if plan.kind is StepKind.MIXED)
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "buckets"),
+    [(2, 2, ()), (4, 0, BUCKETS), (4, 3, BUCKETS), (5, 1, ()), (8, 4, BUCKETS), (16, 2, (72, 120)), (32, 2, ())],
+)
+def test_answers_are_those_of_single_tokens(width: int, depth: int, buckets: tuple[int, ...]) -> None:
+    life = beside(width, depth=depth, prefill_buckets=buckets)
+    assert widths(life)[width] > 3
+    assert all(bool(spec.guessing) is (spec.plan.kind is StepKind.MIXED and spec.width > 1) for spec in life.specs)
+    assert life.counters["forks"] > 0
+    if depth:
+        unbroken(life)
+
+
+def test_penalties_edits_and_every_kind_of_sampling() -> None:
+    """They look at the tokens of a window in order, beside rows that draw a prompt's first token."""
+    shaped = {"repetition_penalty": 1.3, "min_tokens": 6, "bad_words_token_ids": ((5, 6), (7,)), "top_p": 0.9}
+    assert widths(beside(4, depth=2, sampling=shaped))[4] > 3
+
+
+@pytest.mark.parametrize("buckets", [(), BUCKETS], ids=["kernels", "graphs"])
+def test_two_ranks_give_what_one_gives(buckets: tuple[int, ...]) -> None:
+    several = beside(4, depth=2, over=lambda **limits: tensor_rig(2, **limits), prefill_buckets=buckets)
+    assert widths(several)[4] > 3
+    assert several.rounds == beside(4, depth=2, prefill_buckets=buckets).rounds
+
+
+def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[TwinGraph] = []
+    replay, launch = TwinGraph.replay, executor.Executor.launch
+    found: dict[tuple[StepKind, int], set[int]] = {}
+
+    def counted(graph: TwinGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    def launched(self: executor.Executor, spec: LaunchSpec) -> None:
+        before = len(replays)
+        launch(self, spec)
+        found.setdefault((spec.plan.kind, spec.width), set()).add(len(replays) - before)
+
+    monkeypatch.setattr(TwinGraph, "replay", counted)
+    monkeypatch.setattr(executor.Executor, "launch", launched)
+    life = beside(4, depth=2, prefill_buckets=BUCKETS, policy={"mixed_percent": 40})
+    assert found == {
+        (StepKind.PREFILL, 1): {2},
+        (StepKind.DECODE, 4): {1},
+        (StepKind.MIXED, 1): {2},
+        (StepKind.MIXED, 4): {3},
+    }
+    assert life.counters["speculation_off{mixed}"] > 0
+
+
+# ---- mutants ----
+
+
+class NothingProposed(MixedWindowRole):
+    """Guesses of no step: the text stays right."""
+
+    def propose(self, rows: int) -> None: ...
+
+
+class OtherHiddenStates(MixedWindowRole):
+    """A window's draws are behind its neighbours' tokens."""
+
+    def drawing(self, chunks: Chunks) -> Tensor:
+        return super().drawing(chunks).roll(1)
+
+
+class OnePlaceOn(MixedWindowRole):
+    """Every guess lies where the one behind it should."""
+
+    def gather(self, chunks: Chunks) -> Packed:
+        packed = super().gather(chunks)
+        return packed._replace(positions_T=packed.positions_T + (chunks.positions_T < -1))
+
+
+class ShortLengths(MixedWindowRole):
+    """A window sees no more than its first token would."""
+
+    def gather(self, chunks: Chunks) -> Packed:
+        packed = super().gather(chunks)
+        return packed._replace(kv_lengths_R=(packed.kv_lengths_R - (self.width - 1)).clamp(min=0))
+
+
+@pytest.mark.parametrize("mutant", [OtherHiddenStates, OnePlaceOn, ShortLengths])
+def test_a_wrong_window_is_seen_in_the_text(mutant: type[MixedWindowRole], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    with pytest.raises(AssertionError, match="request"):
+        beside(4, depth=2)
+
+
+def test_guesses_of_no_step_are_seen_in_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = beside(4, depth=2)
+    monkeypatch.setattr(executor, "MixedWindowRole", NothingProposed)
+    wrong = beside(4, depth=2)
+    assert wrong.counters["spec_num_accepted_tokens"] < 0.9 * right.counters["spec_num_accepted_tokens"]
+
+
+def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its window looks like: here every draw is token 0, which such rows' guesses are."""
+    sampling = {"allowed_token_ids": (0,), "logprobs": None}
+
+    def most_of_chunks() -> int:
+        most = 0
+        apply = Scheduler._apply
+
+        def noted(self: Scheduler, flight: Flight, plan: StepPlan, result: StepResult) -> StepOutput:
+            nonlocal most
+            most = max([most, *result.counts[plan.decode_rows :]])
+            return apply(self, flight, plan, result)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Scheduler, "_apply", noted)
+            beside(4, depth=2, sampling=sampling)
+        return most
+
+    assert most_of_chunks() == 1
+    monkeypatch.setattr(mixed_window, "Proposed", lambda tokens_BQ, **_: Proposed(tokens_BQ))
+    assert most_of_chunks() == 4
+
+
+# ---- where there are none ----
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine", "windows"),
+    [
+        ({}, {}, True),
+        ({"mixed_step_percent": 0}, {}, False),
+        ({"disable_by_batch_size": 0}, {}, False),
+        ({}, {"data_parallel": 2}, False),
+        ({"method": "mtp", "model": "models/demo/mtp"}, {}, True),
+        ({"method": "mtp", "model": "models/demo/mtp", "draft_sample_method": "probabilistic"}, {}, False),
+    ],
+)
+def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, Any], windows: bool) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, **keys}
+    assert _windows_beside(EngineConfig(model="models/demo", device="cpu", speculative_config=config, **engine)) is windows
+
+
+@pytest.mark.parametrize("limits", [{"tree": 8}, {"shape": FAMILIES["qwen3.5"]}], ids=["trees", "recurrent"])
+def test_trees_and_recurrent_layers_have_one_token_a_row(limits: dict[str, Any]) -> None:
+    how: dict[str, Any] = {"speculation": Speculation(4, mixed_percent=100), "proposer": ngram(4)}
+    if "tree" in limits:
+        keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 8, "synthetic_acceptance_length": 2.0}
+        how["proposer"] = proposer_for(speculative_config(keys))
+    with rig(**how, **limits) as engine:
+        assert engine.executor.mixes
+        assert not engine.executor.mixes_windows
