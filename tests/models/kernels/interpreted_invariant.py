@@ -11,6 +11,7 @@ Knows: shapes that reach every branch of the kernels, and mutants that must be c
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -201,6 +202,13 @@ def mixed(kernels: InterpretedDeterministic) -> None:
             "a row of a mixed step",
         )
         check(out[row : row + 1], REFERENCE.decode_attention(q[row : row + 1], cache.kv, one, scale), dtype, "a row")
+    wide = MixedAttention(dataclasses.replace(decode, query_len=2), PrefillAttention(cache.table, (43,), (43,), place))
+    place.plan((0, 37, 0), (700, 90, 600), 6)
+    out = kernels.mixed_attention(q, cache.kv, wide, scale)
+    for row in (0, 2):
+        alone = DecodeAttention(cache.table[row : row + 1], lengths[row : row + 1], 2, 704)
+        here = slice(2 * row, 2 * row + 2)
+        same(out[here], kernels.decode_attention(q[here], cache.kv, alone, scale), "a window of a mixed step")
     kernels.check_counters()
 
 
