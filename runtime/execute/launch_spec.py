@@ -48,9 +48,10 @@ class LaunchSpec:
     long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token each, that every
     data-parallel group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the
     decode graph that any group replays in this step; 0 where there is one group, and where none replays any.
-    ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
-    there are none. ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
+    ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
     as often, and as many rows.
+    ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
+    there are none.
 
     Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
     group that only decodes, or has no work, as a mixed step without a chunk.
