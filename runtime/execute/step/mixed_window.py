@@ -24,7 +24,8 @@ from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
 from runtime.execute.step.prefill import PrefillRole
-from runtime.execute.step.step_io import Packed, gather_packed, gather_window
+from runtime.execute.step.step_io import Packed, gather_packed
+from runtime.execute.step.window_io import gather_window
 from runtime.schedule.plan import PADDING_SLOT
 
 
@@ -74,12 +75,12 @@ class MixedWindowRole(PrefillRole):
         decodes_R = parts.staging.padded_chunks(len(emitting_R)).decodes_R != 0
         proposed = Proposed(
             torch.where(decodes_R[:, None], self._guesses_SQ.index_select(0, emitting_R), 0),
-            limit_B=torch.where(decodes_R, width, 1),
+            limit_B=torch.where(decodes_R, width, 1).to(torch.int32),
             scripted_B=torch.where(decodes_R, self._kept_S.index_select(0, emitting_R), 0) if self._scripted else None,
         )
         size, columns = parts.limits.block_size, parts.tables.gather(emitting_R)
         window = gather_window(parts.tables, emitting_R, columns, proposed, size, width)
-        accepted = self._tail.finish_window(hidden_XN, window, width, variant)
+        shown = self._tail.finish_window(hidden_XN, window, width, variant).shown
         if not self._feed.on:
             return
         longest = window.page_table_BP.shape[1] * size
@@ -90,4 +91,4 @@ class MixedWindowRole(PrefillRole):
             attention=DecodeAttention(window.page_table_BP, window.kv_lengths_B, width, longest),
             real_T=window.live_BW.reshape(-1),
         )
-        self._feed.show_window(inputs, window, hidden_XN, features_XF, accepted)
+        self._feed.show_window(inputs, window, hidden_XN, features_XF, shown)

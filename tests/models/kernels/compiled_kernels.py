@@ -111,7 +111,7 @@ def draft_trees(driver: CompilingDriver) -> None:
 
 
 def windows(driver: CompilingDriver) -> None:
-    """The two ends of a round of 16 tokens a row and of a tree of 32, and what a single token shows."""
+    """The two ends of a round of 16 tokens a row and of a tree of 32, what a single token shows, windows beside chunks."""
     driver.where = "windows"
     rows, width = 8, 16
 
@@ -138,6 +138,8 @@ def windows(driver: CompilingDriver) -> None:
                 no_guess=-1,
             )
     step_io_triton.show(few, numbers)
+    packed = made(96)
+    step_io_triton.begin_packed(packed, packed, packed, numbers, numbers, *columns, table, 64, made(65, width - 1))
 
 
 def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:

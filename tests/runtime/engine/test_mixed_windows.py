@@ -1,7 +1,7 @@
 """Windows of rows that decode beside chunks of prompts: the tokens of single steps, in three launches a step.
 
-Knows: the role for such steps (runtime/execute/step/mixed_window.py), and mutants of it. Does not know: random lives and
-drafters (test_speculation.py, test_drafted.py), the rule (tests/runtime/schedule).
+Knows: the role for such steps (runtime/execute/step/mixed_window.py), and mutants of it. Does not know: random lives
+and drafters (test_speculation.py, test_drafted.py), the rule (tests/runtime/schedule).
 """
 
 from __future__ import annotations
