@@ -111,7 +111,7 @@ def draft_trees(driver: CompilingDriver) -> None:
 
 
 def windows(driver: CompilingDriver) -> None:
-    """The two ends of a round of 16 tokens a row and of a tree of 32, what a single token shows, windows beside chunks."""
+    """The ends of a round of 16 tokens a row and of a tree of 32; what a single token shows; windows beside chunks."""
     driver.where = "windows"
     rows, width = 8, 16
 
