@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, get_args
 from models.row_buckets import decode_ladder
 from runtime.schedule.config import LIMIT_RANGES, SessionPolicy, StepLimits
 from runtime.speculative_config import (
-    WITH_WEIGHTS,
     SpeculativeConfig,
     SpeculativeConfigError,
     merged_speculation,
@@ -230,12 +229,6 @@ class EngineConfig:
             raise ConfigError(
                 f"deterministic is on, but speculative_config is {settled}: with drawn proposals tokens depend on "
                 "which steps were windows, and so on the batch: leave out --deterministic, or draft_sample_method"
-            )
-        if settled is not None and self.data_parallel > 1 and settled.method in WITH_WEIGHTS:
-            raise ConfigError(
-                f"data_parallel is {self.data_parallel}, but speculative_config is {settled}: a drafter's own "
-                "exchanges between groups are not agreed on: leave out --data-parallel-size, or type "
-                '"method": "ngram"'
             )
 
     def _check_tree(self, config: SpeculativeConfig) -> None:

@@ -7,6 +7,7 @@ Knows: which class serves which kind of drafter, and which head it guesses with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -188,7 +189,10 @@ class _OwnHead(CheckpointParts):
 
 
 def _context(target: Decoder) -> ModelContext:
-    return ModelContext(target.collectives, target.kernels, target.dtype, target.expert_split)
+    """Experts of a drafter are spread over the ranks of a group, also where groups share those of the target: a group
+    then guesses whenever it likes, and the others need not take part."""
+    experts = replace(target.expert_split, exchange=None)
+    return ModelContext(target.collectives, target.kernels, target.dtype, experts)
 
 
 def _filled(

@@ -51,6 +51,8 @@ class LaunchSpec:
     ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
     there are none. ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
     as often, and as many rows.
+    ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
+    there are none.
 
     Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
     group that only decodes, or has no work, as a mixed step without a chunk.

@@ -40,8 +40,9 @@ class ExecutorConfig:
     ``snapshots``: of slot state; None takes a share of the memory for caches (executor.py).
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
     is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
-    empty. ``mixed``: rows may decode in these steps; ``mixed_windows``: in windows, where there are some. ``slower``: why a way that all steps take is not the usual one, by
-    what takes its place, as far as it was decided outside the executor.
+    empty. ``mixed``: rows may decode in these steps; ``mixed_windows``: in windows, where there are some. ``slower``:
+    why a way that all steps take is not the usual one, by what takes its place, as far as it was decided outside the
+    executor.
     """
 
     limits: StepLimits

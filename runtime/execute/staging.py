@@ -47,12 +47,12 @@ class Chunks:
     """Tokens and rows of a step with chunks on the device, int64; views that stay right until the next is applied.
 
     token_ids_T, positions_T, slots_T: each new token, its position and its slot. Of a row that decodes the host knows
-    neither: the position is NEWEST, the id 0; of its guesses, where it has some, NEWEST - 1 and so on. slots_R: each row's slot; emitting_R: the same where the row decodes or
-    its chunk is the last, the padding slot elsewhere, so that sampling into ``emitting_R`` masks the others;
-    logit_rows_R: where in T each row's last token is; decodes_R: 1 where the row decodes. A fork has no tokens: its
-    slot is in ``emitting_R`` only, and its logit row is that of the chunk which it draws behind. R is the step's
-    bucket; the rows past its real ones are slot 0 and logit row 0. scored_2S: of each prompt token that is scored,
-    where in T the token before it is, and its id; None when there is none.
+    neither: the position is NEWEST, the id 0; of its guesses, where it has some, NEWEST - 1 and so on. slots_R: each
+    row's slot; emitting_R: the same where the row decodes or its chunk is the last, the padding slot elsewhere, so that
+    sampling into ``emitting_R`` masks the others; logit_rows_R: where in T each row's last token is; decodes_R: 1 where
+    the row decodes. A fork has no tokens: its slot is in ``emitting_R`` only, and its logit row is that of the chunk
+    which it draws behind. R is the step's bucket; the rows past its real ones are slot 0 and logit row 0. scored_2S: of
+    each prompt token that is scored, where in T the token before it is, and its id; None when there is none.
     """
 
     token_ids_T: Tensor

@@ -32,7 +32,7 @@ from runtime.execute.step.step_io import (
     write_back_in_torch,
 )
 from runtime.execute.step.step_io_kernels import StepKernels, triton_kernels
-from runtime.execute.step.window_io import gather_window
+from runtime.execute.step.window_io import gather_window_in_torch
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state, state_of
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -168,7 +168,7 @@ def _as_a_window(case: Case, chunks: Chunks, packed: Packed, guesses_SQ: Tensor)
     """Tokens, positions, places and lengths are those of a window of the same rows."""
     rows_B, width = chunks.slots_R[chunks.decodes_R != 0], guesses_SQ.shape[1] + 1
     proposed = Proposed(guesses_SQ[rows_B])
-    window = gather_window(case.tables, rows_B, case.tables.gather(rows_B), proposed, BLOCK_SIZE, width)
+    window = gather_window_in_torch(case.tables, rows_B, case.tables.gather(rows_B), proposed, BLOCK_SIZE, width)
     here = slice(0, len(rows_B) * width)
     same(packed.token_ids_T[here], window.tokens_BW.flatten(), "tokens")
     same(packed.positions_T[here], window.position_BW.flatten(), "positions")

@@ -75,12 +75,12 @@ class MixedWindowRole(PrefillRole):
         decodes_R = parts.staging.padded_chunks(len(emitting_R)).decodes_R != 0
         proposed = Proposed(
             torch.where(decodes_R[:, None], self._guesses_SQ.index_select(0, emitting_R), 0),
-            limit_B=torch.where(decodes_R, width, 1),
+            limit_B=torch.where(decodes_R, width, 1).to(torch.int32),
             scripted_B=torch.where(decodes_R, self._kept_S.index_select(0, emitting_R), 0) if self._scripted else None,
         )
         size, columns = parts.limits.block_size, parts.tables.gather(emitting_R)
         window = gather_window(parts.tables, emitting_R, columns, proposed, size, width)
-        _, shown = self._tail.finish_window(hidden_XN, window, width, variant)
+        shown = self._tail.finish_window(hidden_XN, window, width, variant).shown
         if not self._feed.on:
             return
         longest = window.page_table_BP.shape[1] * size

@@ -42,12 +42,7 @@ class ProposerFeed:
         return None if self.tap is None else self.tap.features_TF
 
     def show_window(
-        self,
-        inputs: StepInputs,
-        window: Window,
-        hidden_TN: Tensor,
-        features_TF: Tensor | None,
-        shown: Shown,
+        self, inputs: StepInputs, window: Window, hidden_TN: Tensor, features_TF: Tensor | None, shown: Shown
     ) -> None:
         """The B * W tokens of a window, behind its draw: those before a row's last one were kept, and that one drew.
 

@@ -44,7 +44,8 @@ class RowGraphs:
     """The graphs of one role. ``row_maps``: bucket -> its row map (int64 [bucket]) that every replay reads.
 
     ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``, or reports
-    nothing where that is None. Before that it runs once inside ``shortened``, which may leave out what only repeats itself (Decoder.few_layers).
+    nothing where that is None. Before that it runs once inside ``shortened``, which may leave out what only repeats
+    itself (Decoder.few_layers).
     """
 
     def __init__(

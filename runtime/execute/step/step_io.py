@@ -121,9 +121,7 @@ class Pieces(NamedTuple):
         )
 
 
-def gather_packed(
-    tables: SlotTables, chunks: Chunks, block_size: int, guesses_SQ: Tensor | None = None
-) -> Packed:
+def gather_packed(tables: SlotTables, chunks: Chunks, block_size: int, guesses_SQ: Tensor | None = None) -> Packed:
     """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest.
 
     ``guesses_SQ`` (int64): the Q tokens that may follow those, of rows that decode with Q + 1 tokens each. They lie

@@ -19,6 +19,7 @@ import torch
 from launch.__main__ import main
 from models.expert_load import ExpertLoad
 from runtime.config import EngineConfig
+from tests.models.drafters.tiny_drafters import mtp_config
 from tests.runtime.engine.rig import TINY
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.frontend.small_tokenizers import byte_level_backend
@@ -91,7 +92,7 @@ def as_a_user_does(ranks: int, *arguments: str, cwd: Path) -> subprocess.Complet
 
 
 def rows(path: Path) -> dict[str, Any]:
-    """By id, without what may differ: times, and the last bits of float32."""
+    """By id, without what may differ: times, rounds, and the last bits of float32."""
     found = {}
     for line in path.read_text().splitlines():
         row = json.loads(line, parse_float=lambda text: round(float(text), 3))
@@ -102,7 +103,9 @@ def rows(path: Path) -> dict[str, Any]:
 def _timeless(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _timeless(one) for key, one in value.items() if key not in ("timing", "created", "id", "request_id")
+            key: _timeless(one)
+            for key, one in value.items()
+            if key not in ("timing", "created", "id", "request_id", "speculation")
         }
     return [_timeless(one) for one in value] if isinstance(value, list) else value
 
@@ -158,13 +161,27 @@ def test_two_groups_of_two_ranks_count_experts_together(folder: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_fewer_requests_than_groups_over_a_map_of_experts(folder: Path) -> None:
+    """One group verifies what a drafter guesses, the other one has nothing to do."""
+    (folder / "drafter").mkdir()
+    sizes = {key: TINY[key] for key in _OF_A_DRAFTER} | {"vocab_size": 360}
+    (folder / "drafter" / "config.json").write_text(json.dumps(mtp_config(**sizes)))
+    drafting = {"method": "mtp", "model": str(folder / "drafter"), "num_speculative_tokens": 3}
     flags = ["--data-parallel-size", "2", "--expert-map", str(folder / "alone.json")]
+    flags += ["--speculative-config", json.dumps(drafting)]
     ran = torchrun(2, "launch", *command(folder, "one", "few"), *flags)
     assert ran.returncode == 0, ran.said[-3000:]
     check_answers(folder, "few", {"t0"})
     summary = json.loads((folder / "few.summary.json").read_text())
     assert summary["group_requests"] == [1, 0]
     assert summary["group_idle_steps"] == [0, summary["steps"]]
+    (answer,) = (json.loads(line) for line in (folder / "few.jsonl").read_text().splitlines())
+    assert answer["speculation"]["rounds"] > 3
+
+
+_OF_A_DRAFTER = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "max_position_embeddings",
+)
 
 
 @pytest.mark.parametrize(

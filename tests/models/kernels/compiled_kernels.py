@@ -112,8 +112,8 @@ def draft_trees(driver: CompilingDriver) -> None:
 
 
 def windows(driver: CompilingDriver) -> None:
-    """The two ends of a round of 16 tokens a row and of a tree of 32, what a single token shows, and what drafters do
-    beside their layers."""
+    """The two ends of a round of 16 tokens a row and of a tree of 32, windows beside chunks, what a single token shows, and
+    what drafters do beside their layers."""
     driver.where = "windows"
     rows, width = 8, 16
 
@@ -140,6 +140,8 @@ def windows(driver: CompilingDriver) -> None:
                 no_guess=-1,
             )
     step_io_triton.show(few, numbers)
+    packed = made(96)
+    step_io_triton.begin_packed(packed, packed, packed, numbers, numbers, *columns, table, 64, made(65, width - 1))
     how: dict[str, Any] = {"block_size": 64, "positions": 40960}
     draft_triton.lay_out(numbers, last, length, finished, table, 3, **how)
     draft_triton.lay_out(numbers, last, length, finished, table, width, mask_token=151669, **how)

@@ -206,9 +206,9 @@ def mixed(kernels: InterpretedDeterministic) -> None:
     place.plan((0, 37, 0), (700, 90, 600), 6)
     out = kernels.mixed_attention(q, cache.kv, wide, scale)
     for row in (0, 2):
-        alone = DecodeAttention(cache.table[row : row + 1], lengths[row : row + 1], 2, 704)
+        two = DecodeAttention(cache.table[row : row + 1], lengths[row : row + 1], 2, 704)
         here = slice(2 * row, 2 * row + 2)
-        same(out[here], kernels.decode_attention(q[here], cache.kv, alone, scale), "a window of a mixed step")
+        same(out[here], kernels.decode_attention(q[here], cache.kv, two, scale), "a window of a mixed step")
     kernels.check_counters()
 
 

@@ -1,7 +1,7 @@
 """Windows of rows that decode beside chunks of prompts: the tokens of single steps, in three launches a step.
 
-Knows: the role for such steps (runtime/execute/step/mixed_window.py), and mutants of it. What random lives, drafters and
-the scheduler make of them is test_speculation.py's, test_drafted.py's and tests/runtime/schedule's.
+Knows: the role for such steps (runtime/execute/step/mixed_window.py), and mutants of it. Does not know: random lives
+and drafters (test_speculation.py, test_drafted.py), the rule (tests/runtime/schedule).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
-from tests.runtime.engine.lives import Life, live, prompt, unbroken
+from tests.runtime.engine.lives import Life, prompt, unbroken
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_speculation import ngram, repeating, speculating
@@ -192,7 +192,9 @@ def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, Any], windows: bool) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3, **keys}
-    assert _windows_beside(EngineConfig(model="models/demo", device="cpu", speculative_config=config, **engine)) is windows
+    assert (
+        _windows_beside(EngineConfig(model="models/demo", device="cpu", speculative_config=config, **engine)) is windows
+    )
 
 
 @pytest.mark.parametrize("limits", [{"tree": 8}, {"shape": FAMILIES["qwen3.5"]}], ids=["trees", "recurrent"])
