@@ -12,8 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from models.drafters.draft_config import BlockView
-from models.inputs import DecodeAttention, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StepInputs
+from models.kernels.interface import Rotation
 from models.layers.attention import Attention
+
+_ONLY_ROWS = "a drafter guesses for rows of DecodeAttention"
 
 
 class DraftAttention(Attention):
@@ -33,14 +36,21 @@ class DraftAttention(Attention):
         packed_TX = self.kernels.linear(x_TN, self.qkv.weight[first:], bias)
         self.kernels.rope_and_cache(packed_TX, self.kv_heads, kv_layer, self._rotation(positions_T, kv_slots_T))
 
-    def _attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
-        attention, view = inputs.attention, self.view
-        if not isinstance(attention, DecodeAttention):
-            raise TypeError("a drafter guesses for rows of DecodeAttention")
-        if attention.query_len == 1 and view.window is None:
-            return super()._attend(qkv_TX, inputs, kv_layer)
+    def attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
+        """Rotates, writes the cache, attends; [T, H, D]. TypeError for other rows than DecodeAttention's."""
+        if not isinstance(inputs.attention, DecodeAttention):
+            raise TypeError(_ONLY_ROWS)
         rotation = self._rotation(inputs.positions_T, inputs.kv_slots_T)
+        return self._attend_rows(qkv_TX, rotation, inputs.attention, kv_layer)
+
+    def _attend_rows(self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor) -> Tensor:
+        view = self.view
+        if attention.query_len == 1 and view.window is None:
+            return super()._attend_rows(qkv_TX, rotation, attention, kv_layer)
         q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
         return self.kernels.block_attention(
             q_THD, kv_layer, attention, self.scale, causal=view.causal, window=view.window
         )
+
+    def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
+        raise TypeError(_ONLY_ROWS)

@@ -55,7 +55,7 @@ class PairAttention(DraftAttention):
 
     def of_pairs(self, pairs_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor | PendingAllReduce:
         """[T, N], not yet added to the stream, of pairs [T, 2N]; as ``forward`` otherwise."""
-        out_TX = self._attend(self.qkv(pairs_TX), inputs, kv_layer).flatten(1)
+        out_TX = self.attend(self.qkv(pairs_TX), inputs, kv_layer).flatten(1)
         part_TN: Tensor | PendingAllReduce = self.output(out_TX)
         return part_TN
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.cache_layout import PagedKV
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, MixedAttention, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StepInputs
 from models.kernels.interface import Rotation
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
@@ -81,7 +81,14 @@ class Attention(Mixer[Tensor]):
             qkv_TX = self.qkv(hidden_TN)
         else:
             qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
-        out_THD = self._attend(qkv_TX, inputs, kv_layer)
+        rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
+        if isinstance(attention, DecodeAttention):
+            out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer)
+        else:
+            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+            del qkv_TX  # the widest tensor of a large step is not needed beside the result
+            out_THD = self._attend_chunks(q_THD, attention, kv_layer)
+            del q_THD
         out_TX = out_THD.flatten(1)
         if gate_TX is not None:
             out_TX = self.kernels.sigmoid_mul(out_TX, gate_TX)
@@ -123,12 +130,12 @@ class Attention(Mixer[Tensor]):
             out_RX = kernels.sigmoid_mul(out_RX, gate_RX)
         return self.output(out_RX), residual_RN
 
-    def _attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
+    def _attend_rows(self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor) -> Tensor:
         """Rotates, writes the cache, attends; [T, H, D]."""
-        rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
-        if isinstance(attention, DecodeAttention):
-            return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale)
-        q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+        return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale)
+
+    def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
+        """[T, H, D], of rotated queries over keys and values that are in the cache."""
         if isinstance(attention, MixedAttention):
             return self.kernels.mixed_attention(q_THD, kv_layer, attention, self.scale)
         return self.kernels.prefill_attention(q_THD, kv_layer, attention, self.scale)

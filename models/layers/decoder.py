@@ -32,6 +32,9 @@ from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
 from parallel.layers.shard import Shard, VocabShard
 
+# Of (x, residual), the latter None where there is none: both again, with what this half of a layer adds as the new x.
+Half = Callable[[Tensor | PendingAllReduce, Tensor | None], tuple[Tensor | PendingAllReduce, Tensor]]
+
 
 class DecoderLayer(nn.Module):
     """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it.
@@ -63,20 +66,23 @@ class DecoderLayer(nn.Module):
 
         ``before`` is shown the stream that the layer before this one left: this one's first norm adds it up.
         """
-        if self.mixer is not None:
-            x_TN, residual_TN = self.mixer(x_TN, residual_TN, inputs, cache, wanted_R)
+        for half in self.halves(inputs, cache, wanted_R):
+            x_TN, residual_TN = half(x_TN, residual_TN)
             if before is not None:
                 before(residual_TN)
                 before = None
-        if isinstance(self.mlp, SparseMLP):
+        return x_TN, cast(Tensor, residual_TN)
+
+    def halves(self, inputs: StepInputs, cache: CacheView, wanted_R: Tensor | None = None) -> Iterator[Half]:
+        """What ``forward`` calls one after the other: whoever does so alone holds no ``x`` that is no longer needed."""
+        if (mixer := self.mixer) is not None:
+            yield lambda x_TN, residual_TN: mixer(x_TN, residual_TN, inputs, cache, wanted_R)
+        if isinstance(mlp := self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
-            x_TN, residual_TN = self.mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
-        elif self.mlp is not None:
-            x_TN, residual_TN = self.mlp(x_TN, residual_TN)
-        if before is not None:
-            before(cast(Tensor, residual_TN))
-        return x_TN, cast(Tensor, residual_TN)
+            yield lambda x_TN, residual_TN: mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
+        elif mlp is not None:
+            yield mlp
 
 
 class Decoder(CheckpointParts):
@@ -147,7 +153,11 @@ class Decoder(CheckpointParts):
         for number in self._one_layer_a_kind if self._few_layers else range(len(self.layers)):
             last_R = early_R if number + 1 == len(self.layers) else None
             before = None if tap is None else partial(tap.take, number - 1)
-            x_TN, residual_TN = self.layers[number](x_TN, residual_TN, inputs, caches[number], last_R, before)
+            for half in cast(DecoderLayer, self.layers[number]).halves(inputs, caches[number], last_R):
+                x_TN, residual_TN = half(x_TN, residual_TN)
+                if before is not None:
+                    before(residual_TN)
+                    before = None
         hidden_TN, stream_TN = self.final_norm.add(x_TN, residual_TN)
         if tap is not None:
             tap.take(len(self.layers) - 1, stream_TN)

@@ -128,17 +128,17 @@ class Executor:
         self.count_from_here()
 
     def _warm_up(self, further_roles: Sequence[Role]) -> None:
-        """Decode first, except in groups: where steps with chunks are captured, no group replays a decode graph while
-        another one has chunks, and decode graphs need no wider exchanges than their own."""
-        if self._config.exchanges:
-            self.prefill.warm_up()
-            if self.prefill.graphs.buckets:
-                self.decode.widens = False
+        """Steps with chunks first: what all graphs share is cut for the largest tensors, and the others fit in between.
+
+        In groups they decide more: where they are captured, no group replays a decode graph while another one has
+        chunks, and decode graphs need no wider exchanges than their own."""
+        self.prefill.warm_up()
+        if self._config.exchanges and self.prefill.graphs.buckets:
+            self.decode.widens = False
         self.decode.warm_up()
         for role in further_roles:
             role.warm_up()
-        if not self._config.exchanges:
-            self.prefill.warm_up()
+        self.device.release_unused()  # of the rehearsals
 
     def count_from_here(self) -> None:
         """What was allocated and captured until now belongs to the start."""

@@ -102,7 +102,7 @@ class _NoCublasLt:
         return True
 
     def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str, out_MO: Tensor | None = None) -> Tensor:
-        return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0])
+        return x_MK.new_empty(x_MK.shape[0], weight_OK.shape[0]) if out_MO is None else out_MO
 
 
 class FirstRank(Collectives):
@@ -134,14 +134,14 @@ class FirstRank(Collectives):
         return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
+        return x if self.size == 1 else x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
 
     def _kernel_for(self, x: Tensor) -> AllReduceKernel | None:
         return self.dispatch.kernel_for(x) if self.size > 1 else None
 
 
 class Rank:
-    """The first rank of a group: two layers of a shape (the first has no residual yet), its slots, and its steps."""
+    """The first rank of a group: a few layers of a shape (the first has no residual yet), its slots, and its steps."""
 
     def __init__(
         self,
@@ -153,10 +153,11 @@ class Rank:
         dtype: torch.dtype = torch.bfloat16,
         balanced: bool = True,
         same_bits: bool = False,
+        layers: int = 2,
     ) -> None:
         config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
-        experts = config.experts and dataclasses.replace(config.experts, layers=(0, 1))
-        config = dataclasses.replace(config, layers=2, experts=experts)
+        experts = config.experts and dataclasses.replace(config.experts, layers=tuple(range(layers)))
+        config = dataclasses.replace(config, layers=layers, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
         self.kernels: Kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
