@@ -48,8 +48,7 @@ class LaunchSpec:
     long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token each, that every
     data-parallel group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the
     decode graph that any group replays in this step; 0 where there is one group, and where none replays any.
-    ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
-    there are none. ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
+    ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
     as often, and as many rows.
     ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
     there are none.

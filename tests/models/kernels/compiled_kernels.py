@@ -112,8 +112,8 @@ def draft_trees(driver: CompilingDriver) -> None:
 
 
 def windows(driver: CompilingDriver) -> None:
-    """The two ends of a round of 16 tokens a row and of a tree of 32, windows beside chunks, what a single token shows, and
-    what drafters do beside their layers."""
+    """The two ends of a round of 16 tokens a row and of a tree of 32, windows beside chunks, what a single token shows,
+    and what drafters do beside their layers."""
     driver.where = "windows"
     rows, width = 8, 16
 
