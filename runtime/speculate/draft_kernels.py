@@ -19,6 +19,7 @@ class DraftKernels(NamedTuple):
 
     lay_out: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
     choose: Callable[[Tensor, Tensor | None, int], Tensor]
+    rank: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
     keep: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     script: Callable[..., Tensor]
 
@@ -35,4 +36,6 @@ def triton_kernels() -> DraftKernels | None:
         from runtime.speculate import draft_triton
     except ImportError:
         return None
-    return DraftKernels(draft_triton.lay_out, draft_triton.choose, draft_triton.keep, draft_triton.script)
+    return DraftKernels(
+        draft_triton.lay_out, draft_triton.choose, draft_triton.rank, draft_triton.keep, draft_triton.script
+    )

@@ -47,7 +47,7 @@ class LikeliestGuesses:
         return tokens_BQ
 
     def proposed(self) -> Proposed:
-        return Proposed(torch.cat(self._taken, 1))
+        return Proposed(_side_by_side(self._taken))
 
 
 class BranchingGuesses:
@@ -66,10 +66,15 @@ class BranchingGuesses:
 
     def candidates(self) -> Candidates:
         """All that were taken."""
-        return Candidates(*(torch.cat(parts, 1) for parts in zip(*self._taken, strict=True)))
+        return Candidates(*(_side_by_side(parts) for parts in zip(*self._taken, strict=True)))
 
     def proposed(self) -> Proposed:
         return Proposed(self.candidates().ids_BQC[:, :, 0])
+
+
+def _side_by_side(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Along the guesses; of a block there is one part, which is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class DrawnGuesses:

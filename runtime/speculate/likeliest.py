@@ -58,12 +58,23 @@ def likeliest_few(head: DraftHead, hidden_RN: Tensor, count: int) -> tuple[Tenso
     """
     local_RV, collectives = head.logits(hidden_RN), head.collectives
     score_RC, id_RC = local_RV.topk(min(count, local_RV.shape[1]))
-    keys_RC = pack(score_RC.float(), id_RC + head.vocab.start)
     total_R1 = local_RV.float().logsumexp(1, keepdim=True)
+    if collectives.size == 1 and (kernels := kernels_for(score_RC)) is not None:
+        return kernels.rank(score_RC, id_RC, total_R1, head.ids_V, head.size)
+    keys_RC = pack(score_RC.float(), id_RC + head.vocab.start)
     if collectives.size > 1:
         shares_RX = collectives.all_gather(torch.cat((keys_RC, pack(total_R1, torch.zeros_like(id_RC[:, :1]))), 1))
         shares_RSX = shares_RX.view(len(shares_RX), collectives.size, -1)
         keys_RC = shares_RSX[:, :, :-1].flatten(1)
         total_R1 = unpack(shares_RSX[:, :, -1])[0].logsumexp(1, keepdim=True)
+    return ranked_in_torch(keys_RC, total_R1, count, head.ids_V, head.size)
+
+
+def ranked_in_torch(
+    keys_RC: Tensor, total_R1: Tensor, count: int, ids_V: Tensor | None, size: int
+) -> tuple[Tensor, Tensor]:
+    """(ids, log-probabilities) of the ``count`` largest keys; the reference of draft_triton.rank, which one rank runs
+    over all candidates that it has."""
     scores_RC, ids_RC = unpack(keys_RC.topk(count).values)
-    return head.target_ids(torch.clamp(ids_RC, max=head.size - 1)), scores_RC - total_R1
+    ids_RC = torch.clamp(ids_RC, max=size - 1)
+    return ids_RC if ids_V is None else ids_V[ids_RC], scores_RC - total_R1

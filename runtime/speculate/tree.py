@@ -50,14 +50,13 @@ def branching(make: Callable[[ProposerParts], BranchingProposer], top_k: int) ->
 def grow(candidates: Candidates, count: int) -> tuple[Tensor, Tensor]:
     """Tokens and parents (int64 [B, count] each) of nodes 1 to ``count``; at least one a place of the candidates, at
     most as many as there are paths."""
-    ids_BQC, logprobs_BQC = candidates
-    logprobs_BQC = logprobs_BQC.nan_to_num(nan=FLOOR).clamp(min=FLOOR)
-    kernel: _Grow = (_triton_kernel() if ids_BQC.is_cuda else None) or grow_in_torch
-    return kernel(ids_BQC, logprobs_BQC, count)
+    kernel: _Grow = (_triton_kernel() if candidates.ids_BQC.is_cuda else None) or grow_in_torch
+    return kernel(*candidates, count)
 
 
 def grow_in_torch(ids_BQC: Tensor, logprobs_BQC: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The reference of ``grow``: every node has the rank of its next child, and what that child would weigh."""
+    logprobs_BQC = logprobs_BQC.nan_to_num(nan=FLOOR).clamp(min=FLOOR)
     (rows, places, ranks), device = ids_BQC.shape, ids_BQC.device
     number_N = torch.arange(count + 1, device=device)
     weight_BN = torch.zeros(rows, count + 1, device=device)

@@ -14,6 +14,13 @@ from torch import Tensor
 
 
 @triton.jit
+def _weight(logprob):
+    """tree.FLOOR in place of what is not finite, as torch's nan_to_num and clamp; +inf becomes the largest float."""
+    finite = tl.where(logprob == logprob, tl.minimum(logprob, 3.4028234663852886e38), -1e30)
+    return tl.maximum(finite, -1e30)
+
+
+@triton.jit
 def _grow_kernel(
     ids_ptr,
     logprobs_ptr,
@@ -30,7 +37,7 @@ def _grow_kernel(
     weight = tl.zeros((LANES,), tl.float32)
     depth = tl.zeros((LANES,), tl.int32)
     rank = tl.zeros((LANES,), tl.int32)
-    child = tl.where(lane == 0, tl.load(logprobs), -float("inf"))  # what a node's next child would weigh
+    child = tl.where(lane == 0, _weight(tl.load(logprobs)), -float("inf"))  # what a node's next child would weigh
     for node in tl.range(1, COUNT + 1):
         best = tl.max(child, 0)
         heaviest = tl.min(tl.where(child == best, lane, COUNT), 0)
@@ -44,9 +51,9 @@ def _grow_kernel(
         tl.store(tokens_ptr + row * COUNT + node - 1, tl.load(ids + place))
         tl.store(parents_ptr + row * COUNT + node - 1, parent.to(tl.int64))
         deeper = its_depth + 1 < PLACES
-        first = tl.load(logprobs + (its_depth + 1) * RANKS, mask=deeper, other=0.0)
+        first = _weight(tl.load(logprobs + (its_depth + 1) * RANKS, mask=deeper, other=0.0))
         further = its_rank + 1 < RANKS
-        following = tl.load(logprobs + place + 1, mask=further, other=0.0)
+        following = _weight(tl.load(logprobs + place + 1, mask=further, other=0.0))
         new = lane == node
         depth = tl.where(new, its_depth + 1, depth)
         weight = tl.where(new, own, weight)

@@ -17,6 +17,7 @@ from torch import Tensor
 from models.kernels.reference import ReferenceKernels
 from runtime.execute.proposer import Advanced
 from runtime.execute.sampling.kernels import triton_kernels as triton_sampling
+from runtime.execute.sampling.packed_argmax import pack
 from runtime.speculate import draft_rows, likeliest, newest_state, synthetic
 from runtime.speculate.draft_kernels import triton_kernels
 from runtime.speculate.draft_rows import (
@@ -26,7 +27,7 @@ from runtime.speculate.draft_rows import (
     chain_rows,
     chain_rows_in_torch,
 )
-from runtime.speculate.likeliest import best_keys, chosen, chosen_in_torch
+from runtime.speculate.likeliest import best_keys, chosen, chosen_in_torch, ranked_in_torch
 from runtime.speculate.newest_state import keep_newest, keep_newest_in_torch
 from runtime.speculate.synthetic import kept_by_script, kept_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same
@@ -118,6 +119,27 @@ def test_the_likeliest_are_those_of_torch(rows: int, vocab: int, dtype: torch.dt
     expected = expected.clamp(max=start + size - 1)
     same(found, expected if ids_V is None else ids_V[expected], "ids")
     same(found, chosen_in_torch(keys.cpu(), ids_V, start + size), "ids of the same keys")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 8, 33])
+def test_candidates_are_ranked_as_in_torch(count: int, dtype: torch.dtype, mapped: bool) -> None:
+    """Few different scores, so that ids decide; -inf, -0.0 and NaN among them, and ids of padding."""
+    torch.manual_seed(count)
+    kernels = triton_kernels()
+    assert kernels is not None
+    score_RC = torch.randint(-2, 3, (6, count)).to(dtype) * 0.5
+    score_RC[0, -1], score_RC[1, 0], score_RC[2, 0] = float("-inf"), float("nan"), -0.0
+    id_RC = torch.rand(6, 70).argsort(1)[:, :count]
+    total_R1, size = torch.rand(6, 1), 66
+    ids_V = torch.randperm(size) + 5 if mapped else None
+    found = kernels.rank(
+        *(score_RC.to(DEVICE), id_RC.to(DEVICE), total_R1.to(DEVICE), None if ids_V is None else ids_V.to(DEVICE), size)
+    )
+    expected = ranked_in_torch(pack(score_RC.float(), id_RC), total_R1, count, ids_V, size)
+    same(found[0], expected[0], "ids")
+    same(found[1].nan_to_num(nan=7.0), expected[1].nan_to_num(nan=7.0), "log-probabilities")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ import torch
 from runtime.execute.cache import entry_move
 from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.sampling.draft_tree import DraftTree, lay_out_in_torch, walk_in_torch
-from runtime.speculate.tree import FLOOR, grow_in_torch
+from runtime.speculate.tree import grow_in_torch
 
 grow_trees = pytest.importorskip("runtime.speculate.tree_triton").grow_trees
 tree_kernels = pytest.importorskip("runtime.execute.sampling.draft_tree_triton")
@@ -38,7 +38,8 @@ def candidates(rows: int, depth: int, top_k: int) -> tuple[torch.Tensor, torch.T
     """Some of them equally likely, some impossible."""
     torch.manual_seed(depth + top_k)
     logprobs = (2 * torch.randn(rows, depth, top_k)).round().log_softmax(-1).sort(-1, descending=True).values
-    logprobs[0, -1, 1:] = FLOOR
+    logprobs[0, -1, 1:] = float("-inf")
+    logprobs[-1, 0, -1] = float("nan")
     ids = torch.rand(rows, depth, 50).argsort(-1)[:, :, :top_k]
     return ids.to(DEVICE), logprobs.to(DEVICE)
 

@@ -147,6 +147,8 @@ def windows(driver: CompilingDriver) -> None:
     draft_triton.lay_out(numbers, last, length, finished, table, width, mask_token=151669, **how)
     draft_triton.choose(made(rows, 75), None, 151936)
     draft_triton.choose(made(rows, 75), made(32768), 32768)
+    few_ids = made(120, 8)
+    draft_triton.rank(made(120, 8, dtype=torch.bfloat16), few_ids, made(120, 1, dtype=torch.float32), None, 151936)
     draft_triton.script(last, length, made(width, dtype=torch.float32), purpose=1)
     state = made(rows, 4096, dtype=torch.bfloat16)
     draft_triton.keep(state, state, numbers, numbers, made(rows, dtype=torch.bool))
