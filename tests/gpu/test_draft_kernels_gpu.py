@@ -122,6 +122,16 @@ def test_the_likeliest_are_those_of_torch(rows: int, vocab: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("mapped", [False, True])
+def test_an_id_of_padding_becomes_the_last_one(mapped: bool) -> None:
+    """As of a rank all of whose ids are padding, where no other has a usable logit."""
+    keys = pack(torch.tensor([[float("nan"), 1.0], [float("-inf"), float("-inf")]]), torch.tensor([[72, 3], [71, 70]]))
+    ids_V = torch.arange(66) * 2 if mapped else None
+    found = chosen(keys.to(DEVICE), None if ids_V is None else ids_V.to(DEVICE), 66)
+    assert found.tolist() == [65 * (1 + mapped)] * 2
+    same(found, chosen_in_torch(keys, ids_V, 66), "ids")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 8, 33])
 def test_candidates_are_ranked_as_in_torch(count: int, dtype: torch.dtype, mapped: bool) -> None:
