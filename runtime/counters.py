@@ -55,6 +55,7 @@ def engine_counters(
         "session_continues": schedule.session_continues,
         "session_extends": schedule.session_extends,
         "session_forks": schedule.session_forks,
+        "session_forks_without_copy": schedule.session_forks_without_copy,
         "session_refusals": schedule.session_refusals,
         "session_evictions": schedule.session_evictions,
         "session_closes": schedule.session_closes,

@@ -108,6 +108,7 @@ class Executor:
             snapshots=self.sizing.shape.snapshots,
         )
         self.staging.on_seated, self.staging.on_restored = self.pool.reset, self.pool.copy_states
+        self.staging.on_forked = self.pool.fork
         parts = self._parts_over(self.pool)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)

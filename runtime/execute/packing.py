@@ -38,7 +38,8 @@ class Changes(Generic[A]):
     (see Chunks). history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that
     slots begin with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents behind
     the step's forward pass. restored_2H int64: rows of state banks (cache/pool.py), and those that get their contents
-    before it; kept_2C int64: the same behind it, of forks and snapshots.
+    before it; kept_2C int64: the same behind it, of forks and snapshots. forked_2C and forked_blocks_2C int64: rows of
+    state banks and blocks, and those that get their contents before anything else happens.
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
     longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
@@ -64,6 +65,8 @@ class Changes(Generic[A]):
     copied_blocks_2C: A | None = None
     restored_2H: A | None = None
     kept_2C: A | None = None
+    forked_2C: A | None = None
+    forked_blocks_2C: A | None = None
     edit_slots_E: A | None = None
     edit_sizes_E3: A | None = None
     recent_EH: A | None = None
@@ -98,6 +101,8 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
         _pack_updates(packed, plan, tables)
     if plan.block_writes:
         _pack_blocks(packed, plan, tables)
+    if plan.copies:
+        _pack_copies(packed, plan, tables)
     if plan.kind is not StepKind.DECODE:
         _pack_chunks(packed, spec, max_rows)
         if plan.scored_tokens:
@@ -229,6 +234,20 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
     packed.cells_M = slots_M * tables.max_blocks + indices_M
     _check_distinct(plan, "block writes", packed.cells_M)
     packed.blocks_M = blocks_M.astype(np.int32)
+
+
+def _pack_copies(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+    """One launch copies all, in no order: what one reads no other may write."""
+    pairs = [(copy.source, copy.slot) for copy in plan.copies]
+    blocks = [copy.copied for copy in plan.copies if copy.copied is not None]
+    for what, two in (("slots", pairs), ("blocks", blocks)):
+        targets = {target for _, target in two}
+        if len(targets) < len(two) or any(source in targets for source, _ in two):
+            raise ValueError(f"step {plan.step}: copies of {what} {two} write what one of them reads or writes")
+    packed.forked_2C = np.array(pairs, np.int64).T.copy()
+    _check_slots(plan, "a copy", packed.forked_2C, tables)
+    if blocks:
+        packed.forked_blocks_2C = np.array(blocks, np.int64).T.copy()
 
 
 def kept_states(plan: StepPlan) -> int:

@@ -130,6 +130,7 @@ class Staging:
         self.on_restored: Callable[[Tensor], None] | None = (
             None  # told rows of state banks, [2, H]: from which, to which
         )
+        self.on_forked: Callable[[Tensor, Tensor | None], None] | None = None  # the same, and blocks, before all else
 
     # ---- what the steps read ----
 
@@ -219,6 +220,8 @@ class Staging:
         chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R, self._kept_2R)
 
         def work() -> None:
+            if changes.forked_2C is not None and self.on_forked is not None:
+                self.on_forked(changes.forked_2C, changes.forked_blocks_2C)
             apply_changes(changes, tables, row_map, *chunks)
             if changes.seated_H is not None and self.on_seated is not None:
                 self.on_seated(changes.seated_H)

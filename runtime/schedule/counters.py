@@ -50,8 +50,10 @@ class ScheduleCounters:
     their prompt was begun, and computed again, because their state was not kept.
 
     Sessions: ``session_parks``: quanta that ended with a session parked. ``session_continues``, ``session_extends``,
-    ``session_forks``: events that were carried out; ``session_refusals``: that were not. ``session_evictions``: parked
-    sessions that gave up slot and blocks (``evictions`` counts them, too); ``session_closes``: that were ended for it.
+    ``session_forks``: events that were carried out; ``session_refusals``: that were not.
+    ``session_forks_without_copy``: forks that hold nothing yet, for want of room or of a parent that holds something;
+    they compute what the prefix index has not. ``session_evictions``: parked sessions that gave up slot and blocks
+    (``evictions`` counts them, too); ``session_closes``: that were ended for it.
 
     Windows, counted when a live row of one lands: ``spec_num_drafts`` rows, ``spec_num_draft_tokens`` tokens proposed,
     ``spec_num_accepted_tokens`` of them kept; ``spec_accepted_per_position``: how often the first, the second and so on
@@ -92,6 +94,7 @@ class ScheduleCounters:
     session_continues: int = 0
     session_extends: int = 0
     session_forks: int = 0
+    session_forks_without_copy: int = 0
     session_refusals: int = 0
     session_evictions: int = 0
     session_closes: int = 0

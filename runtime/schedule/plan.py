@@ -114,7 +114,7 @@ class SlotWrite:
     ``token_ids`` are the tokens known so far (prompt, plus generated ones when it was evicted and is recomputed) and
     ``prompt_length`` says how many of them are prompt: penalties count the two differently. Here and below, a scheduler
     gives token ids as ``array("i")``. ``resumes``: the slot is the request's already, and its state of those ``length``
-    tokens, paged and recurrent, stays.
+    tokens, paged and recurrent, stays; or it is copied in this plan (SlotCopy).
     """
 
     slot: int
@@ -186,6 +186,20 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """``slot`` begins with what ``source`` holds, before anything else of the step: a session that was forked.
+
+    Its state in slots is copied. The full blocks of KV are in the table of both; where the tokens with KV end within a
+    block, ``copied`` is (that block, the new slot's own), and its contents are copied, too. Nothing of ``source`` is in
+    flight, and no slot or block is source of one copy and target of another.
+    """
+
+    source: int
+    slot: int
+    copied: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, the same on every rank.
 
@@ -200,6 +214,8 @@ class StepPlan:
     ``restored``: (snapshot, slot): recurrent state that a slot begins with, in place of none, or goes on with, before
     the step's rows read it. ``saved``: (slot, snapshot), behind the step: the state of a row whose chunk ends with a
     block. The device reads and writes snapshots in the order of steps.
+    ``copies``: of sessions that were forked; each has a slot write that ``resumes``. A plan may have these alone, as a
+    decode step without rows.
     """
 
     step: int
@@ -214,6 +230,7 @@ class StepPlan:
     slot_updates: tuple[SlotUpdate, ...] = ()
     restored: tuple[tuple[int, int], ...] = ()
     saved: tuple[tuple[int, int], ...] = ()
+    copies: tuple[SlotCopy, ...] = ()
 
     @property
     def decode_rows(self) -> int:

@@ -78,7 +78,10 @@ class Planner:
         self._paused_now = 0
         if self._stalled:
             self._seat_extended()
-        return self._in_turns() if self._mixed is None else self._together(self._mixed)
+        planned = self._in_turns() if self._mixed is None else self._together(self._mixed)
+        if planned is None and self.resources.copies_wait:
+            planned = self._step_plan(StepKind.DECODE, (), (), width=1), ()
+        return planned
 
     def _in_turns(self) -> Planned | None:
         planned = None
@@ -427,6 +430,12 @@ class Planner:
         if behind:
             slots += tuple([sequence.slot for sequence in behind])
             epochs += tuple([sequence.epoch for sequence in behind])
+        copies = self.resources.take_copies()
+        written = {write.slot for write in self._slot_writes}
+        for copy, sequence in copies:
+            if copy.slot not in written:
+                self._slot_writes.append(_slot_write(sequence))
+            sequence.resumes = False
         plan = StepPlan(
             step=step,
             kind=kind,
@@ -440,6 +449,7 @@ class Planner:
             slot_updates=self.resources.take_slot_updates(),
             restored=tuple(self._restored),
             saved=tuple(self._saved),
+            copies=tuple([copy for copy, _ in copies]),
         )
         self._slot_writes.clear()
         self._restored.clear()
@@ -455,6 +465,8 @@ class Planner:
             writes += (fork.slot, fork.chunk, *(fork.copied or ()))
         for pair in (*plan.restored, *plan.saved):
             writes += pair
+        for copy in plan.copies:
+            writes += (copy.source, copy.slot, *(copy.copied or ()))
         self.resources.digest.fold(step, kind.name, (len(slots), *writes))
         return plan
 

@@ -16,7 +16,7 @@ from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.digest import RollingDigest
 from runtime.schedule.fence import Fence
-from runtime.schedule.plan import Evicted, Finished, Fork, Notice, SlotUpdate, StepPlan
+from runtime.schedule.plan import Evicted, Finished, Fork, Notice, SlotCopy, SlotUpdate, StepPlan
 from runtime.schedule.queue import WaitingQueue
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.sequence import NOT_WAITING, SequenceState, Session
@@ -75,6 +75,7 @@ class Resources:
         self._idled = 0  # times that a request became PAUSED or PARKED
         self._block_writes: dict[tuple[int, int], int] = {}  # (slot, index) -> block, for the next step
         self._slot_updates: dict[int, SlotUpdate] = {}  # by slot, for the next step
+        self._copies: dict[int, tuple[SlotCopy, SequenceState]] = {}  # by slot, and whose it is; for the next step
         self._saving: dict[int, int] = {}  # by request, the snapshot that the plan which is being made writes
 
     def _lane(self, sequence: SequenceState) -> int:
@@ -184,6 +185,64 @@ class Resources:
         copied.planned_tokens, copied.score_at = copied.landed_tokens, len(parent.request.prompt_token_ids)
         self._queue_up(copied)
         return copied
+
+    def seat_copy(self, parent: SequenceState, copied: SequenceState) -> bool:
+        """Give ``copied``, which knows what the parked ``parent`` knows, a slot with all that the parent's holds.
+
+        The plan that is about to be made carries the copy, which comes before anything else of its step. So either may
+        give all back at once, and whoever gets it writes later. False where the parent holds nothing, or was closed for
+        this one, or where no slot is free, or no block for the end of its KV, that no copy of the same step reads.
+        """
+        written = parent.landed_tokens - 1  # the newest token has no KV yet
+        full, rest = divmod(written, self.limits.block_size)
+        if parent.state is not State.PARKED or not parent.slot:
+            return False
+        if not self.slots.free_count or (rest and not self.pool.free_count):
+            return False
+        slot, fresh, shared = self.slots.take(), self.pool.take(1 if rest else 0), parent.blocks[:full]
+        if self._is_read(slot, fresh):
+            self.slots.give_back(slot)
+            self.pool.give_back(fresh)
+            return False
+        copied.seated(slot, self.slots.epochs[slot])
+        copied.prefill_begun = copied.resumes = True
+        copied.prefilled = written
+        self.pool.share(shared)
+        copied.blocks = shared + fresh
+        copied.published_blocks, copied.prefix_id = parent.published_blocks, parent.prefix_id
+        copied.publish_at, copied.state_at = parent.publish_at, parent.state_at
+        copied.trusted, copied.borrowed = parent.trusted, parent.borrowed
+        self._write_blocks(copied, 0)
+        source, pair = parent.slot, (parent.blocks[full], copied.blocks[full]) if rest else None
+        if parent.slot in self._copies:  # it is copied in the same step itself
+            first, _ = self._copies[parent.slot]
+            source = first.source
+            pair = (first.copied[0], pair[1]) if pair and first.copied else pair
+        self._copies[slot] = SlotCopy(source, slot, pair), copied
+        self.counters.admissions += 1
+        return True
+
+    def _is_read(self, slot: int, blocks: list[int]) -> bool:
+        """By a copy of the plan that is being made, whose source has ended meanwhile."""
+        copies = [copy for copy, _ in self._copies.values()]
+        return any(copy.source == slot or (copy.copied and copy.copied[0] in blocks) for copy in copies)
+
+    @property
+    def copies_wait(self) -> bool:
+        """Whether the plan that is being made has slots to copy."""
+        return bool(self._wanted_copies())
+
+    def take_copies(self) -> list[tuple[SlotCopy, SequenceState]]:
+        """For the plan to carry, with whose they are. Their slots are written, so they are not moved on besides."""
+        taken = self._wanted_copies()
+        self._copies.clear()
+        for copy, _ in taken:
+            self._slot_updates.pop(copy.slot, None)
+        return taken
+
+    def _wanted_copies(self) -> list[tuple[SlotCopy, SequenceState]]:
+        """All but those of sequences that ended in the turn that made them."""
+        return [(copy, s) for copy, s in self._copies.values() if self.slots.epochs[copy.slot] == s.epoch]
 
     def _queue_up(self, sequence: SequenceState) -> None:
         self._arrivals += 1

@@ -144,7 +144,8 @@ class Sessions:
         self._go_on(sequence, session)
 
     def _branch(self, parent: SequenceState, session: Session, event: Branch) -> None:
-        """It holds nothing yet: what it shares with its parent is found in the prefix index once it goes on."""
+        """It gets a copy of what its parent holds; where that cannot be it holds nothing, and what it shares with its
+        parent is found in the prefix index once it goes on."""
         resources = self._resources
         resources.counters.session_forks += 1
         child = resources.copy_of(parent, event.request_id)
@@ -153,6 +154,8 @@ class Sessions:
         child.session = replace(session, epoch=1, revive=False)
         resources.sessions[event.request_id] = child
         self._park(child, child.session)
+        if not resources.seat_copy(parent, child):
+            resources.counters.session_forks_without_copy += 1
 
     # ---- landing ----
 

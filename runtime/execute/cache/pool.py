@@ -98,6 +98,12 @@ class CachePool:
         for copier in self._copiers:
             copier.copy(pairs_2C)
 
+    def fork(self, rows_2C: Tensor, blocks_2C: Tensor | None) -> None:
+        """Both at once, for slots that go on from where others are; blocks where there are any to copy."""
+        self.copy_states(rows_2C)
+        if blocks_2C is not None:
+            self.copy_blocks(blocks_2C)
+
     def warm_up_copies(self) -> None:
         """Once, after the last ``allocate``: prepare both copies, and run them over trash block and null slot."""
         kinds: dict[torch.Size, list[Tensor]] = {}

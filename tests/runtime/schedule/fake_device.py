@@ -82,6 +82,7 @@ class SlotRow:
     broken: bool = False
     lost: bool = False  # its recurrent state was that of other tokens
     tried: bool = False  # its last step gave it no token
+    copied: bool = False  # from a parked one, and it has not run since
 
 
 @dataclass
@@ -139,8 +140,12 @@ class FakeDevice:
             self.results.append((None, []))
             self.launched.append(())
             return
+        self._copy(plan)
+        copied = {copy.slot for copy in plan.copies}
         for write in plan.slot_writes:
-            if write.resumes:
+            if write.slot in copied:
+                assert write.resumes, "what was copied stays"
+            elif write.resumes:
                 held = self.rows[write.slot]
                 assert held is not None
                 assert (held.request_id, held.epoch) == (write.request_id, write.epoch)
@@ -148,16 +153,19 @@ class FakeDevice:
                 assert not self._in_flight(write.slot), "a slot is written while nothing of it is in flight"
             if not write.resumes:
                 self.states[write.slot] = ()
-            self.rows[write.slot] = SlotRow(
+            begun = self.rows[write.slot] = SlotRow(
                 write.request_id, write.epoch, write.length, GARBAGE, False, write.max_length, write.stop_token_ids
             )
+            if write.slot in copied:
+                begun.last, begun.copied = write.token_ids[-1], True
         written = {write.slot for write in plan.slot_writes}
         for update in plan.slot_updates:
             row = self.rows[update.slot]
             assert row is not None
             assert update.slot not in written, "a slot is written, or moved on, never both"
             if update.revive:
-                assert row.finished, "only who has ended is revived"
+                assert row.finished or row.copied, "only who has ended is revived"
+                row.copied = False
                 assert not self._in_flight(update.slot), "all of it has landed"
                 assert row.last not in row.stops, "nobody goes on behind a stop id"
                 row.finished = False
@@ -178,13 +186,32 @@ class FakeDevice:
             assert slot in [chunk.slot for chunk in plan.chunks], "state is known where a chunk ends"
             self.snapshots[snapshot] = self.states[slot]
 
+    def _copy(self, plan: StepPlan) -> None:
+        """Before anything else, in no order."""
+        sources, targets = {copy.source for copy in plan.copies}, {copy.slot for copy in plan.copies}
+        blocks = [copy.copied for copy in plan.copies if copy.copied is not None]
+        assert not sources & targets, "a slot is copied from, or to"
+        assert not {source for source, _ in blocks} & {target for _, target in blocks}
+        assert len({target for _, target in blocks}) == len(blocks)
+        for copy in plan.copies:
+            held = self.rows[copy.source]
+            assert held is not None
+            assert held.finished or held.copied, "only who is parked is copied"
+            assert not self._in_flight(copy.source), "what is copied is at rest"
+            assert not self._in_flight(copy.slot)
+            self.states[copy.slot] = self.states[copy.source]
+            assert copy.slot in {write.slot for write in plan.slot_writes}
+        for source, target in blocks:
+            self.cells[target] = list(self.cells[source])
+
     def _run(self, plan: StepPlan) -> tuple[StepResult, Writes]:
         """Rows without a chunk decode, the others prefill. Each kind of step has the rows that it says it has."""
         decode_rows = plan.decode_rows
         assert len(plan.epochs) == len(plan.slots)
         behind = [chunk.slot for chunk in plan.chunks] + [fork.slot for fork in plan.forks]
         assert behind == list(plan.slots[decode_rows:]), "chunks are of the rows behind those that decode, then forks"
-        assert (bool(decode_rows), bool(plan.chunks)) == HAS[plan.kind], "decode rows and chunks"
+        nothing_but_copies = plan.copies and not plan.slots and plan.kind is StepKind.DECODE
+        assert nothing_but_copies or (bool(decode_rows), bool(plan.chunks)) == HAS[plan.kind], "decode rows and chunks"
         assert len(set(plan.slots)) == len(plan.slots), "a slot is one row of a step"
         assert plan.width == 1 or decode_rows, "a prompt's last chunk yields one token"
         result = Columns()
