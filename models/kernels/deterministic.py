@@ -189,9 +189,9 @@ class DeterministicKernels(Kernels):
         last token of the path down to it."""
         out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
         z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
-        each = None
-        if rows.tree is not None and rows.frozen:
-            rows, each = _paths(rows.slots_B, rows.tree.seen_BN), rows.tree.seen_BN.shape[1]
+        each, tree = None, rows.tree
+        if tree is not None and rows.frozen:
+            rows, each = _paths(rows.slots_B, tree.seen_BN), tree.seen_BN.shape[1]
         given = qkv_TC, b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl
         delta_step.delta_steps(*given, most=len(qkv_TC), each=each)
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from models.kernels.interface import Kernels
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
+from runtime.execute.device.cuda import CudaDevice
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -29,8 +31,9 @@ from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
 from tests.models.kernels.recurrent.mamba_cases import banks, random_weights, width
 from tests.models.kernels.recurrent.tree_cases import CHAIN, FORKED, STAR, grown, padded, path, positions, state_tree
-from tests.runtime.engine.rig import request, run
-from tests.runtime.speculate.demo_acceptance import HYBRID, TREE_SIZES, WIDEST, golden_rows, tree_acceptance
+from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.same_bits import answers, difference, plainly
+from tests.runtime.speculate.demo_acceptance import DEMO, HYBRID, TREE_SIZES, WIDEST, golden_rows, tree_acceptance
 from tests.runtime.speculate.test_demo_drafters import check_hybrid_tokens
 
 pytestmark = pytest.mark.gpu
@@ -224,6 +227,34 @@ def test_a_round_is_one_captured_launch_without_a_sync(make: Callable[[torch.dty
         assert engine.counters["spec_num_accepted_tokens"] > 0
         assert engine.counters["graph_captures_after_warmup"] == 0
         assert engine.counters["device_allocs_after_warmup"] == 0
+
+
+@pytest.mark.parametrize(("folder", "method"), [(DEMO, "dflash"), (HYBRID, "mtp")], ids=["attention", "hybrid"])
+def test_the_deterministic_mode_changes_no_bit(folder: Path, method: str) -> None:
+    """Trees at two depths against single steps of the plainest engine, tokens and log-probabilities."""
+    requests = [
+        request(i, row["prompt_token_ids"], max_tokens=40, stops=(0, 3), logprobs=3, temperature=0.8 * (i % 2))
+        for i, row in enumerate(golden_rows(folder)[:8])
+    ]
+
+    def open_rig(**limits: Any) -> Any:
+        device = CudaDevice(torch.device(DEVICE))
+        common = {"dtype": torch.bfloat16, "block_size": 16, "max_model_len": 640, "folder": folder}
+        common["kernels"] = select_kernels(device.torch_device, torch.bfloat16, 64, deterministic=True)
+        return rig(device=device, **(common | limits))
+
+    expected = plainly(open_rig, requests)
+    keys: dict[str, Any] = {"method": method, "num_speculative_tokens": WIDEST[method]}
+    keys |= {"tree_size": TREE_SIZES[method]} | ({"model": str(DEMO / method)} if folder == DEMO else {})
+    proposer = proposer_for(speculative_config(keys), target_folder=folder)
+    trees: dict[str, Any] = {"proposer": proposer, "widths": (WIDEST[method] + 1,), "tree": TREE_SIZES[method]}
+    for depth, rows in ((0, 1), (2, 8)):
+        with open_rig(depth=depth, rows=rows, blocks=600, **trees) as engine:
+            found = answers(engine, requests)
+            assert engine.counters["spec_num_accepted_tokens"] > 0
+        told = difference(found, expected)
+        assert (told.flips, told.bits) == (0, 0), told
+        assert told.compared > 100
 
 
 def test_trees_have_the_masks_that_attention_has() -> None:

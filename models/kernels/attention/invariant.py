@@ -69,7 +69,7 @@ def _chunk(
         if NODES:
             place = position
             deep = root + 0
-            for node in range(1, NODES):
+            for node in range(1, tl.where(start + BLOCK_N > root, NODES, 1)):  # keys before the root lie in order
                 of_path = (seen >> (node - 1)) & 1
                 deep += of_path
                 place = tl.where((position == deep) & (of_path == 1), root + node, place)
