@@ -239,7 +239,7 @@ def test_the_deterministic_mode_changes_no_bit(folder: Path, method: str) -> Non
 
     def open_rig(**limits: Any) -> Any:
         device = CudaDevice(torch.device(DEVICE))
-        common = {"dtype": torch.bfloat16, "block_size": 16, "max_model_len": 640, "folder": folder}
+        common: dict[str, Any] = {"dtype": torch.bfloat16, "block_size": 16, "max_model_len": 640, "folder": folder}
         common["kernels"] = select_kernels(device.torch_device, torch.bfloat16, 64, deterministic=True)
         return rig(device=device, **(common | limits))
 
