@@ -69,6 +69,17 @@ def seen_keys(inputs: DecodeAttention, positions_L: Tensor) -> Tensor:
     return (node_B1L <= 0) | (positions_L == 0) | ((node_B1L < new) & (bits_BQL & 1 == 1))
 
 
+def nodes_of_paths(seen_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """(path, length) of each node of trees by ``tree_BQ``: path int64 [B, N, N], the nodes from the root down to it and
+    then N; length int64 [B, N]."""
+    nodes = seen_BN.shape[1]
+    number_N = torch.arange(nodes, device=seen_BN.device)
+    bits_BNN = seen_BN.to(torch.int64)[:, :, None] >> (number_N - 1).clamp(min=0) & 1
+    on_path_BNN = (bits_BNN == 1) | (number_N == 0)
+    path_BNN = torch.where(on_path_BNN, number_N, nodes).sort(-1).values  # parents come before children
+    return path_BNN, on_path_BNN.sum(-1)
+
+
 class RepeatedPrefill(Protocol):
     """Prefill attention that captured launches read, and that the host plans anew before each of their replays."""
 

@@ -232,11 +232,6 @@ class EngineConfig:
             )
 
     def _check_tree(self, config: SpeculativeConfig) -> None:
-        if self.deterministic:
-            raise ConfigError(
-                f"deterministic is on, but tree_size is {config.tree_size}: attention over a tree adds keys in another "
-                "order than single steps do: leave out tree_size or --deterministic"
-            )
         if self.data_parallel > 1:
             raise ConfigError(
                 f"data_parallel is {self.data_parallel}, but tree_size is {config.tree_size}: groups do not agree on "

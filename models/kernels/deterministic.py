@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows
+from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows, nodes_of_paths
 from models.kernels.attention import invariant as attention
 from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import RepeatedTiles, Tiles
@@ -126,8 +126,6 @@ class DeterministicKernels(Kernels):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         _require_head_dim(kv_layer)
-        if inputs.tree_BQ is not None:
-            raise RuntimeError("attention of trees is not batch-invariant: keys of a path lie at other places")
         return attention.decode_attention(
             q_THD,
             kv_layer,
@@ -187,10 +185,15 @@ class DeterministicKernels(Kernels):
         state_SHVK: Tensor,
         rows: StateRows,
     ) -> Tensor:
-        """Token by token, however many a row has: chunks would round by where a prompt was cut."""
+        """Token by token, however many a row has: chunks would round by where a prompt was cut. A node of a tree is the
+        last token of the path down to it."""
         out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
         z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
-        delta_step.delta_steps(qkv_TC, b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl, most=len(qkv_TC))
+        each, tree = None, rows.tree
+        if tree is not None and rows.frozen:
+            rows, each = _paths(rows.slots_B, tree.seen_BN), tree.seen_BN.shape[1]
+        given = qkv_TC, b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl
+        delta_step.delta_steps(*given, most=len(qkv_TC), each=each)
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
 
     def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
@@ -215,6 +218,21 @@ _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "sigmoid_mul": (gates,),
     "gated_add": (gates,),
 }
+
+
+def _paths(slots_B: Tensor, seen_BN: Tensor) -> StateRows:
+    """Every node as a row of N tokens, of which those on its path count, by their distance from the row's first one."""
+    rows, nodes = seen_BN.shape
+    path_BNN, length_BN = nodes_of_paths(seen_BN)
+    node_N11 = torch.arange(nodes, device=seen_BN.device)[:, None]
+    first_B11 = torch.arange(rows, device=seen_BN.device)[:, None, None] * nodes
+    path_BNN = first_B11 + path_BNN - (first_B11 + node_N11) * nodes
+    return StateRows(
+        slots_B.repeat_interleave(nodes),
+        frozen=True,
+        kept_B=length_BN.reshape(-1),
+        path_BW=path_BNN.reshape(rows * nodes, nodes),
+    )
 
 
 def _require_head_dim(kv_layer: Tensor) -> None:

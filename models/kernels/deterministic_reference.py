@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StateRows
+from models.inputs import DecodeAttention, PrefillAttention, StateRows, nodes_of_paths
 from models.kernels.interface import DeltaRule, Rotation
 from models.kernels.recurrent.ragged import token_rows
 from models.kernels.reference import ReferenceKernels
@@ -53,9 +53,9 @@ class DeterministicReferenceKernels(ReferenceKernels):
         scale: float,
         out_THD: Tensor | None = None,
     ) -> Tensor:
-        if inputs.tree_BQ is not None:
-            raise RuntimeError("attention of trees is not batch-invariant: keys of a path lie at other places")
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
+        if inputs.tree_BQ is not None:
+            return self._attend_along_paths(q_THD, kv_layer, inputs, scale)
         if out_THD is None:
             out_THD = torch.zeros_like(q_THD if inputs.starts_B is not None else q_THD[: rows * new])
         lengths = inputs.kv_lengths_B.tolist()
@@ -69,6 +69,23 @@ class DeterministicReferenceKernels(ReferenceKernels):
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         return super().prefill_attention(q_THD, kv_layer, inputs, scale)
+
+    def _attend_along_paths(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+        """Each node as a decode step whose keys are those of its path, in pages of their own."""
+        assert inputs.tree_BQ is not None
+        out_THD, new, size = torch.zeros_like(q_THD), inputs.query_len, kv_layer.shape[2]
+        path_BNN, length_BN = (x.tolist() for x in nodes_of_paths(inputs.tree_BQ))
+        for row, length in enumerate(inputs.kv_lengths_B.tolist()):
+            root = length - new
+            for node in range(new):
+                path = path_BNN[row][node][: length_BN[row][node]]
+                place_L = torch.tensor([*range(root), *(root + number for number in path)])
+                page_L = inputs.page_table_BP[row].long()[place_L // size]
+                own_2PSKD = kv_layer[:, page_L, place_L % size].unsqueeze(2)  # a key a page
+                pages_P, token = torch.arange(len(place_L)), row * new + node
+                found = self._prefill_row(q_THD[token : token + 1], own_2PSKD, pages_P, len(place_L), scale)
+                out_THD[token : token + 1] = found
+        return out_THD
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
         """Each query by itself over the keys up to its own position: shapes are those of its decode step."""

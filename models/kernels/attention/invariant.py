@@ -6,7 +6,8 @@ tiles that the host lists, both over the NHD pages [2, pages, S, K, D]. Does not
 
 Keys are cut into chunks of CHUNK at fixed positions, beginning with position 0, and a chunk into blocks of keys. Within
 a chunk: online softmax over its blocks in ascending order (``_chunk``). Then the chunks' results are merged in
-ascending order by one formula (``_merged``). Queries fill a tile of the same shape everywhere: a few tokens of a row,
+ascending order by one formula (``_merged``). The keys of a draft tree's node are those of the path down to it, in this
+order, wherever they lie. Queries fill a tile of the same shape everywhere: a few tokens of a row,
 for the query heads that share a key and value head, and zeros. So all kinds of steps run the same instructions on a
 query, and a key that it may not see adds an exact zero: its bits do not depend on the tile's other queries, nor on
 whether a program takes all chunks in turn or each chunk has a program.
@@ -46,12 +47,15 @@ def _chunk(
     keys,  # that the tile's last query sees
     scale_log2e,
     K,
+    root,  # with NODES: where the tree's entries begin, and the bits of the one node that the tile has
+    seen,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NODES: tl.constexpr,  # of a tree; 0: keys lie in the order of their positions
 ):
     """(weighted values relative to the maximum, maximum, sum of weights) of keys [begin, end) of one chunk."""
     within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -62,7 +66,16 @@ def _chunk(
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + within
         there = position < keys
-        if PAGE % BLOCK_N == 0:
+        if NODES:
+            place = position
+            deep = root + 0
+            for node in range(1, tl.where(start + BLOCK_N > root, NODES, 1)):  # keys before the root lie in order
+                of_path = (seen >> (node - 1)) & 1
+                deep += of_path
+                place = tl.where((position == deep) & (of_path == 1), root + node, place)
+            pages = tl.load(table_row + place // PAGE, mask=there, other=0).to(tl.int64)
+            where = (pages * PAGE + place % PAGE)[:, None] * (K * D) + dims[None, :]
+        elif PAGE % BLOCK_N == 0:
             page = tl.load(table_row + start // PAGE).to(tl.int64)
             where = (page * PAGE + start % PAGE) * (K * D) + offsets
         else:
@@ -107,6 +120,8 @@ def _all_chunks(
     keys,
     scale_log2e,
     K,
+    root,
+    seen,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -114,6 +129,7 @@ def _all_chunks(
     BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,
     STAGES: tl.constexpr,
+    NODES: tl.constexpr,
 ):
     """(weighted values, sum of weights) over all keys, chunk after chunk."""
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -121,8 +137,8 @@ def _all_chunks(
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     for begin in tl.range(0, keys, LENGTH, num_stages=1, disable_licm=True):
         more_acc, more_peak, more_total = _chunk(
-            q, last, keys_ptr, values_ptr, table_row, begin, tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, D,
-            BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES,
+            q, last, keys_ptr, values_ptr, table_row, begin, tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K,
+            root, seen, D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES, NODES,
         )  # fmt: skip
         acc, peak, total = _merged(acc, peak, total, more_acc, more_peak, more_total)
     return acc, total
@@ -190,8 +206,8 @@ def _invariant_prefill_kernel(
             q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
             kv = part * PACK // GROUP * D
             acc, total = _all_chunks(
-                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, position + count, scale_log2e, K, D,
-                BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES,
+                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, position + count, scale_log2e, K, 0, 0,
+                D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, 0,
             )  # fmt: skip
             _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
 
@@ -205,6 +221,7 @@ def _invariant_decode_kernel(
     lengths_ptr,
     starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
     queries_ptr,
+    seen_ptr,  # int32 [B, NODES], with NODES: what each node sees; it is a row by itself then
     out_ptr,
     partial_ptr,  # float32 [units, most, REAL_ROWS, BLOCK_D]; a unit is a row's tile of queries
     stats_ptr,  # float32 [units, most, 2, REAL_ROWS]: maximum and sum
@@ -227,17 +244,29 @@ def _invariant_decode_kernel(
     APART: tl.constexpr,  # a row's chunks are shared by several programs
     RAGGED: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
+    NODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     parts = K * (GROUP // PACK)
+    root = 0
+    seen = 0
     tokens: tl.constexpr = BLOCK_M // PACK  # of a tile
     part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
     row = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths_ptr + row)
+    unit = row * tl.num_programs(0) + tl.program_id(0)
     first_token = row * QUERY_LEN
+    if NODES:
+        seen = tl.load(seen_ptr + row)
+        row = row // NODES
+    length = tl.load(lengths_ptr + row)
+    if NODES:  # from here on a decode step behind the path down to the node
+        root = length - NODES
+        length = root + 1
+        for node in range(1, NODES):
+            length += (seen >> (node - 1)) & 1
     new = QUERY_LEN
     if RAGGED:
         first_token = tl.load(starts_ptr + row).to(tl.int64)
@@ -258,7 +287,6 @@ def _invariant_decode_kernel(
         q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
         kv = part * PACK // GROUP * D
         if APART:
-            unit = row * tl.num_programs(0) + tl.program_id(0)
             partial = partial_ptr + unit * most * (REAL_ROWS * BLOCK_D)
             stats = stats_ptr + unit * most * (2 * REAL_ROWS)
             rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -268,7 +296,8 @@ def _invariant_decode_kernel(
                 begin = chunk * LENGTH
                 acc, peak, total = _chunk(
                     q, position + query, keys_ptr + kv, values_ptr + kv, table_row, begin,
-                    tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES,
+                    tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, root, seen, D, BLOCK_D, PAGE, BLOCK_M,
+                    BLOCK_N, STAGES, NODES,
                 )  # fmt: skip
                 tl.store(partial + chunk * (REAL_ROWS * BLOCK_D) + within, acc, mask=real[:, None])
                 tl.store(stats + chunk * (2 * REAL_ROWS) + rows, peak, mask=real)
@@ -296,8 +325,8 @@ def _invariant_decode_kernel(
                 )
         else:
             acc, total = _all_chunks(
-                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, K, D, BLOCK_D, PAGE,
-                BLOCK_M, BLOCK_N, LENGTH, STAGES,
+                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, K, root, seen, D,
+                BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, NODES,
             )  # fmt: skip
             _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
 
@@ -399,6 +428,9 @@ def decode_attention(
     heads, head_dim = q_THD.shape[1:]
     _, _, page, kv_heads, _ = kv_layer.shape
     rows, query_len = inputs.kv_lengths_B.shape[0], inputs.query_len
+    nodes = 0
+    if inputs.tree_BQ is not None:  # each node has keys of its own, and so is a row
+        nodes, rows, query_len = query_len, rows * query_len, 1
     blocks = blocks_for(q_THD.dtype, head_dim)
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)
     a_tile = blocks.m // pack
@@ -423,6 +455,7 @@ def decode_attention(
         inputs.kv_lengths_B,
         inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
         inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
+        inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ,
         out_THD,
         workspace,
         workspace[slots * block_d :] if sharing > 1 else workspace,
@@ -445,6 +478,7 @@ def decode_attention(
         APART=sharing > 1,
         RAGGED=inputs.starts_B is not None,
         SKIP_EMPTY=inputs.skip_empty,
+        NODES=nodes,
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,

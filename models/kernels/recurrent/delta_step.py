@@ -263,8 +263,12 @@ def delta_steps(
     pdl: bool,
     *,
     most: int,
+    each: int | None = None,
 ) -> Tensor:
-    """S q of Kernels.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone."""
+    """S q of Kernels.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone.
+
+    ``each``: row i's tokens, and its path, are counted from token i * each on, where rows overlap; T / B otherwise.
+    """
     tokens, count = len(qkv_TC), len(rows.slots_B)
     ragged = rows.ends_B is not None
     slice_v, parts, warps = _slices(rule)
@@ -299,7 +303,7 @@ def delta_steps(
         SLICE=slice_v,
         PARTS=1,
         TAPS=1,
-        EACH=1 if ragged else tokens // count,
+        EACH=1 if ragged else each or tokens // count,
         RAGGED=ragged,
         KEPT=rows.kept_B is not None,
         PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],

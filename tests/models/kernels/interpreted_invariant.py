@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from models.inputs import DecodeAttention, MixedAttention, PrefillAttention
+from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StateRows
 from models.kernels.attention import invariant as attention
 from models.kernels.attention.prefill import RepeatedTiles
 from models.kernels.deterministic import DeterministicKernels
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul.invariant import Tile
 from tests.models.kernels.interpreted_kernels import REFERENCE, TRAITS, Cache, check, randn
+from tests.models.kernels.recurrent.delta_cases import DeltaCase
+from tests.models.kernels.recurrent.tree_cases import FORKED, along_ancestors, grown, path, positions, state_tree
 from tests.runtime.engine.rig import request, rig, run
 
 _plain_dot = interpreter.InterpreterBuilder.create_dot
@@ -179,6 +181,46 @@ def attentions(kernels: InterpretedDeterministic) -> None:
         kernels.check_counters()
 
 
+def trees(kernels: InterpretedDeterministic) -> None:
+    """A node of a draft tree as a decode step whose keys lie in the order of its path, over slot state as a chain."""
+    parents = [grown(6, 2), FORKED[:6]]
+    tree = state_tree(parents)
+    for heads, kv_heads, dim, page, dtype, chunk in CASES[:2]:
+        roots, scale = (29, 4), dim**-0.5  # one tree lies over two blocks of keys
+        cache = Cache([root + 6 for root in roots], kv_heads, dim, page, dtype)
+        q = randn(12, heads, dim, dtype=dtype)
+        most = cache.table.shape[1] * page
+        inputs = DecodeAttention(cache.table, cache.lengths, 6, most, tree_BQ=tree.seen_BN)
+        rest = (scale, kernels._chunks, kernels._chunk_counters)
+        how: dict[str, Any] = {"multiprocessors": 8, "chunk": chunk, "pdl": False}
+        found = attention.decode_attention(q, cache.kv, inputs, *rest, sharing=1, **how)
+        check(found, REFERENCE.decode_attention(q, cache.kv, inputs, scale), dtype, ("trees", heads, dim))
+        shared = attention.decode_attention(q, cache.kv, inputs, *rest, sharing=2, **how)
+        same(shared, found, ("trees", heads, dim, page, dtype))
+        for row, (root, of_row) in enumerate(zip(roots, parents, strict=True)):
+            for node in range(6):
+                way = torch.tensor(path(of_row, node))
+                kv, length = cache.kv.clone(), torch.tensor([root + len(way)], dtype=torch.int32)
+                targets = cache.slots(row, root + torch.arange(len(way)))
+                kv.flatten(1, 2)[:, targets] = cache.kv.flatten(1, 2)[:, cache.slots(row, root + way)]
+                step = DecodeAttention(cache.table[row : row + 1], length, 1, most)
+                token = slice(6 * row + node, 6 * row + node + 1)
+                expected = attention.decode_attention(q[token], kv, step, *rest, **how)
+                same(found[token], expected, ("node", node, heads, dim, page, dtype))
+        kernels.check_counters()
+    made = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(12, 5)).made()
+    made.window_SJC[1:3].normal_()
+    made.state_SHVK[1:3].normal_()
+    banks = made.weight_CJ, made.window_SJC, made.rule, made.state_SHVK
+
+    def run_it(tokens_TX: Tensor, rows: StateRows, positions_T: Tensor) -> Tensor:
+        return kernels.conv_gated_delta(tokens_TX, *banks, rows, positions_T)
+
+    rows, at = StateRows(torch.tensor([1, 2]), frozen=True, tree=tree), positions(parents, (7, 2))
+    expected = along_ancestors(run_it, made.projected[0], [1, 2], parents)(made.projected[0], rows, at)
+    same(run_it(made.projected[0], rows, at), expected, "nodes over slot state")
+
+
 def mixed(kernels: InterpretedDeterministic) -> None:
     """Rows that decode before rows that prefill, planned for a replay; what belongs to no row stays as it is."""
     heads, kv_heads, dim, page, dtype, scale = 4, 2, 16, 16, torch.float32, 0.25
@@ -265,6 +307,7 @@ PARTS: tuple[Callable[[InterpretedDeterministic], None], ...] = (
     products,
     a_split_by_rows_is_caught,
     attentions,
+    trees,
     mixed,
     experts,
     engine,

@@ -17,14 +17,19 @@ from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.tree import branching
+from tests.models.tiny_delta import FAMILIES
 from tests.models.toy_hybrid import ARCHITECTURE
 from tests.runtime.engine import rig as over
 from tests.runtime.engine.prompt_ranks import Scores, prompts
+from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.same_bits import CONDITIONS, PLAIN, answers, difference, plainly, questions
 from tests.runtime.engine.tensor_ranks import MetCollectives, tensor_rig
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_mixed import last_layer_for_draws
+from tests.runtime.engine.test_trees import KnownAnswers
 
 SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS}
 
@@ -46,6 +51,22 @@ def test_nothing_that_others_do_changes_a_bit(
         assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
         assert told.compared > 80
     assert any(taken)
+
+
+@pytest.mark.parametrize("shape", [{}, FAMILIES["qwen3.5"]], ids=["attention", "gated delta nets"])
+def test_trees_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
+    """A node's keys, and its state, are those of the path down to it."""
+    model: dict[str, Any] = {"shape": shape, "kernels": DeterministicReferenceKernels()}
+    requests = questions(1, count=3, longest=20)
+    expected = plainly(rig, requests, **model)
+    script = script_of(requests, expected.tokens)
+    how: dict[str, Any] = {"proposer": branching(lambda parts: KnownAnswers(parts, script), 3), "tree": 7}
+    with rig(depth=2, rows=3, speculation=Speculation(4), blocks=60, **how, **model) as engine:
+        found = answers(engine, requests)
+        assert engine.counters["spec_num_accepted_tokens"] > engine.counters["spec_num_drafts"] / 2
+    told = difference(found, expected)
+    assert (told.flips, told.bits) == (0, 0), told
+    assert told.compared > 25
 
 
 def test_two_ranks_against_themselves() -> None:

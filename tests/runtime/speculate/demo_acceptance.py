@@ -80,6 +80,8 @@ def main() -> None:
     for method, size in TREE_SIZES.items():
         record[f"{method} tree"] = tree_acceptance(method, serve(method, tree_size=size)[1])
     record["hybrid mtp"] = acceptance("mtp", serve("mtp", folder=HYBRID)[1])
+    tree = serve("mtp", tree_size=TREE_SIZES["mtp"], folder=HYBRID)
+    record["hybrid mtp tree"] = tree_acceptance("mtp", tree[1])
     RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=2))
 

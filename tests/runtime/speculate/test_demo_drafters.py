@@ -68,6 +68,15 @@ def test_the_hybrid_and_the_layer_in_its_checkpoint(depth: int) -> None:
     assert found["accepted_length"] == pytest.approx(recorded["accepted_length"], rel=0.02)
 
 
+def test_a_tree_over_the_hybrid_keeps_more_than_a_chain() -> None:
+    """Whose nodes go on from their parents' states, and whose path is taken in."""
+    finished, counters = serve("mtp", tree_size=TREE_SIZES["mtp"], folder=HYBRID)
+    check_hybrid_tokens(finished)
+    found, record = tree_acceptance("mtp", counters), json.loads(RECORD.read_text(encoding="utf-8"))
+    assert found["accepted_length"] == pytest.approx(record["hybrid mtp tree"]["accepted_length"], rel=0.02)
+    assert found["accepted_length"] > 1.04 * record["hybrid mtp"]["accepted_length"]
+
+
 def test_the_hybrids_layer_needs_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that lags by a step costs guesses, and no token: acceptance alone tells."""
     observe = MTPProposer.observe
