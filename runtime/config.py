@@ -268,8 +268,9 @@ class EngineConfig:
             )
         if self.max_sessions and self.data_parallel > 1:
             raise ConfigError(
-                f"max_sessions is {self.max_sessions}, but data_parallel is {self.data_parallel}: sessions stay with "
-                "one group: leave out --max-sessions or --data-parallel-size"
+                f"max_sessions is {self.max_sessions}, but data_parallel is {self.data_parallel}: verbs of sessions do "
+                "not find the group that has one: leave out --data-parallel-size, and type --tensor-parallel-size "
+                f"{self.ranks} --expert-parallel for as many ranks; or leave out --max-sessions where no daemon runs"
             )
         if self.deterministic and self.data_parallel > 1:
             raise ConfigError(

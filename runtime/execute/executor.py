@@ -136,8 +136,8 @@ class Executor:
         self.prefill.warm_up()
         if self._config.exchanges and self.prefill.graphs.buckets:
             self.decode.widens = False
-        self.decode.warm_up()
-        for role in further_roles:
+        roles: list[Role] = [self.decode, *further_roles]
+        for role in sorted(roles, key=lambda role: not isinstance(role, PrefillRole)):
             role.warm_up()
         self.device.release_unused()  # of the rehearsals
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from runtime.engine import Engine
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
@@ -23,11 +27,11 @@ pytestmark = pytest.mark.gpu
 LIMITS: dict[str, Any] = {"prefill": "triton", "dtype": torch.float32, "blocks": 400}
 
 
-def ngram(width: int) -> dict[str, Any]:
+def ngram(width: int, mixed_percent: int = 0) -> dict[str, Any]:
     keys = {"num_speculative_tokens": width - 1, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     return {
         "proposer": proposer_for(speculative_config({"method": "ngram", **keys})),
-        "speculation": Speculation(width),
+        "speculation": Speculation(width, mixed_percent=mixed_percent),
     }
 
 
@@ -42,6 +46,38 @@ def test_lookup_gives_the_tokens_of_single_steps(width: int, buckets: tuple[int,
         with gpu_rig(depth=depth, prefill_buckets=buckets, **LIMITS, **ngram(width)) as engine:
             assert outcome(run(engine, requests)) == alone
             assert engine.counters["spec_num_accepted_tokens"] > 30
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int) -> None:
+    """From captured steps of every size, at any depth; nothing is captured or allocated for them later."""
+    requests = [request(50 + i, (9 + i, 5, 6, 7, 5, 6, 7), stops=(), max_tokens=90) for i in range(3)]
+    later = {2 + 2 * i: request(i, range(i, 50 + 9 * i), max_tokens=6, stops=()) for i in range(6)}
+
+    def lived(depth: int, **more: Any) -> tuple[Any, dict[str, int | float], Counter[int]]:
+        found: Counter[int] = Counter()
+        with gpu_rig(depth=depth, **LIMITS, **more) as engine:
+            launch = engine.executor.launch
+
+            def counted(spec: LaunchSpec) -> None:
+                found[spec.width] += spec.plan.kind is StepKind.MIXED
+                launch(spec)
+
+            def arrive(engine: Engine, turn: int) -> None:
+                if turn in later:
+                    engine.add(later[turn])
+
+            engine.executor.launch = counted  # type: ignore[method-assign]
+            return outcome(run(engine, requests, arrive)), dict(engine.counters), found
+
+    alone, _, _ = lived(0)
+    for depth in (0, 2):
+        answers, counters, widths = lived(depth, **ngram(width, 100))
+        assert answers == alone
+        assert widths[width] > 5
+        assert counters["spec_num_accepted_tokens"] > 10
+        assert counters["graph_captures_after_warmup"] == 0
+        assert counters["device_allocs_after_warmup"] == 0
 
 
 class Reader:

@@ -101,6 +101,10 @@ def test_groups_share_whole_experts() -> None:
     assert (groups.ranks, groups.running_seqs) == (8, 32)
     with pytest.raises(ConfigError, match=r"data_parallel is 2, but expert_parallel is off.*--no-expert-parallel"):
         EngineConfig(model="m", device="cpu", data_parallel=2, expert_parallel=False)
+    with pytest.raises(ConfigError, match=r"max_sessions is 4.*--tensor-parallel-size 6 --expert-parallel"):
+        EngineConfig(model="m", device="cpu", tensor_parallel=2, data_parallel=3, max_sessions=4)
+    drafting = {"method": "mtp", "model": "drafter", "num_speculative_tokens": 3}
+    assert EngineConfig(model="m", device="cpu", data_parallel=2, speculative_config=drafting).width == 4
 
 
 def _few_slots(rows: int) -> int:

@@ -19,11 +19,13 @@ from parallel.layers.experts import ExpertSplit
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchResolver, LaunchSpec, exchange_ladder
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.step_sync import DpStepSync
+from runtime.schedule.config import SnapshotPolicy
 from runtime.schedule.plan import Chunk, Finished, Scored, StepKind, StepPlan
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
+from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
@@ -145,6 +147,27 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles() -> None:
         assert all(counters["spec_num_drafts"] > 0 for counters in lives.counters)
         assert lives.counters[1]["speculation_off{batch}"] > 0
         assert all(idle > 0 for idle in lives.idle_steps)
+
+
+def test_each_group_has_snapshots_of_its_own() -> None:
+    """Models with recurrent layers and experts: prefix hits in both groups, while the other one goes on; with windows,
+    too."""
+    shape = FAMILIES["qwen3.5-moe"]
+    stems = [tuple(range(seed, seed + 34)) for seed in (3, 90)]
+    arrivals = [
+        {turn: [request(10 * turn + i, (*stem, 150 + turn), max_tokens=9, stops=(), seed=turn)] for turn in (0, 9, 18)}
+        for i, stem in enumerate(stems)
+    ]
+    keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    windows: RigLimits = {"proposer": proposer_for(speculative_config(keys)), "speculation": Speculation(4)}
+    limits: RigLimits = {"depth": 2, "max_prefill_tokens": 16, "snapshots": SnapshotPolicy(6, 2, 1), "shape": shape}
+    with rig(depth=0, kernels=ExactKernels(), dtype=torch.float64, prefix_caching=False, shape=shape) as engine:
+        expected = outcome(run(engine, [one for group in arrivals for due in group.values() for one in due]))
+    for more in (RigLimits(), windows):
+        lives = Lives(arrivals, **within(limits, **more))
+        assert outcome(lives.finished) == expected
+        assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
+        assert all(counters["snapshot_restores"] >= 2 for counters in lives.counters)
 
 
 def test_a_group_that_never_has_a_request_takes_part_in_everything(chunks: RigLimits) -> None:

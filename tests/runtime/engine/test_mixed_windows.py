@@ -30,7 +30,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
-from tests.runtime.engine.lives import Life, prompt, unbroken
+from tests.runtime.engine.lives import Life, live, prompt, unbroken
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_speculation import ngram, repeating, speculating
@@ -79,6 +79,26 @@ def test_two_ranks_give_what_one_gives(buckets: tuple[int, ...]) -> None:
     several = beside(4, depth=2, over=lambda **limits: tensor_rig(2, **limits), prefill_buckets=buckets)
     assert widths(several)[4] > 3
     assert several.rounds == beside(4, depth=2, prefill_buckets=buckets).rounds
+
+
+@pytest.mark.parametrize("buckets", [(), (16, 24, 36)], ids=["kernels", "graphs"])
+def test_a_script_is_for_rows_that_decode(buckets: tuple[int, ...]) -> None:
+    """All guesses are kept in every step, but a prompt's last chunk draws its token itself."""
+    keys = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [1.0, 1.0, 1.0]}
+    requests = [request(i, prompt(50, i), max_tokens=21, stops=()) for i in range(5)]
+    how: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 24, "prefill_buckets": buckets}
+    life = live(
+        requests,
+        depth=2,
+        proposer=proposer_for(speculative_config(keys)),
+        speculation=Speculation(4, mixed_percent=100),
+        **how,
+    )
+    assert widths(life)[4] > 3
+    first = live(requests, depth=0, max_prefill_tokens=24)
+    for request_id, (tokens, _) in life.answers.items():
+        assert tokens[0] == first.answers[request_id][0][0]
+    assert {(ended.rounds, ended.accepted) for ended in life.finished.values()} == {(5, 15)}
 
 
 def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 python -m tests.runtime.schedule.simulate                 the loads and step costs of Qwen3-8B on one H200
 python -m tests.runtime.schedule.simulate --separate      prefill and decode in steps of their own
+python -m tests.runtime.schedule.simulate --rates 0.75 0.5 0.33 --mixed-percent 25     with windows of 4 tokens
 
 Knows: step times as a function of a plan's tokens, and how the engine's loop overlaps them at a chain depth. Does not
 know: a device, or a clock. Policies are compared here before they are measured; the figures are no measurements.
@@ -22,6 +23,7 @@ from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.speculation import UNIT, Speculation
 from tests.runtime.schedule.configs import config_with
 
 # ---- what a step costs ----
@@ -34,11 +36,13 @@ class StepCosts:
     """``step_ms``: (tokens, ms) of a forward pass and a draw that read no KV; beyond the last, the last slope goes on.
 
     ``kv_ms``: of reading one token's KV. ``attention_ms``: of one token of a prompt attending to one before it.
+    ``draft_ms``: of the guesses of a window, whatever its rows.
     """
 
     step_ms: tuple[tuple[int, float], ...]
     kv_ms: float
     attention_ms: float
+    draft_ms: float = 0.0
 
     def forward(self, tokens: int) -> float:
         for (low, low_ms), (high, high_ms) in pairwise(self.step_ms):
@@ -47,19 +51,21 @@ class StepCosts:
         raise AssertionError("unreachable")
 
     def step(self, plan: StepPlan, kv_tokens: int, buckets: Sequence[int]) -> float:
-        tokens = plan.decode_rows * plan.width + plan.prefill_tokens
+        tokens = plan.packed_tokens
+        guesses = self.draft_ms if plan.width > 1 else 0.0
         if plan.kind is StepKind.MIXED:
             tokens = next((bucket for bucket in buckets if bucket >= tokens), tokens)
         prompts = sum(len(c.token_ids) * (c.start + len(c.token_ids) / 2) for c in plan.chunks)
-        return self.forward(tokens) + kv_tokens * self.kv_ms + prompts * self.attention_ms
+        return self.forward(tokens) + guesses + kv_tokens * self.kv_ms + prompts * self.attention_ms
 
 
 # Decode steps of 1 to 256 rows without their KV reads (147,456 bytes a token at 4.0 TB/s), prefill beyond; attention of
-# 36 layers x 32 heads x 128 at 550 TFLOP/s.
+# 36 layers x 32 heads x 128 at 550 TFLOP/s. Guesses: three of an MTP layer.
 QWEN3_8B_H200 = StepCosts(
     step_ms=((1, 4.11), (8, 4.26), (32, 4.49), (128, 5.33), (256, 7.69), (2048, 48.0), (16384, 370.6)),
     kv_ms=147_456 / 4.0e9,
     attention_ms=4 * 36 * 32 * 128 / 550e9,
+    draft_ms=0.6,
 )
 
 
@@ -95,7 +101,7 @@ def mixed_lengths(count: int, seed: int) -> list[Arrival]:
 
 @dataclass
 class Figures:
-    """Times in ms. ``itl_ms``: between consecutive tokens of a request, of all requests."""
+    """Times in ms. ``itl_ms``: between the steps that give a request tokens, of all requests."""
 
     scheduler: Scheduler
     tokens: int = 0
@@ -131,14 +137,18 @@ def at(ordered: Sequence[float], percent: int) -> float:
 
 
 class TimedDevice:
-    """Runs plans one after the other: when each ends, and what it gives. Requests end by length only."""
+    """Runs plans one after the other: when each ends, and what it gives. Requests end by length only.
 
-    def __init__(self, costs: StepCosts, buckets: Sequence[int]) -> None:
+    ``rates``: the share of windows in which the first guess, the first two, ... are kept."""
+
+    def __init__(self, costs: StepCosts, buckets: Sequence[int], rates: Sequence[float] = ()) -> None:
         self.free_at_ms = 0.0
         self._costs = costs
         self._buckets = buckets
         self._lengths: dict[int, int] = {}  # by slot: tokens known
         self._ends: dict[int, int] = {}  # by slot: tokens at which it ends
+        self._rates = rates
+        self._coins = random.Random(1)
 
     def launch(self, plan: StepPlan, now_ms: float) -> StepResult:
         for write in plan.slot_writes:
@@ -149,12 +159,16 @@ class TimedDevice:
         for chunk in plan.chunks:
             self._lengths[chunk.slot] = chunk.start + len(chunk.token_ids)
         counts = [int(plan.draws(row)) for row in range(len(plan.slots))]
+        for row, slot in enumerate(decoding if plan.width > 1 else ()):
+            coin = self._coins.random()
+            gained = 1 + sum(coin < rate for rate in self._rates[: plan.width - 1])
+            counts[row] = min(gained, self._ends[slot] - self._lengths[slot])
         finish = []
         for slot, count in zip(plan.slots, counts, strict=True):
             self._lengths[slot] += count
             ended = count and self._lengths[slot] >= self._ends[slot]
             finish.append(FinishReason.LENGTH if ended else FinishReason.NONE)
-        return StepResult(plan.step, [7] * len(counts), counts, finish)
+        return StepResult(plan.step, [7] * (len(counts) * plan.width), counts, finish)
 
 
 def simulate(
@@ -163,13 +177,15 @@ def simulate(
     arrivals: Sequence[Arrival],
     concurrency: int | None,
     host_ms: float = 0.1,
+    rates: Sequence[float] = (),
 ) -> Figures:
-    """``concurrency``: so many requests at once, each end admits the next; None: each at its own time.
+    """``concurrency``: so many requests at once, each end admits the next; None: each at its own time. ``rates``: of
+    the guesses that windows keep.
 
     The engine's loop: submit what has come, plan, launch (``host_ms``), then wait for the step that is to land.
     """
     scheduler = Scheduler(config)
-    device = TimedDevice(costs, () if config.mixed is None else config.mixed.buckets)
+    device = TimedDevice(costs, () if config.mixed is None else config.mixed.buckets, rates)
     figures = Figures(scheduler)
     in_order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at_ms)
     coming = deque((arrivals[i].at_ms, i) for i in in_order)
@@ -205,7 +221,7 @@ def simulate(
             else:
                 figures.ttft_ms[i] = now - came[i]
             latest[i] = now
-            figures.tokens += 1
+            figures.tokens += count
         for _ in output.finished:
             if kept_back:
                 coming.append((now, kept_back.popleft()[1]))
@@ -275,18 +291,30 @@ def with_table(costs: StepCosts, target_ms: float | None = None) -> SchedulerCon
     return replace(ROOMY, mixed=mixed)
 
 
+def with_windows(config: SchedulerConfig, costs: StepCosts, width: int, mixed_percent: int) -> SchedulerConfig:
+    """Of ``width`` tokens a row, where these pay by ``costs``."""
+    windows = [(rows, costs.forward(rows * width) + costs.draft_ms) for rows in ROW_LIMITS]
+    table = tuple((rows, round(UNIT * ms / costs.forward(rows))) for rows, ms in windows)
+    rule = Speculation(width, None, table, mixed_percent)
+    return replace(config, limits=replace(config.limits, width=width), widths=(width,), speculation=rule)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--separate", action="store_true", help="prefill and decode steps in turn, no mixed ones")
     parser.add_argument("--itl-target-ms", type=float, help="how long a step with prompts may take")
     parser.add_argument("--depth", type=int, default=2, help="chain depth")
+    parser.add_argument("--rates", nargs="*", type=float, default=[], help="share of windows that keep each guess")
+    parser.add_argument("--mixed-percent", type=int, default=25, help="of a step's tokens beside chunks")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
     options = parser.parse_args()
     config = ROOMY if options.separate else with_table(QWEN3_8B_H200, options.itl_target_ms)
     config = config_with(config, depth=options.depth)
+    if options.rates:
+        config = with_windows(config, QWEN3_8B_H200, len(options.rates) + 1, options.mixed_percent)
     print(HEADER)
     for load in options.loads:
-        figures = simulate(config, QWEN3_8B_H200, *LOADS[load]())
+        figures = simulate(config, QWEN3_8B_H200, *LOADS[load](), rates=options.rates)
         print(f"{load:<22} {figures.line()}", flush=True)
 
 

@@ -19,6 +19,7 @@ from tests.runtime.schedule.simulate import (
     mixed_lengths,
     simulate,
     with_table,
+    with_windows,
 )
 
 COSTS = StepCosts(step_ms=((1, 4.0), (101, 5.0), (201, 7.0)), kv_ms=0.001, attention_ms=0.0001)
@@ -43,6 +44,27 @@ def test_one_request_takes_its_steps_one_after_the_other() -> None:
     assert figures.ttft_ms == {0: 2.0}
     assert figures.itl_ms == [2.0] * 4
     assert figures.ms == 30 + 5 * 2
+
+
+def test_windows_give_several_tokens_a_step_and_cost_their_guesses() -> None:
+    """Every guess is kept: after the prompt's step two of four tokens each, and one of what is left."""
+    costs = StepCosts(((1, 2.0), (1000, 2.0)), 0.0, 0.0, draft_ms=0.5)
+    config = with_windows(ROOMY, costs, 4, 0)
+    figures = simulate(config, costs, [Arrival(prompt=10, output=10)], None, host_ms=0.0, rates=(1.0, 1.0, 1.0))
+    assert figures.tokens == 10
+    assert figures.itl_ms == [2.5] * 3
+
+
+def test_windows_beside_chunks_shorten_answers_under_load() -> None:
+    """The load of docs/speculation.md, shorter: the same answers in less time."""
+    load = mixed_lengths(60, seed=6)
+    times = []
+    for percent in (0, 25):
+        config = with_windows(with_table(QWEN3_8B_H200), QWEN3_8B_H200, 4, percent)
+        figures = simulate(config, QWEN3_8B_H200, load, 16, rates=(0.75, 0.5, 0.33))
+        assert figures.tokens == sum(one.output for one in load)
+        times.append(figures.ms)
+    assert times[1] < 0.99 * times[0]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])

@@ -17,6 +17,8 @@ from models.checkpoint import WeightsError
 from models.drafters.draft_config import Eagle3Config
 from models.drafters.load import load_eagle3, load_head
 from runtime.execute.proposer import Observed, ProposerParts
+from runtime.schedule.plan import StepKind
+from runtime.schedule.speculation import Speculation
 from runtime.speculate.eagle3 import Eagle3Proposer
 from runtime.speculate.guesses import ProbabilisticProposer
 from runtime.speculate.methods import proposer_for
@@ -115,6 +117,14 @@ def test_windows_and_single_tokens_in_turn_and_evictions(tmp_path: Path) -> None
     life = drafted(head, requests, 6, depth=2, **LIMITS_OF_EVICTION)
     assert life.counters["evictions"] > 0
     check_rounds(head, sequences(requests, life), every=3)
+
+
+def test_windows_beside_chunks_guess_what_the_oracle_does(tmp_path: Path) -> None:
+    head, requests = Head(tmp_path), people(8, (5, 40, 17, 33))
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "prefill_buckets": (8, 16, 19)}
+    life = drafted(head, requests, 1, depth=2, speculation=Speculation(4, mixed_percent=100), **limits)
+    assert sum(plan.kind is StepKind.MIXED and plan.width == 4 for plan in life.real_plans) > 3
+    assert check_rounds(head, sequences(requests, life), every=2) > 10
 
 
 def test_prefix_hits_stop_ids_penalties_and_forks_leave_the_tokens_right(tmp_path: Path) -> None:
