@@ -176,8 +176,8 @@ def _bound_kernel(
     floor = tl.full([], float("inf"), tl.float32)  # as it stays where the row cannot be drawn from: nothing to collect
     ceiling = tl.full([], float("inf"), tl.float32)
     least = tl.full([], float("-inf"), tl.float32)
-    guess_low = tl.full([], float("inf"), tl.float32)
-    guess_high = tl.full([], float("inf"), tl.float32)
+    tl.store(guess_ptr + row * 2, float("inf"))
+    tl.store(guess_ptr + row * 2 + 1, float("inf"))
     if is_finite(largest):
         if not SHARE:
             least = min_p_threshold(largest, m)
@@ -223,7 +223,8 @@ def _bound_kernel(
                 middle = tl.sum(tl.where(top >= score, top_count, 0.0) + tl.where(body >= score, body_count, 0.0), 0)
                 # As if tokens lay evenly between the floor and the estimated threshold, and as densely beyond it.
                 reach = (score - floor) * (GUESSED / tl.maximum(number - middle, 1.0))
-                guess_low, guess_high = score - reach, score + reach
+                tl.store(guess_ptr + row * 2, score - reach)
+                tl.store(guess_ptr + row * 2 + 1, score + reach)
             if number > FEW:
                 if (k > 0) & (p < 1.0) & (not SHARE):  # two thresholds deep in one row: for the last launch to search
                     floor = tl.full([], float("inf"), tl.float32)
@@ -243,8 +244,6 @@ def _bound_kernel(
     tl.store(bounds_ptr + row * 4 + 1, ceiling)
     tl.store(bounds_ptr + row * 4 + 2, least)
     tl.store(bounds_ptr + row * 4 + 3, largest)
-    tl.store(guess_ptr + row * 2, guess_low)
-    tl.store(guess_ptr + row * 2 + 1, guess_high)
     tl.store(reached_ptr + row, -2139095041)  # -inf
     tl.store(listed_ptr + row, 0)
 
