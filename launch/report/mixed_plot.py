@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from launch.bench.options import BenchOptions
-from launch.bench.point import ServePoint
 from launch.errors import UsageError
 from launch.report.axes import logarithmic
 from launch.report.peers_plot import OURS, PEERS, figure_for, is_model, result_files
@@ -53,6 +52,27 @@ class ClosedLoop:
     engines: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
 
 
+class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What this plot needs of a flat row (bench/point.py's ServePoint has all of it, as measurements that were written
+    down by hand may have)."""
+
+    kind: str
+    model: str
+    tp: int
+    dp: int = 1
+    dataset: str
+    seed: int
+    num_prompts: int
+    request_rate: float | None
+    max_concurrency: int | None
+    refused: str | None = None
+    tok_s: float | None
+    median_itl_ms: float | None
+    p99_itl_ms: float | None
+    median_ttft_ms: float | None
+    p99_ttft_ms: float | None
+
+
 class _Peers(msgspec.Struct, frozen=True):
     mixed_load: dict[str, Any] = {}
 
@@ -77,15 +97,15 @@ def plot_mixed(options: BenchOptions) -> int:
     return 0
 
 
-def read_points(results: Sequence[Path]) -> list[ServePoint]:
+def read_points(results: Sequence[Path]) -> list[LoadRow]:
     """The points of `bench serve` that count, oldest file first. Raises UsageError."""
-    points: list[ServePoint] = []
+    points: list[LoadRow] = []
     for path in result_files(results):
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 row = msgspec.json.decode(line, type=dict[str, Any])
                 if row.get("kind") == "serve":
-                    points.append(msgspec.convert(row, type=ServePoint))
+                    points.append(msgspec.convert(row, type=LoadRow))
             except msgspec.ValidationError as error:
                 raise UsageError(f"{path}, line {number} is no flat row of bench serve: {error}") from None
             except msgspec.DecodeError as error:
@@ -93,7 +113,7 @@ def read_points(results: Sequence[Path]) -> list[ServePoint]:
     return [point for point in points if point.refused is None and point.tok_s is not None]
 
 
-def at_once(points: Iterable[ServePoint], mixed: Mapping[str, Any]) -> list[AtOnce]:
+def at_once(points: Iterable[LoadRow], mixed: Mapping[str, Any]) -> list[AtOnce]:
     """In the peers' order; only models of which there is a point of ours. Of a point measured again the latest counts.
 
     Raises KeyError or TypeError where ``mixed`` is not what it should be.
@@ -113,7 +133,7 @@ def at_once(points: Iterable[ServePoint], mixed: Mapping[str, Any]) -> list[AtOn
     return found
 
 
-def closed_loops(points: Iterable[ServePoint], mixed: Mapping[str, Any]) -> list[ClosedLoop]:
+def closed_loops(points: Iterable[LoadRow], mixed: Mapping[str, Any]) -> list[ClosedLoop]:
     """As ``at_once``."""
     found: list[ClosedLoop] = []
     points = [point for point in points if point.max_concurrency is not None and point.request_rate is None]
@@ -135,7 +155,7 @@ def closed_loops(points: Iterable[ServePoint], mixed: Mapping[str, Any]) -> list
     return found
 
 
-def _latest(points: Iterable[ServePoint], model: str, ranks: int, count: int, seed: int) -> list[ServePoint]:
+def _latest(points: Iterable[LoadRow], model: str, ranks: int, count: int, seed: int) -> list[LoadRow]:
     """Of the same requests, oldest first."""
     return [
         point
@@ -146,7 +166,7 @@ def _latest(points: Iterable[ServePoint], model: str, ranks: int, count: int, se
     ]
 
 
-def _figures(point: ServePoint) -> dict[str, float]:
+def _figures(point: LoadRow) -> dict[str, float]:
     values = (point.median_itl_ms, point.p99_itl_ms, point.median_ttft_ms, point.p99_ttft_ms)
     times = {name: value for name, value in zip(TIMES, values, strict=True) if value is not None}
     return {"out_tok_s": point.tok_s or 0.0, **times}

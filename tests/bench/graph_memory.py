@@ -83,7 +83,8 @@ def _address(tensor: Tensor) -> int:
 
 def allocations(work: Callable[[], object]) -> Allocations:
     """What ``work`` allocates and frees."""
-    with torch.no_grad(), Allocations() as found:
+    found = Allocations()
+    with torch.no_grad(), found:
         work()
     return found
 

@@ -59,7 +59,8 @@ _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
 _LOAD = "--max-num-seqs 256 --result-dir {out}/results"
 _MIXED = f"--no-prefix-caching --num-prompts 1024 --seed 5 {_LOAD}"
 _CLOSED = f"--no-prefix-caching --max-concurrency 16,64,256 --seed 6 {_LOAD}"
-_LONG = "--no-prefix-caching --dataset-name random --input-len 32000 --output-len 512 --num-prompts 64"
+_LONG = "--no-prefix-caching --dataset-name random --input-len 32000 --output-len 512 --num-prompts 64 --num-warmups 1"
+_LONG_TTFT = "--batch-size 1,8 --input-len 32000 --output-len 65 --max-model-len 32768 --num-iters 2"
 _PREFIX = "--dataset-name prefix --prefix-len 1900 --suffix-len 148 --num-prefixes 1 --num-prompts 64"
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
 _TILES = "-m tests.bench.experts --out {out}/results --compile-workers 13"
@@ -98,6 +99,7 @@ PARTS = (
     Part("closed-8b-2048", 1, 540, f"{_BENCH} serve --model qwen3-8b {_CLOSED}"),
     Part("paced-8b", 1, 500, f"{_BENCH} serve --model qwen3-8b --no-prefix-caching --request-rate 8,16,24,32 {_LOAD}"),
     Part("long-8b", 1, 300, f"{_BENCH} serve --model qwen3-8b {_LONG} {_LOAD}"),
+    Part("long-ttft-8b", 1, 200, f"{_BENCH} latency --model qwen3-8b {_LONG_TTFT} --result-dir {{out}}/results"),
     Part("ragged-8b", 1, 300, f"{_BENCH} serve --model qwen3-8b --no-prefix-caching --dataset-name long {_LOAD}"),
     Part("prefix-8b", 1, 120, f"{_BENCH} serve --model qwen3-8b {_PREFIX} {_LOAD}"),
     Part("anatomy-8b", 1, 140, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),

@@ -26,6 +26,7 @@ from tests.gpu.test_engine_gpu import SHAPE
 from tests.runtime.engine.rig import rig
 from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
 from tests.runtime.engine.test_experts import EXPERTS
+from tests.runtime.engine.test_mixed import last_layer_for_draws
 
 pytestmark = pytest.mark.gpu
 
@@ -205,7 +206,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_engines(shape: str) -> None:
+def test_engines(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every condition of same_bits.py, in bfloat16, with prefill captured and eager."""
     common: dict[str, Any] = {"shape": SHAPES[shape], "dtype": BF16, "block_size": 16}
 
@@ -218,6 +219,7 @@ def test_engines(shape: str) -> None:
 
     requests = questions(1, 16)  # so many that 9 blocks do not hold eight of them
     expected = plainly(gpu_rig, requests)
+    taken = last_layer_for_draws(monkeypatch)
     for number, (name, limits, counter) in enumerate(CONDITIONS):
         buckets = (16, 32, 48, 64) if number % 2 and limits.get("max_prefill_tokens", 64) == 64 else ()
         with gpu_rig(**(limits | {"prefill_buckets": buckets})) as engine:
@@ -225,3 +227,4 @@ def test_engines(shape: str) -> None:
             assert engine.counters[counter] > 0, f"{name}: nothing was tried"
         told = difference(found, expected)
         assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
+    assert any(taken)

@@ -28,6 +28,7 @@ from tests.gpu.test_device_gpu import no_synchronisation
 from tests.runtime.engine.rig import RigLimits, request, rig, run, tiny_folder
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_forks import families
+from tests.runtime.engine.test_mixed import last_layer_for_draws
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 
 SHAPE: dict[str, object] = {
@@ -73,6 +74,19 @@ def test_depths_agree(seed: int, buckets: tuple[int, ...]) -> None:
         with gpu_rig("triton", depth=depth, dtype=exact, prefill_buckets=buckets) as engine:
             assert outcome(run(engine, requests)) == serial
             assert engine.counters["chain_breaks{start}"] == 1
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_the_last_layer_for_draws_alone(prefill: PrefillWanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of all tokens, queries and attention of those that draw: the same tokens, but for near-ties."""
+    requests = mixture(5)
+    with gpu_rig(prefill, depth=0) as engine:
+        whole = outcome(run(engine, requests))
+    taken = last_layer_for_draws(monkeypatch)
+    with gpu_rig(prefill, depth=0) as engine:
+        drawing = outcome(run(engine, requests))
+    assert any(taken)
+    assert sum(drawing[i] != whole[i] for i in whole) <= 3
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

@@ -43,6 +43,11 @@ from runtime.execute.sampling.limits_triton import is_finite, limits, min_p_thre
 LISTED = 16384  # tokens a row that the last launch can settle; 8 bytes each
 _SPARE = 400  # tokens that are listed beyond those that a threshold needs, at least
 _AIMED = 6000  # tokens that a floor lies below, and a ceiling above, an estimated threshold deep in a row
+# Up to so many tokens deep a list reaches up to the largest token: with a ceiling, all columns would be gone
+# through once more for the draw among the tokens above it. The floor is nearer then, or the list would not hold them.
+_SHALLOW = 9000
+_NEARBY = 4000  # tokens below: five times what an estimate of the place is off by there (one sample stands for 73)
+_GUESSED = 1000  # tokens between an estimated threshold of top-p and either end of a guess, which is off by some 650
 _FEW = 11000  # up to so many tokens are listed up to the largest one, without a ceiling
 FEWER = 2048  # so many tokens are settled in registers
 _GROUPS = 128  # groups of columns a program of the survey
@@ -58,7 +63,8 @@ class Workspace(NamedTuple):
     the weight of all, weight and number of those at or above the ceiling, and the best of these; reached int32 [B]: the
     best score with noise among these so far, as an ordered integer. listed int32 [B]: tokens in [floor, ceiling), of
     which ``tokens`` int64 [B, LISTED] has as many as it holds, (score, id) packed in no
-    order. scratch int32 [B, FEWER], of the last launch alone.
+    order. guess float32 [B, 2]: two scores between which top-p's threshold probably lies, equal where nobody knows.
+    scratch int32 [B, FEWER], of the last launch alone.
     """
 
     bounds: Tensor
@@ -66,6 +72,7 @@ class Workspace(NamedTuple):
     reached: Tensor
     listed: Tensor
     tokens: Tensor
+    guess: Tensor
     scratch: Tensor
 
 
@@ -126,6 +133,7 @@ def _bound_kernel(
     bounds_ptr,
     reached_ptr,
     listed_ptr,
+    guess_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -141,8 +149,11 @@ def _bound_kernel(
     SHARE: tl.constexpr,
     SMALL: tl.constexpr,
     FEW: tl.constexpr,
+    GUESSED: tl.constexpr,
     SPARE: tl.constexpr,
     AIMED: tl.constexpr,
+    SHALLOW: tl.constexpr,
+    NEARBY: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -165,6 +176,8 @@ def _bound_kernel(
     floor = tl.full([], float("inf"), tl.float32)  # as it stays where the row cannot be drawn from: nothing to collect
     ceiling = tl.full([], float("inf"), tl.float32)
     least = tl.full([], float("-inf"), tl.float32)
+    tl.store(guess_ptr + row * 2, float("inf"))
+    tl.store(guess_ptr + row * 2 + 1, float("inf"))
     if is_finite(largest):
         if not SHARE:
             least = min_p_threshold(largest, m)
@@ -202,27 +215,29 @@ def _bound_kernel(
                 )
                 floor = tl.maximum(bottom, tl.where(every >= count, reached, -3.4028234663852886e38))
             number = tl.sum(tl.where(top >= floor, top_count, 0.0) + tl.where(body >= floor, body_count, 0.0), 0)
+            middle = k.to(tl.float32)
+            if by_mass & (number > SMALL):  # more than the last launch settles in registers
+                score, _ = _crossing(
+                    top, top_mass, top_count, body, body_mass, body_count, total * p, 1.0, finite, largest
+                )
+                middle = tl.sum(tl.where(top >= score, top_count, 0.0) + tl.where(body >= score, body_count, 0.0), 0)
+                # As if tokens lay evenly between the floor and the estimated threshold, and as densely beyond it.
+                reach = (score - floor) * (GUESSED / tl.maximum(number - middle, 1.0))
+                tl.store(guess_ptr + row * 2, score - reach)
+                tl.store(guess_ptr + row * 2 + 1, score + reach)
             if number > FEW:
                 if (k > 0) & (p < 1.0) & (not SHARE):  # two thresholds deep in one row: for the last launch to search
                     floor = tl.full([], float("inf"), tl.float32)
                 elif (k > 0) | by_mass:
-                    middle = k.to(tl.float32)
-                    if by_mass:
-                        score, _ = _crossing(
-                            top, top_mass, top_count, body, body_mass, body_count, total * p, 1.0, finite, largest
-                        )
-                        middle = tl.sum(
-                            tl.where(top >= score, top_count, 0.0) + tl.where(body >= score, body_count, 0.0), 0
-                        )
-                    zero = total * 0.0
+                    zero, margin = total * 0.0, tl.where(middle > SHALLOW, AIMED, NEARBY).to(tl.float32)
                     floor, _ = _crossing(
-                        top, top_mass, top_count, body, body_mass, body_count, zero, middle + AIMED, finite, largest
+                        top, top_mass, top_count, body, body_mass, body_count, zero, middle + margin, finite, largest
                     )
                     _, ceiling = _crossing(
                         top, top_mass, top_count, body, body_mass, body_count, zero, middle - AIMED, finite, largest
                     )
                     floor = tl.maximum(floor, bottom)
-                    ceiling = tl.where(middle > AIMED, tl.maximum(ceiling, floor), float("inf"))
+                    ceiling = tl.where(middle > SHALLOW, tl.maximum(ceiling, floor), float("inf"))
                 else:
                     ceiling = floor  # min-p alone: the floor is the threshold
     tl.store(bounds_ptr + row * 4, floor)
@@ -344,6 +359,7 @@ def _workspace(rows: int, parts: int, device: torch.device) -> Workspace:
         reached=torch.empty(rows, dtype=torch.int32, device=device),
         listed=torch.empty(rows, dtype=torch.int32, device=device),
         tokens=torch.empty(rows, LISTED, dtype=torch.int64, device=device),
+        guess=torch.empty(rows, 2, dtype=torch.float32, device=device),
         scratch=torch.empty(rows, FEWER, dtype=torch.int32, device=device),
     )
 
@@ -398,6 +414,7 @@ def list_tokens(
         space.bounds,
         space.reached,
         space.listed,
+        space.guess,
         temperature_B,
         top_k_B,
         top_p_B,
@@ -413,8 +430,11 @@ def list_tokens(
         SHARE=share,
         SMALL=FEWER,
         FEW=_FEW,
+        GUESSED=_GUESSED,
         SPARE=_SPARE,
         AIMED=_AIMED,
+        SHALLOW=_SHALLOW,
+        NEARBY=_NEARBY,
         GROUPS=_GROUPS,
         TILE=triton.next_power_of_2(parts * _GROUPS),
         num_warps=8,
@@ -422,7 +442,7 @@ def list_tokens(
     )
     _collect_kernel[(rows, parts)](
         logits_BV,
-        *space[:-1],
+        *space[:-2],
         temperature_B,
         top_k_B,
         top_p_B,

@@ -1,8 +1,8 @@
 """Which of a row's tokens survive top-k, top-p and min-p, and which survivor is drawn: one program a row.
 
-Knows: thresholds as searches over exact sums of integers: of a few listed tokens in registers, of many, or of all of a
-row's logits, a quarter of the range a pass until few are left. filters.py is the torch reference.
-Does not know: how tokens were chosen for the list (listing_triton.py), ranks.
+Knows: what decides about a threshold: sums over a few listed tokens, over many, or over all of a row's logits.
+filters.py is the torch reference. Does not know: how it is searched for (search_triton.py), how tokens were chosen for
+the list (listing_triton.py), ranks.
 
 A token is a packed (score, id); the score's part, as an ordered integer, is called its rank here.
 """
@@ -30,20 +30,7 @@ from runtime.execute.sampling.draw_triton import (
 )
 from runtime.execute.sampling.limits_triton import is_finite, limits
 from runtime.execute.sampling.listing_triton import MOST_PARTS, Workspace, parts_of
-
-SWEPT = 1024  # tokens at a time of a search through many
-
-
-@triton.jit
-def highest_reaching(rank, amount, target, low, high):
-    """The highest t in [low, high] (int64) whose ranks >= t reach the target together; low if there is none."""
-    while low < high:
-        middle = low + ((high - low + 1) >> 1)
-        if tl.sum(tl.where(rank >= middle.to(tl.int32), amount, 0), 0) >= target:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+from runtime.execute.sampling.search_triton import SWEPT, amounts, block_of, highest_reaching, reach
 
 
 @triton.jit
@@ -96,100 +83,6 @@ def _settle_few(list_ptr, listed, floor, least, largest, k, p, total, above, num
 
 
 @triton.jit
-def block_of(source_ptr, start, size, factor, vocab_start, LIST: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of tokens, from a list or made of logits; those past ``size`` are below every token."""
-    index = start + tl.arange(0, BLOCK)
-    if LIST:
-        token = tl.load(source_ptr + index, mask=index < size, other=-9223372036854775808)
-    else:
-        score = tl.load(source_ptr + index, mask=index < size, other=0.0).to(tl.float32) * factor
-        token = (ordered(score).to(tl.int64) << 32) | (0x7FFFFFFF - (index + vocab_start)).to(tl.int64)
-        token = tl.where(index < size, token, -9223372036854775808)
-    return token
-
-
-@triton.jit
-def _amounts(rank, largest, floor, BY_WEIGHT: tl.constexpr):
-    """Each token's weight, or 1; 0 under the floor."""
-    counts = rank >= floor
-    if BY_WEIGHT:
-        amount = tl.where(counts, exp_weights(unordered(rank) - largest), 0)
-    else:
-        amount = counts.to(tl.int64)
-    return amount
-
-
-@triton.jit
-def _reach(
-    source_ptr,
-    size,
-    scratch_ptr,
-    factor,
-    largest,
-    floor,
-    target,
-    low,
-    high,
-    BY_WEIGHT: tl.constexpr,
-    LIST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """``highest_reaching`` of a source of any size, whose tokens under ``floor`` do not count; ``low`` reaches it."""
-    over = tl.zeros([], tl.int64)  # the amount above high
-    at_or_above_low, above_high = size, tl.zeros([], tl.int32)
-    while (low < high) & (at_or_above_low - above_high > TILE):
-        step = tl.maximum((high - low + 1) >> 2, 1)
-        first = low + step
-        second = tl.minimum(first + step, high)
-        third = tl.minimum(second + step, high)
-        amount_1, amount_2, amount_3 = (
-            tl.zeros([BLOCK], tl.int64),
-            tl.zeros([BLOCK], tl.int64),
-            tl.zeros([BLOCK], tl.int64),
-        )
-        count_1, count_2, count_3 = (
-            tl.zeros([BLOCK], tl.int32),
-            tl.zeros([BLOCK], tl.int32),
-            tl.zeros([BLOCK], tl.int32),
-        )
-        for start in range(0, size, BLOCK):
-            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
-            amount = _amounts(rank, largest, floor, BY_WEIGHT)
-            amount_1 += tl.where(rank >= first.to(tl.int32), amount, 0)
-            amount_2 += tl.where(rank >= second.to(tl.int32), amount, 0)
-            amount_3 += tl.where(rank >= third.to(tl.int32), amount, 0)
-            count_1 += (rank >= first.to(tl.int32)).to(tl.int32)
-            count_2 += (rank >= second.to(tl.int32)).to(tl.int32)
-            count_3 += (rank >= third.to(tl.int32)).to(tl.int32)
-        if tl.sum(amount_3, 0) >= target:
-            low, at_or_above_low = third, tl.sum(count_3, 0)
-        elif tl.sum(amount_2, 0) >= target:
-            low, at_or_above_low = second, tl.sum(count_2, 0)
-            high, above_high, over = third - 1, tl.sum(count_3, 0), tl.sum(amount_3, 0)
-        elif tl.sum(amount_1, 0) >= target:
-            low, at_or_above_low = first, tl.sum(count_1, 0)
-            high, above_high, over = second - 1, tl.sum(count_2, 0), tl.sum(amount_2, 0)
-        else:
-            high, above_high, over = first - 1, tl.sum(count_1, 0), tl.sum(amount_1, 0)
-    if low < high:
-        gathered = tl.zeros([], tl.int32)
-        for start in range(0, size, BLOCK):
-            rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
-            inside = (rank >= low.to(tl.int32)) & (rank <= high.to(tl.int32))
-            place = gathered + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(scratch_ptr + place, rank, mask=inside & (place < TILE))
-            gathered += tl.sum(inside.to(tl.int32), 0)
-        tl.debug_barrier()  # other threads wrote what this one reads
-        slot = tl.arange(0, TILE)
-        rank = tl.load(scratch_ptr + slot, mask=slot < gathered, other=-2147483648)
-        amount = tl.where(slot < gathered, _amounts(rank, largest, floor, BY_WEIGHT), 0)
-        low = highest_reaching(rank, amount, target - over, low, high)
-        tl.debug_barrier()  # they all have read it
-    return low
-
-
-@triton.jit
 def _settle_many(
     source_ptr,
     size,
@@ -197,6 +90,8 @@ def _settle_many(
     factor,
     floor,
     ceiling,
+    guess_low,
+    guess_high,
     least,
     largest,
     k,
@@ -227,7 +122,7 @@ def _settle_many(
         else:
             holds = number < k
             lowest = tl.full([], -2147483647, tl.int32)
-            reached = _reach(
+            reached = reach(
                 source_ptr,
                 size,
                 scratch_ptr,
@@ -237,6 +132,9 @@ def _settle_many(
                 k - number,
                 bottom,
                 top,
+                tl.zeros([], tl.int64),
+                size,
+                tl.zeros([], tl.int32),
                 False,
                 LIST,
                 BLOCK,
@@ -244,10 +142,24 @@ def _settle_many(
             )
     if (p < 1.0) & holds:
         cut = reached.to(tl.int32)
-        weight = tl.zeros([BLOCK], tl.int64)
+        low, high = tl.maximum(bottom, reached), top
+        # One pass for the sum of all, and for the parts of it above both ends of the guess.
+        first = tl.minimum(tl.maximum(ordered(guess_low).to(tl.int64), low), high)
+        second = tl.minimum(tl.maximum(ordered(guess_high).to(tl.int64), first), high)
+        weight, weight_1, weight_2 = (
+            tl.zeros([BLOCK], tl.int64),
+            tl.zeros([BLOCK], tl.int64),
+            tl.zeros([BLOCK], tl.int64),
+        )
+        counted_1, counted_2 = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
         for start in range(0, size, BLOCK):
             rank = (block_of(source_ptr, start, size, factor, 0, LIST, BLOCK) >> 32).to(tl.int32)
-            weight += _amounts(rank, largest, cut, True)
+            amount = amounts(rank, largest, cut, True)
+            weight += amount
+            weight_1 += tl.where(rank >= first.to(tl.int32), amount, 0)
+            weight_2 += tl.where(rank >= second.to(tl.int32), amount, 0)
+            counted_1 += (rank >= first.to(tl.int32)).to(tl.int32)
+            counted_2 += (rank >= second.to(tl.int32)).to(tl.int32)
         here = tl.sum(weight, 0)
         if (k > 0) | (not LIST):
             total = here
@@ -256,9 +168,33 @@ def _settle_many(
             holds = least >= floor
         else:
             holds = above < limit
-            low = tl.maximum(bottom, reached)
-            reached = _reach(
-                source_ptr, size, scratch_ptr, factor, largest, cut, limit - above, low, top, True, LIST, BLOCK, TILE
+            target = limit - above
+            over, at_or_above_low, above_high = tl.zeros([], tl.int64), size, tl.zeros([], tl.int32)
+            if tl.sum(weight_2, 0) >= target:
+                low, at_or_above_low = second, tl.sum(counted_2, 0)
+            else:
+                if tl.sum(weight_1, 0) >= target:
+                    low, at_or_above_low = first, tl.sum(counted_1, 0)
+                    high, above_high, over = second - 1, tl.sum(counted_2, 0), tl.sum(weight_2, 0)
+                elif first > low:
+                    high, above_high, over = first - 1, tl.sum(counted_1, 0), tl.sum(weight_1, 0)
+            reached = reach(
+                source_ptr,
+                size,
+                scratch_ptr,
+                factor,
+                largest,
+                cut,
+                target,
+                low,
+                high,
+                over,
+                at_or_above_low,
+                above_high,
+                True,
+                LIST,
+                BLOCK,
+                TILE,
             )
     return holds, tl.maximum(unordered(reached.to(tl.int32)), least)
 
@@ -282,6 +218,7 @@ def _settle_kernel(
     partial_ptr,
     listed_ptr,
     list_ptr,
+    guess_ptr,
     scratch_ptr,
     keys_ptr,
     threshold_ptr,
@@ -346,6 +283,7 @@ def _settle_kernel(
             tokens = list_ptr + row.to(tl.int64) * LISTED
             scratch = scratch_ptr + row * TILE
             listed = tl.load(listed_ptr + row)
+            guess_low, guess_high = tl.load(guess_ptr + row * 2), tl.load(guess_ptr + row * 2 + 1)
             holds = listed <= LISTED
             if listed <= TILE:
                 holds, threshold = _settle_few(tokens, listed, floor, least, largest, k, p, total, above, number, TILE)
@@ -357,6 +295,8 @@ def _settle_kernel(
                     factor,
                     floor,
                     ceiling,
+                    guess_low,
+                    guess_high,
                     least,
                     largest,
                     k,
@@ -380,6 +320,8 @@ def _settle_kernel(
                     factor,
                     floor,
                     largest,
+                    guess_low,
+                    guess_high,
                     least,
                     largest,
                     k,
@@ -422,6 +364,7 @@ def settle(
         space.partial,
         space.listed,
         space.tokens,
+        space.guess,
         space.scratch,
         keys_B1,
         threshold_B,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from launch.bench.options import BenchOptions
 from launch.bench.point import ServePoint
 from launch.errors import UsageError
-from launch.report.mixed_plot import at_once, closed_loops, plot_mixed, read_points
+from launch.report.mixed_plot import LoadRow, at_once, closed_loops, plot_mixed, read_points
 from tests.launch.report.serve_points import serve_point
 
 pytest.importorskip("matplotlib")
 
-PEERS = Path(__file__).parents[3] / "docs" / "peers.json"
+DOCS = Path(__file__).parents[3] / "docs"
+PEERS = DOCS / "peers.json"
 MIXED = json.loads(PEERS.read_text())["mixed_load"]
 
 
@@ -26,6 +29,10 @@ def results(folder: Path, *points: ServePoint) -> Path:
     return path
 
 
+def rows(points: list[ServePoint]) -> list[LoadRow]:
+    return [msgspec.convert(asdict(point), type=LoadRow) for point in points]
+
+
 def measured() -> list[ServePoint]:
     points = [serve_point(None, 9000.0), serve_point(None, 11_500.0)]
     points += [serve_point(None, 13_000.0, model="qwen3-30b-a3b", tp=2, ep=2)]
@@ -33,7 +40,7 @@ def measured() -> list[ServePoint]:
 
 
 def test_all_at_once_stands_beside_the_same_requests() -> None:
-    big, sparse = at_once(measured(), MIXED)
+    big, sparse = at_once(rows(measured()), MIXED)
     assert (big.model, big.ranks) == ("qwen3-8b", 1)
     assert big.tok_s == {"Lockstride": 11_500.0, "vllm 0.25.1": 9838, "sglang 0.5.17": 8822}, "the latest of ours"
     assert (sparse.model, sparse.ranks, sparse.tok_s["vllm 0.25.1"]) == ("qwen3-30b-a3b", 2, 7830)
@@ -44,11 +51,11 @@ def test_all_at_once_stands_beside_the_same_requests() -> None:
         serve_point(None, 1.0, tp=2),
         serve_point(None, 1.0, rate=8.0),
     ]
-    assert at_once(others, MIXED) == []
+    assert at_once(rows(others), MIXED) == []
 
 
 def test_a_closed_loop_stands_beside_every_concurrency_of_a_peer() -> None:
-    (loop,) = closed_loops(measured(), MIXED)
+    (loop,) = closed_loops(rows(measured()), MIXED)
     assert (loop.model, loop.ranks, loop.requests) == ("qwen3-8b", 1, 384)
     assert list(loop.engines) == ["Lockstride", "vllm 0.25.1"]
     ours, theirs = loop.engines["Lockstride"], loop.engines["vllm 0.25.1"]
@@ -65,6 +72,22 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     drawn = out.read_text()
     for words in ("mixed load, all at once", "sglang 0.5.17", "11,500", "Lockstride p99", "closed loop: time to first"):
         assert words in drawn
+
+
+def test_the_recorded_figures_are_those_of_the_tables() -> None:
+    """docs/mixed-load.png is drawn from rows written down by hand: each figure is one of docs/measurements."""
+    points, told = (
+        read_points([DOCS / "results" / "mixed-load.points.jsonl"]),
+        (DOCS / "measurements/mixed-load.md").read_text(),
+    )
+    bars, (loop,) = at_once(points, MIXED), closed_loops(points, MIXED)
+    assert [bar.model for bar in bars] == ["qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"]
+    assert list(loop.engines["Lockstride"]) == [16, 64, 256]
+    for bar in bars:
+        assert f"| {bar.tok_s['Lockstride']:,.0f} " in told
+    for most, figures in loop.engines["Lockstride"].items():
+        (line,) = re.findall(rf"^\| {most} \| [\d,]+ \| [\d., |]+$", told, re.MULTILINE)
+        assert [float(cell.replace(",", "")) for cell in line.strip("| ").split("|")[1:]] == list(figures.values())
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path) -> None:
