@@ -47,6 +47,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _MOST_STEPS = 16  # tokens of a row that go through the recurrence one by one; longer rows go in chunks
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_FEW_PAIRS = 8  # of a single token's pairs: 64 keys a block and a split, as for the windows of few rows
 _TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
@@ -469,8 +470,10 @@ class NvidiaKernels(Kernels):
         elif self._without_list(inputs, kv_layer):
             if pairs not in _TALL_BLOCKS:
                 fewest = _fewest_splits(pairs, heads // kv_heads * inputs.query_len, self.traits.multiprocessors)
-            # Programs of splits that no row has cost time, too: a long row gets twice as many as the others.
-            longest = max(block_n, -(-most // (2 * fewest)))
+            # Programs of splits that no row has cost time, too: a long row gets twice as many as the others, and where
+            # few pairs have a program for each multiprocessor already, no more.
+            enough = pairs <= _FEW_PAIRS and pairs * fewest >= self.traits.multiprocessors
+            longest = ANY_LENGTH if enough else max(block_n, -(-most // (2 * fewest)))
         elif inputs.skip_empty:
             longest = _LONGEST_OF_MIXED
         else:
@@ -510,9 +513,11 @@ def programs_of(
 def _fewest_splits(pairs: int, query_rows: int, multiprocessors: int) -> int:
     """Splits of a row of decode.py, where there are as many blocks: two programs a multiprocessor, or some more.
 
-    More than 16 are merged in two levels, which is worth it for the very fewest pairs only; more than 8 of tall tiles
-    take longer to merge than their keys to read.
+    More than 16 are merged in two levels, which is worth it for the very fewest pairs and short tiles only; more than 8
+    of tall tiles take longer to merge than their keys to read.
     """
+    if pairs <= _FEW_PAIRS and query_rows < 16:
+        return 64
     wanted = 1 << (max(1, 2 * multiprocessors // pairs).bit_length() - 1)
     return min(max(wanted, 4), 64 if pairs < 8 else 16 if query_rows < 64 else 8)
 
@@ -535,6 +540,8 @@ def _attention_blocks(
     block_n, stages, warps = 64, 5, 4
     if pairs >= 1024:
         stages, warps = 3, 2
+    elif every_split and pairs <= _FEW_PAIRS and query_rows < 16 and row_bytes <= 256:
+        stages = 3
     elif every_split and pairs < _TALL_BLOCKS.start and 16 <= query_rows < 64:
         stages = 3  # a window of few rows (tests/bench/window_attention.py)
     elif pairs >= 256 or (every_split and pairs not in _TALL_BLOCKS):

@@ -179,8 +179,8 @@ def decode_attention(
     if out_THD is None:
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
-    if merged is None and real_rows >= 16:
-        merged = 1  # of tiles as tall as this two at once took twice as long (tests/bench/window_attention.py)
+    if merged is None and (real_rows >= 8 or warps >= 4):
+        merged = 1  # two at once took up to twice as long (tests/bench/window_attention.py)
     elif merged is None:  # more than most rows have would only take registers, and with them other programs' place
         merged = min(8192 // (real_rows * block_d), power_of_two_above(rule.fewest))
     _decode_attention_kernel[(kv_heads, rows, most)](

@@ -114,6 +114,9 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     assert digest(blocks) == "58170d4063845875"
     of_splits = [nvidia._attention_blocks(pairs, 16, 256, shared, every_split=True) for pairs in (8, 64, 128)]
     assert of_splits == [(64, 3, 4), (64, 5, 4), (32, 5, 2)]
+    of_tokens = [nvidia._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (4, 8, 9, 17)]
+    assert of_tokens == [(64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
+    assert [nvidia._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]
     assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
 
 
