@@ -45,7 +45,7 @@ typecheck: $(STAMP)  ## mypy, strict, over everything
 	$(BIN)/mypy
 
 interpreted: $(STAMP)  ## kernels of the sampler, of a step's ends, of a prefill's rotation, of forks, of lookups and of draft trees in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_io_gpu.py tests/gpu/test_window_io_gpu.py tests/gpu/test_draft_kernels_gpu.py tests/gpu/test_rotation.py tests/gpu/test_block_copy_gpu.py tests/gpu/test_ngram_gpu.py tests/gpu/test_trees_gpu.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_io_gpu.py tests/gpu/test_window_io_gpu.py tests/gpu/test_draft_kernels_gpu.py tests/gpu/test_fused_rounds_gpu.py tests/gpu/test_rotation.py tests/gpu/test_block_copy_gpu.py tests/gpu/test_ngram_gpu.py tests/gpu/test_trees_gpu.py
 
 pytest: $(STAMP)  ## the tests on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
