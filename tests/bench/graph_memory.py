@@ -200,7 +200,9 @@ class Steps:
         rows = min(tokens, BUCKETS[-1])
         chunks = Chunks(*ints[:3], *ints[3:, :rows])
         attention = PrefillAttention(self._page_table, (tokens,), (tokens,), self._planned)
-        return allocations(lambda: self._prefill.hidden(chunks, attention, mixed=True, split_keys=split_keys))
+        return allocations(
+            lambda: self._prefill.hidden(chunks, attention, mixed=True, split_keys=split_keys, captured=True)
+        )
 
 
 def main() -> None:

@@ -127,6 +127,7 @@ class PrefillRole:
         mixed: bool = False,
         every_token: bool = False,
         split_keys: bool = False,
+        captured: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The part of the step that depends on no row's parameters: final hidden states of the tokens that draw
         (``drawing``), W a row, [R * W, N], or of every token [T, N]; and what the proposer reads of layers, [R * W, F].
@@ -135,6 +136,7 @@ class PrefillRole:
 
         ``attention`` is of the chunks; its page table has at least R rows. ``mixed``: some rows may decode; which ones
         is read on the device. ``split_keys``: as in LaunchSpec; then only the page table of ``attention`` is read.
+        ``captured``: in a graph, whose kernels are compiled before the first request comes.
         """
         size = self._parts.limits.block_size
         packed, drawing_X = self.gather(chunks), self.drawing(chunks)
@@ -146,7 +148,7 @@ class PrefillRole:
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)
-        drawing_alone = not (every_token or self._feed.on)
+        drawing_alone = captured and not (every_token or self._feed.on)
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,

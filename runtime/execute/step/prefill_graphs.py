@@ -83,6 +83,7 @@ class PrefillWork(Protocol):
         *,
         mixed: bool,
         split_keys: bool = False,
+        captured: bool = False,
     ) -> tuple[Tensor, Tensor | None]: ...
     def finish(
         self, hidden_XN: Tensor, features_XF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant
@@ -230,7 +231,9 @@ class PrefillGraphs:
             chunks = self._staging.padded_chunks(bucket)
             rows = len(chunks.slots_R)
             self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            hidden_XN, features_XF = work.hidden(chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys)
+            hidden_XN, features_XF = work.hidden(
+                chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys, captured=True
+            )
             self._hidden_XN[: len(hidden_XN)].copy_(hidden_XN)
             if self._features_XF is not None and features_XF is not None:
                 self._features_XF[: len(features_XF)].copy_(features_XF)
