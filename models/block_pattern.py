@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "mlp_bias": ((False,), "biases of its MLPs"),
     "use_bias": ((False,), "biases of its Mamba-2 projections"),
     "mamba_proj_bias": ((False,), "biases of its Mamba-2 projections"),
-    "num_nextn_predict_layers": ((0,), "layers that predict further tokens (MTP)"),
 }
 
 
@@ -95,6 +94,18 @@ def block_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
     if "moe" in kinds and "attention" not in kinds:
         raise ValueError(f"{key!r} has experts but no attention; such models are not supported")
     return kinds
+
+
+def mtp_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
+    """Of each block of the MTP layer, from ``mtp_layers_block_type`` or ``mtp_hybrid_override_pattern``; by default
+    attention, then experts. Raises ValueError naming the key."""
+    words, letters = config.get("mtp_layers_block_type"), config.get("mtp_hybrid_override_pattern")
+    key = "mtp_layers_block_type" if words else "mtp_hybrid_override_pattern"
+    given = words or letters or "*E"
+    known: Mapping[str, BlockKind] = _WORDS if words else _LETTERS
+    if not isinstance(given, list if words else str) or any(kind not in known for kind in given):
+        raise ValueError(f"{key!r} is {given!r}; known kinds are {', '.join(map(repr, known))}")
+    return tuple(known[kind] for kind in given)
 
 
 def read_mamba2(config: Mapping[str, Any]) -> Mamba2Shape:

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from models.block_pattern import BlockKind, Mamba2Shape, block_kinds, has_blocks, read_mamba2, usual_block_keys
+from models.block_pattern import (
+    BlockKind,
+    Mamba2Shape,
+    block_kinds,
+    has_blocks,
+    mtp_kinds,
+    read_mamba2,
+    usual_block_keys,
+)
 from models.config_reader import ConfigReader
 from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
 from models.layers.rope import Rope, YarnRope, rope_from_parameters
@@ -39,7 +47,8 @@ class ModelConfig:
     gated delta nets; None where all attend. ``blocks``: the kind of each layer where layers have one mixer or one MLP
     each, nothing is rotated then; empty where all have both. ``mamba``: of those that are Mamba-2.
     ``mtp_layers``: layers of multi-token prediction that the config names, which are not among ``layers``;
-    ``mtp_own_embeddings``: they have an embedding of their own.
+    ``mtp_own_embeddings``: they have an embedding of their own; ``mtp_blocks``: the kind of each of such a layer's
+    blocks, where ``blocks`` is.
     """
 
     architecture: str
@@ -66,6 +75,7 @@ class ModelConfig:
     mamba: Mamba2Shape | None = None
     mtp_layers: int = 0
     mtp_own_embeddings: bool = False
+    mtp_blocks: tuple[BlockKind, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's MLP is sparse."""
@@ -144,6 +154,7 @@ class ModelConfig:
             mamba=read_mamba2(config) if "mamba" in blocks else None,
             mtp_layers=_mtp_layers(config),
             mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
+            mtp_blocks=mtp_kinds(config) if blocks and _mtp_layers(config) else (),
         )
 
 

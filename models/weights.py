@@ -75,7 +75,7 @@ def load_model(
         skeleton = architecture(config, context)
     wanted = {**skeleton.checkpoint_shards(stored), **skeleton.checkpoint_copies()}
     shapes = {name: shard.full_shape for name, shard in wanted.items()}
-    stored = {name: file for name, file in stored.items() if not name.startswith(skeleton.unused_tensors)}
+    stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
     tensors = check_tensors(stored, shapes, optional=skeleton.checkpoint_copies())
     with torch.device(device):
         model = architecture(config, context)

@@ -7,11 +7,12 @@ Does not know: files of weights, how a drafter computes, who asks it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from models.block_pattern import BlockKind
 from models.config import MTP_KEYS, ModelConfig, ModelConfigError, read_json_object
 from models.config_reader import ConfigReader
 from models.registry import model_class
@@ -143,7 +144,8 @@ class MTPConfig(_InFolder):
 
     ``zero_centred``: the checkpoint has its norms' weights less 1; ``output_gate``: every head's result is gated. Both
     as in Qwen3-Next, whose keys are ``norm_zero_centered`` (ours: there it goes without saying) and
-    ``attn_output_gate``.
+    ``attn_output_gate``. ``layer``: its number under DeepSeek-V3's names, None under Qwen3-Next's. ``blocks``: kinds of
+    its blocks, where it is of blocks as Nemotron-H's are.
     """
 
     model: ModelConfig
@@ -151,17 +153,21 @@ class MTPConfig(_InFolder):
     zero_centred: bool = False
     output_gate: bool = False
     draft_vocab_size: int | None = None
+    layer: int | None = None
+    blocks: tuple[BlockKind, ...] = ()
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> MTPConfig:
-        """The layer in the target's own checkpoint, ``mtp.*``: a layer of Qwen3-Next or Qwen3.5 with gated attention.
+        """The layer in the target's own checkpoint, under any of the known names (models/drafters/mtp_layouts.py).
 
         Raises ValueError where this target's checkpoints have none, or one that is not implemented.
         """
-        if not model_class(target.architecture).has_mtp:
+        layout = model_class(target.architecture).mtp_layout
+        if layout is None:
             raise ValueError(
-                f"an MTP layer of {target.architecture} itself is not implemented, only those of Qwen3-Next and "
-                f"Qwen3.5 are; {OTHER_DRAFTERS}"
+                f"an MTP layer of {target.architecture} itself is not implemented, only those of Qwen3-Next, Qwen3.5 "
+                "and Nemotron-H are, and of Qwen3 and Qwen3-MoE under DeepSeek-V3's names; "
+                f"{OTHER_DRAFTERS}"
             )
         if target.mtp_layers > 1:
             raise ValueError(
@@ -173,6 +179,12 @@ class MTPConfig(_InFolder):
                 "'mtp_use_dedicated_embeddings' is true, but only MTP layers that share the target's embedding are "
                 f"implemented; {OTHER_DRAFTERS}"
             )
+        if layout == "nextn":
+            return cls(target, target.layers, layer=target.layers)
+        if layout == "blocks":
+            blocks = target.mtp_blocks or ("attention", "moe")
+            _check_blocks(blocks, target)
+            return cls(target, target.layers, blocks=blocks)
         return cls(target, target.layers, zero_centred=True, output_gate=True)
 
     @classmethod
@@ -294,6 +306,20 @@ def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> 
         )
     if ConfigReader(config).number("logit_scale", 1.0) != 1.0:
         raise ValueError(f"'logit_scale' is {config['logit_scale']}, but only 1 is implemented")
+
+
+def _check_blocks(blocks: Sequence[BlockKind], target: ModelConfig) -> None:
+    """Of an MTP layer: what keeps entries comes first, and nothing keeps state."""
+    if blocks[0] != "attention" or {"attention", "mamba"} & set(blocks[1:]):
+        raise ValueError(
+            f"the blocks of the MTP layer are {', '.join(blocks)} ('mtp_hybrid_override_pattern'), but only attention "
+            f"followed by MLPs or experts ('*E', '*-', ...) is implemented; {OTHER_DRAFTERS}"
+        )
+    if "moe" in blocks and target.experts is None:
+        raise ValueError(
+            f"the blocks of the MTP layer are {', '.join(blocks)} ('mtp_hybrid_override_pattern'), but config.json "
+            f"describes no experts for a block of the model, of which it would have the sizes; {OTHER_DRAFTERS}"
+        )
 
 
 Config = TypeVar("Config", DFlashConfig, MTPConfig, Eagle3Config)

@@ -6,7 +6,8 @@ Knows: which class serves which kind of drafter, and which head it guesses with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -21,12 +22,14 @@ from models.drafters.draft_head import DraftHead
 from models.drafters.draft_vocabulary import MAPS, TargetIds, mapped_ids
 from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MTPDraft
+from models.drafters.mtp_layouts import LATENT_ATTENTION, BlocksDraft, NextNDraft, nextn_prefix, repeated_tensors
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.weights import fill
 from parallel.layers.embedding import LMHead
 
+_NEXTN = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 MTP_PREFIX = "mtp."  # of an MTP layer's tensors among those of its target
 HEAD = "lm_head.weight"  # of a head over the draft vocabulary, in a drafter's folder
 
@@ -50,10 +53,13 @@ def load_dflash(
 def load_mtp(
     target: Decoder, config: MTPConfig, folder: str | Path | None, *, load_format: str = "safetensors", seed: int = 0
 ) -> MTPDraft:
-    """This rank's share of an MTP layer for ``target``; everything else as in ``load_dflash``."""
+    """This rank's share of an MTP layer for ``target``, also under DeepSeek-V3's names; everything else as in
+    ``load_dflash``."""
     config.check_target(target.config)
     lengths = for_lengths(config, target.config.max_length)
-    return _filled(target, lambda context: MTPDraft(lengths, context), folder, load_format, seed)
+    if load_format != "dummy" and folder is not None:
+        lengths = replace(lengths, layer=_nextn_layer(locate_tensors(Path(folder)), folder))
+    return _mtp(target, lengths, folder, load_format, seed)
 
 
 def load_eagle3(
@@ -83,7 +89,7 @@ def load_own_mtp(
     Raises as ``check_own_mtp``, and WeightsError.
     """
     config = check_own_mtp(target.config, folder, load_format=load_format)
-    return _filled(target, lambda context: MTPDraft(config, context), folder, load_format, seed, prefix=MTP_PREFIX)
+    return _mtp(target, config, folder, load_format, seed, prefix=_prefix(config))
 
 
 def check_own_mtp(target: ModelConfig, folder: str | Path | None, *, load_format: str = "safetensors") -> MTPConfig:
@@ -102,19 +108,56 @@ def check_own_mtp(target: ModelConfig, folder: str | Path | None, *, load_format
         return config
     if folder is None:
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
-    names = [name for name in locate_tensors(Path(folder)) if name.startswith(MTP_PREFIX)]
-    if not names:
+    stored, prefix = locate_tensors(Path(folder)), _prefix(config)
+    if not any(name.startswith(prefix) for name in stored):
         raise WeightsError(
-            f"{folder} holds no MTP layer: none of its tensors is named {MTP_PREFIX}*; use a checkpoint that has them, "
+            f"{folder} holds no MTP layer: none of its tensors is named {prefix}*; use a checkpoint that has them, "
             f"or {OTHER_DRAFTERS}"
         )
-    numbers = {name.split(".")[2] for name in names if name.startswith(f"{MTP_PREFIX}layers.")}
-    if len(numbers) > 1:
+    if config.layer is not None:
+        _nextn_layer(stored, folder, config.layer)
+        return config
+    numbers = sorted({name.split(".")[2] for name in stored if name.startswith(f"{MTP_PREFIX}layers.")})
+    if config.blocks and len(numbers) != len(config.blocks):
         raise WeightsError(
-            f"{folder} holds {len(numbers)} MTP layers ({MTP_PREFIX}layers.{', '.join(sorted(numbers))}), but only MTP "
+            f"{folder} holds {len(numbers)} blocks of an MTP layer ({MTP_PREFIX}layers.{', '.join(numbers)}), but "
+            f"'mtp_hybrid_override_pattern' names {len(config.blocks)}: {', '.join(config.blocks)}"
+        )
+    if not config.blocks and len(numbers) > 1:
+        raise WeightsError(
+            f"{folder} holds {len(numbers)} MTP layers ({MTP_PREFIX}layers.{', '.join(numbers)}), but only MTP "
             f"of one layer is implemented; {OTHER_DRAFTERS}"
         )
     return config
+
+
+def _prefix(config: MTPConfig) -> str:
+    return MTP_PREFIX if config.layer is None else nextn_prefix(config.layer)
+
+
+def _nextn_layer(stored: Collection[str], folder: str | Path, first: int = 0) -> int | None:
+    """The number of a layer under DeepSeek-V3's names, from ``first`` on; None where there is none. WeightsError for
+    several, and for one whose attention is of another kind."""
+    found = sorted(int(match[1]) for name in stored if (match := _NEXTN.fullmatch(name)) and int(match[1]) >= first)
+    if len(found) > 1:
+        raise WeightsError(
+            f"{folder} holds {len(found)} MTP layers (model.layers.{', '.join(map(str, found))}), but only MTP of one "
+            f"layer is implemented; {OTHER_DRAFTERS}"
+        )
+    if found and (latent := f"{nextn_prefix(found[0])}{LATENT_ATTENTION}") in stored:
+        raise WeightsError(
+            f"{folder} holds an MTP layer with multi-head latent attention ({latent}), which is not implemented; "
+            f"{OTHER_DRAFTERS}"
+        )
+    return found[0] if found else None
+
+
+def _mtp(
+    target: Decoder, config: MTPConfig, folder: str | Path | None, load_format: str, seed: int, prefix: str = ""
+) -> MTPDraft:
+    made = BlocksDraft if config.blocks else MTPDraft if config.layer is None else NextNDraft
+    but = () if config.layer is None else repeated_tensors(config.layer)
+    return _filled(target, lambda context: made(config, context), folder, load_format, seed, prefix, but)
 
 
 def own_draft_ids(
@@ -202,6 +245,7 @@ def _filled(
     load_format: str,
     seed: int,
     prefix: str = "",
+    but: tuple[str, ...] = (),
 ) -> Draft:
     context, device = _context(target), target.final_norm.weight.device
     return fill(
@@ -211,7 +255,7 @@ def _filled(
         device=device,
         seed=seed,
         prefix=prefix,
-        but=(*MAPS, HEAD) if _maps_ids(folder, load_format) else (),
+        but=(*but, *MAPS, HEAD) if _maps_ids(folder, load_format) else but,
     )
 
 

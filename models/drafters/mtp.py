@@ -11,6 +11,7 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
@@ -31,6 +32,8 @@ from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 
+MakeNorm = Callable[[int], RMSNorm]
+
 SPARSE_NAMES = {
     "mlp.router": "mlp.gate",
     "mlp.experts.{}.gate": "mlp.experts.{}.gate_proj",
@@ -45,7 +48,8 @@ SPARSE_NAMES = {
 
 
 class MTPDraft(CheckpointParts):
-    """One layer, split over ranks as its layers are; ``fc`` is whole on each."""
+    """One layer, split over ranks as its layers are; ``fc`` is whole on each. Under other names, and of other blocks:
+    mtp_layouts.py."""
 
     checkpoint_names: ClassVar = {
         "fc": "mtp.fc",
@@ -59,14 +63,26 @@ class MTPDraft(CheckpointParts):
         super().__init__()
         sizes = config.model
         hidden = sizes.hidden_size
-        norm = partial(RMSNorm, eps=sizes.rms_norm_eps, context=context, zero_centred=config.zero_centred)
+        norm: MakeNorm = partial(RMSNorm, eps=sizes.rms_norm_eps, context=context, zero_centred=config.zero_centred)
         self.config = config
         self.dtype = context.dtype
         self.kernels = context.kernels
-        self.cos_sin_LR = cos_sin_cache(sizes.rope, sizes.rotary_dim, sizes.max_length)
+        self.cos_sin_LR = self._positions(config)
         self.embedding_norm = norm(hidden)
         self.hidden_norm = norm(hidden)
         self.fc = Projection(2 * hidden, hidden, context)
+        self.layers = nn.ModuleList(self._layers(config, context, norm))
+        self.norm = norm(hidden)
+
+    def _positions(self, config: MTPConfig) -> Tensor:
+        """Angles of rotary positions, as ``cos_sin_LR``."""
+        sizes = config.model
+        return cos_sin_cache(sizes.rope, sizes.rotary_dim, sizes.max_length)
+
+    def _layers(self, config: MTPConfig, context: ModelContext, norm: MakeNorm) -> list[DecoderLayer]:
+        """What runs behind ``fc``: the first has the attention, and no other one has."""
+        sizes = config.model
+        hidden = sizes.hidden_size
         attention = DraftAttention(
             sizes,
             context,
@@ -83,8 +99,7 @@ class MTPDraft(CheckpointParts):
             mlp = GatedMLP(sizes, context, norm(hidden))
         else:  # its number is none of the target's layers, whose maps of experts are not for it
             mlp = SparseMLP(sizes, context, norm(hidden), layer=sizes.layers)
-        self.layers = nn.ModuleList([DecoderLayer(attention, mlp)])
-        self.norm = norm(hidden)
+        return [DecoderLayer(attention, mlp)]
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -110,6 +125,8 @@ class MTPDraft(CheckpointParts):
         attention = self.kernels.plan_decode(attention, self._attention.heads, kv_layer)
         step = replace(inputs, attention=attention)
         x_TN, residual_TN = self.layers[0](self._joined(embedded_TN, hidden_TN), None, step, kv_layer)
+        for layer in self.layers[1:]:
+            x_TN, residual_TN = layer(x_TN, residual_TN, step, None)
         return self.norm.add(x_TN, residual_TN)[0]
 
     def step(

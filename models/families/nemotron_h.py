@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
-from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
 from models.layers.mamba2 import Mamba2
 from models.layers.mlp import Relu2MLP
 from models.layers.moe import SparseMLP
@@ -22,7 +22,7 @@ from models.layers.norm import RMSNorm
 from models.layers.rope import unrotated_cache
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
-_OF_BLOCK = {
+BLOCK_NAMES = {  # but for the output projections of mixers
     "mixer.norm": "norm",
     "mlp.norm": "norm",
     "mixer.in_proj": "mixer.in_proj",
@@ -50,9 +50,11 @@ def _both(name: str) -> tuple[str, str]:
 
 
 class NemotronH(Decoder):
+    unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.",)
+    mtp_layout: ClassVar[MTPLayout | None] = "blocks"
     checkpoint_names: ClassVar = {
         "embedding": _both("embeddings"),
-        **{f"layers.{{}}.{part}": _both(f"layers.{{}}.{name}") for part, name in _OF_BLOCK.items()},
+        **{f"layers.{{}}.{part}": _both(f"layers.{{}}.{name}") for part, name in BLOCK_NAMES.items()},
         # Attention and Mamba-2 both end in a projection, under names of their own.
         "layers.{}.mixer.output": _both("layers.{}.mixer.o_proj"),
         "layers.{}.mixer.out": _both("layers.{}.mixer.out_proj"),

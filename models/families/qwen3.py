@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.families.llama import Llama
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
-from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
 from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
@@ -22,6 +22,7 @@ from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 class Qwen3(Decoder):
+    mtp_layout: ClassVar[MTPLayout | None] = "nextn"
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,
         "layers.{}.mixer.q_norm": "model.layers.{}.self_attn.q_norm",

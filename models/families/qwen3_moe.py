@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.families.qwen3 import Qwen3
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
-from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
 from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
@@ -23,6 +23,7 @@ from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 class Qwen3Moe(Decoder):
+    mtp_layout: ClassVar[MTPLayout | None] = "nextn"
     checkpoint_names: ClassVar = {
         **Qwen3.checkpoint_names,
         "layers.{}.mlp.router": "model.layers.{}.mlp.gate",

@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.families.qwen3_moe import Qwen3Moe
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
-from models.layers.decoder import Decoder, DecoderLayer
+from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
 from models.layers.gated_delta import GatedDeltaNet
 from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
@@ -38,7 +38,7 @@ class Qwen3Next(Decoder):
         "layers.{}.mlp.shared.gate": "model.layers.{}.mlp.shared_expert_gate",
     }
     unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.",)
-    has_mtp: ClassVar[bool] = True
+    mtp_layout: ClassVar[MTPLayout | None] = "mtp"
     interleaved: ClassVar[bool] = True  # as the checkpoint has the input projections of a delta net
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ from parallel.layers.shard import Shard, VocabShard
 
 # Of (x, residual), the latter None where there is none: both again, with what this half of a layer adds as the new x.
 Half = Callable[[Tensor | PendingAllReduce, Tensor | None], tuple[Tensor | PendingAllReduce, Tensor]]
+MTPLayout = Literal["mtp", "nextn", "blocks"]  # as Qwen3-Next's, DeepSeek-V3's and Nemotron-H's checkpoints have it
 
 
 class DecoderLayer(nn.Module):
@@ -91,13 +92,14 @@ class Decoder(CheckpointParts):
     A subclass makes the four parts below, its ``layers`` of DecoderLayer, and says its ``checkpoint_names``: module
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
     of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
-    ``unused_tensors`` belong to parts of a checkpoint that are not run with the model. ``has_mtp``: one of these may be
-    an MTP layer as Qwen3-Next has it, ``mtp.*``, which guesses for the model where it is asked to (models/drafters).
+    ``unused_tensors`` belong to parts of a checkpoint that are not run with the model. ``mtp_layout``: how checkpoints
+    name an MTP layer, which guesses for the model where it is asked to (models/drafters/mtp_layouts.py); None where
+    none is known.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
     unused_tensors: ClassVar[tuple[str, ...]] = ()
-    has_mtp: ClassVar[bool] = False
+    mtp_layout: ClassVar[MTPLayout | None] = None
     cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
     embedding: VocabParallelEmbedding
     layers: nn.ModuleList
@@ -116,6 +118,12 @@ class Decoder(CheckpointParts):
         self.expert_split = context.experts
         self._shared = exchange is not None
         self._few_layers = False
+
+    def leaves_unread(self, tensor: str) -> bool:
+        """Whether a tensor of a checkpoint belongs to a part that is not run with the model."""
+        behind = range(self.config.layers, self.config.layers + self.config.mtp_layers)
+        numbered = self.mtp_layout == "nextn" and tensor.startswith(tuple(f"model.layers.{n}." for n in behind))
+        return numbered or tensor.startswith(self.unused_tensors)
 
     @cached_property
     def cache_layout(self) -> CacheLayout:

@@ -74,7 +74,9 @@ def mlp(w: Weights, name: str, y: Tensor) -> Tensor:
 def sparse_mlp(w: Weights, name: str, y_N: Tensor, config: Mapping[str, Any]) -> Tensor:
     """Of one token: the likeliest experts, weighted to a sum of 1, and a shared one behind a gate of its own."""
     scores, experts = (w[f"{name}gate.weight"] @ y_N).softmax(0).topk(config["num_experts_per_tok"])
-    out_N = torch.sigmoid(w[f"{name}shared_expert_gate.weight"][0] @ y_N) * mlp(w, f"{name}shared_expert.", y_N)
+    out_N = torch.zeros_like(y_N)
+    if f"{name}shared_expert_gate.weight" in w:
+        out_N = torch.sigmoid(w[f"{name}shared_expert_gate.weight"][0] @ y_N) * mlp(w, f"{name}shared_expert.", y_N)
     for score, expert in zip(scores / scores.sum(), experts.tolist(), strict=True):
         out_N = out_N + score * mlp(w, f"{name}experts.{expert}.", y_N)
     return out_N
@@ -123,8 +125,9 @@ def mtp_guesses(
     """``count`` greedy guesses, among ``ids``, of what follows ``tokens``, of which the target has computed all but the
     last: ``hidden`` are its final states of those. The layer's own state and its guesses take their place beyond."""
     guessed, states = list(tokens), list(hidden_LN)
+    state = blocks_state if "mtp_hybrid_override_pattern" in config else mtp_state
     for _ in range(count):
-        states.append(mtp_state(w, config, embedding, guessed, states))
+        states.append(state(w, config, embedding, guessed, states))
         guessed.append(likeliest(states[-1], head, ids))
     return guessed[len(tokens) :]
 
@@ -163,6 +166,55 @@ def mtp_state(
     mixed = attend(queries(w, layer, y[-1:], positions[-1:], config), k, v, seen)
     mixed = mixed if gate is None else mixed * gate
     return norm(rest_of_layer(w, layer, x[-1:], mixed, config), w["mtp.norm.weight"], eps)[0]
+
+
+def blocks_state(
+    w: Weights, config: Mapping[str, Any], embedding: Tensor, tokens: Sequence[int], states: Sequence[Tensor]
+) -> Tensor:
+    """As ``mtp_state``, of a Nemotron-H layer: attention without positions, then blocks of experts or one MLP each."""
+    eps, first, pattern = config["layer_norm_epsilon"], "mtp.layers.0.", config["mtp_hybrid_override_pattern"]
+    pairs = [
+        torch.cat(
+            (
+                norm(embedding[tokens[p + 1]], w[f"{first}enorm.weight"], eps),
+                norm(state, w[f"{first}hnorm.weight"], eps),
+            )
+        )
+        for p, state in enumerate(states)
+    ]
+    x_LN = torch.stack(pairs) @ w[f"{first}eh_proj.weight"].T
+    y_LN = norm(x_LN, w[f"{first}norm.weight"], eps)
+    q, k, v = (
+        (y_LN @ w[f"{first}mixer.{name}_proj.weight"].T).view(len(x_LN), -1, config["head_dim"]) for name in "qkv"
+    )
+    mixed = attend(q[-1:], k, v, torch.ones(1, len(x_LN), dtype=torch.bool))[0].flatten()
+    x_N = x_LN[-1] + w[f"{first}mixer.o_proj.weight"] @ mixed
+    for number, kind in enumerate(pattern[1:], 1):
+        block = f"mtp.layers.{number}."
+        y_N = norm(x_N, w[f"{block}norm.weight"], eps)
+        x_N = x_N + (sigmoid_experts if kind == "E" else relu2_mlp)(w, f"{block}mixer.", y_N, config)
+    return norm(x_N, w[f"mtp.layers.{len(pattern) - 1}.final_layernorm.weight"], eps)
+
+
+def relu2_mlp(w: Weights, name: str, y_N: Tensor, config: Mapping[str, Any]) -> Tensor:
+    return w[f"{name}down_proj.weight"] @ (w[f"{name}up_proj.weight"] @ y_N).clamp(min=0).square()
+
+
+def sigmoid_experts(w: Weights, name: str, y_N: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Of one token: a bias counts for the choice alone, which is among the groups whose best two sum to most."""
+    scores = torch.sigmoid(w[f"{name}gate.weight"] @ y_N)
+    choice = (scores + w[f"{name}gate.e_score_correction_bias"]).tolist()
+    size = len(choice) // config["n_group"]
+    groups = [list(range(first, first + size)) for first in range(0, len(choice), size)]
+    groups.sort(key=lambda group: -sum(sorted((choice[e] for e in group), reverse=True)[:2]))
+    allowed = [e for group in groups[: config["topk_group"]] for e in group]
+    chosen = sorted(allowed, key=lambda e: -choice[e])[: config["num_experts_per_tok"]]
+    total = scores[chosen].sum()
+    out_N = relu2_mlp(w, f"{name}shared_experts.", y_N, config)
+    for expert in chosen:
+        share = scores[expert] / total * config["routed_scaling_factor"]
+        out_N = out_N + share * relu2_mlp(w, f"{name}experts.{expert}.", y_N, config)
+    return out_N
 
 
 def eagle3_guesses(

@@ -98,7 +98,7 @@ def test_guesses_of_an_mtp_layer_are_the_oracles(tmp_path: Path, changes: dict[s
     tensors = mtp_tensors(config)
     stored = less_one(tensors) if config.get("norm_zero_centered") else tensors
     draft = load_mtp(model, MTPConfig.from_dict(config), write(tmp_path, config, stored))
-    _compare_guesses(model, draft, config, tensors)
+    compare_guesses(model, draft, config, tensors)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_guesses_of_a_hybrids_own_mtp_layer_are_the_oracles(tmp_path: Path, fami
     model, tensors = target(config), mtp_tensors(config)
     stored = fused_experts(less_one(tensors)) if fused else less_one(tensors)
     draft = load_own_mtp(model, write(tmp_path, config, {"model.norm.weight": torch.ones(24), **stored}))
-    _compare_guesses(model, draft, config, tensors)
+    compare_guesses(model, draft, config, tensors)
 
 
 def test_a_layer_of_its_own_with_a_tensor_too_many_is_refused_by_name(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_layer_of_its_own_with_a_tensor_too_many_is_refused_by_name(tmp_path: 
         load_own_mtp(target(config), write(tmp_path, config, tensors))
 
 
-def _compare_guesses(model: Decoder, draft: MTPDraft, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def compare_guesses(model: Decoder, draft: MTPDraft, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Three rows, with entries appended and then guess after guess."""
     lengths, count = [2, 19, 8], 5
     caches, table_BP = paged(draft.cache_layout, len(lengths))

@@ -88,8 +88,10 @@ def layer_shapes(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...
     router: dict[str, tuple[int, ...]] = {}
     if experts := config.get("num_experts"):
         mlps = {f"{layer}mlp.experts.{number}.": config["moe_intermediate_size"] for number in range(experts)}
-        mlps[f"{layer}mlp.shared_expert."] = config["shared_expert_intermediate_size"]
-        router = {f"{layer}mlp.gate": (experts, hidden), f"{layer}mlp.shared_expert_gate": (1, hidden)}
+        router = {f"{layer}mlp.gate": (experts, hidden)}
+        if shared := config.get("shared_expert_intermediate_size"):
+            mlps[f"{layer}mlp.shared_expert."] = shared
+            router[f"{layer}mlp.shared_expert_gate"] = (1, hidden)
     return {
         f"{layer}input_layernorm": (hidden,),
         f"{layer}post_attention_layernorm": (hidden,),
@@ -139,6 +141,47 @@ def mtp_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         rows, hidden = shapes["mtp.layers.0.self_attn.q_proj"]
         shapes["mtp.layers.0.self_attn.q_proj"] = (2 * rows, hidden)
     return random_tensors(shapes, seed)
+
+
+def nextn_tensors(config: dict[str, Any], layer: int, seed: int = 0) -> dict[str, Tensor]:
+    """Those of ``mtp_tensors`` under DeepSeek-V3's names, in layer ``layer`` of the target's checkpoint."""
+    names = {
+        "mtp.layers.0.": "",
+        "mtp.fc.": "eh_proj.",
+        "mtp.pre_fc_norm_embedding.": "enorm.",
+        "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.norm.": "shared_head.norm.",
+    }
+    found = {}
+    for name, tensor in mtp_tensors(config, seed).items():
+        own = next(own for own in names if name.startswith(own))
+        found[f"model.layers.{layer}.{names[own]}{name.removeprefix(own)}"] = tensor
+    return found
+
+
+def blocks_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Of a Nemotron-H target's own MTP layer, whose blocks ``mtp_hybrid_override_pattern`` names."""
+    hidden, dim, pattern = config["hidden_size"], config["head_dim"], config["mtp_hybrid_override_pattern"]
+    queries, pairs = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    first, last = "mtp.layers.0.", f"mtp.layers.{len(pattern) - 1}."
+    shapes: dict[str, tuple[int, ...]] = {f"{first}{name}": (hidden,) for name in ("enorm", "hnorm", "norm")}
+    shapes |= {f"{first}eh_proj": (hidden, 2 * hidden), f"{last}final_layernorm": (hidden,)}
+    shapes |= {f"{first}mixer.{name}": (pairs, hidden) for name in ("k_proj", "v_proj")}
+    shapes |= {f"{first}mixer.q_proj": (queries, hidden), f"{first}mixer.o_proj": (hidden, queries)}
+    biases: dict[str, Tensor] = {}
+    for number, kind in enumerate(pattern[1:], 1):
+        block = f"mtp.layers.{number}."
+        shapes[f"{block}norm"] = (hidden,)
+        mlps = {f"{block}mixer.": config["intermediate_size"]}
+        if kind == "E":
+            experts = config["n_routed_experts"]
+            mlps = {f"{block}mixer.experts.{e}.": config["moe_intermediate_size"] for e in range(experts)}
+            mlps[f"{block}mixer.shared_experts."] = config["moe_shared_expert_intermediate_size"]
+            shapes[f"{block}mixer.gate"] = (experts, hidden)
+            biases[f"{block}mixer.gate.e_score_correction_bias"] = torch.linspace(-0.2, 0.3, experts)
+        for mlp, inner in mlps.items():
+            shapes |= {f"{mlp}up_proj": (inner, hidden), f"{mlp}down_proj": (hidden, inner)}
+    return random_tensors(shapes, seed) | biases
 
 
 def less_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

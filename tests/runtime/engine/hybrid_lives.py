@@ -31,7 +31,7 @@ from tests.runtime.engine.replay_proposer import window_roles
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
-from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, OwnLayer
+from tests.runtime.speculate.recorded import VOCABULARY, Drafter, OwnLayer
 from tests.runtime.speculate.test_eagle3 import Head
 
 WIDTH, BLOCK, ROWS = 4, 4, 4
@@ -44,24 +44,19 @@ _DONE = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass
 class Target:
-    """A tiny model of a family in ``folder``, with weights or (``shape``) without."""
+    """A tiny model of a family, with its own MTP layer; drafters of other kinds are in ``folder``, too."""
 
-    family: str
+    layers: int
     folder: Path
-    own: OwnLayer | None = None
-    shape: dict[str, object] | None = None
+    own: OwnLayer
 
     @classmethod
     def of(cls, family: str, folder: Path) -> Target:
         if family == "nemotron-h":
             few = {"num_hidden_layers": 3, "hybrid_override_pattern": "M*E"}
-            return cls(family, folder, shape=NEMOTRON | SHAPE | few)
+            return cls(3, folder, OwnLayer(NEMOTRON | few, folder / "target"))
         few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-        return cls(family, folder, OwnLayer(FAMILIES[family] | few, folder / "target"))
-
-    @property
-    def model(self) -> dict[str, Any]:
-        return {"shape": self.shape} if self.own is None else {"folder": self.own.folder}
+        return cls(2, folder, OwnLayer(FAMILIES[family] | few, folder / "target"))
 
     def proposer(self, name: str) -> MakeProposer:
         if name == "ngram":
@@ -69,9 +64,9 @@ class Target:
             return proposer_for(speculative_config({"method": "ngram", **keys}))
         if name == "eagle3":
             return Head(self.folder / "eagle3")
-        if name == "mtp" and self.own is not None:
+        if name == "mtp":
             return self.own
-        return Drafter(name, self.folder / name, target_layers=2 if self.shape is None else 3)
+        return Drafter(name, self.folder / name, target_layers=self.layers)
 
     @contextmanager
     def engine(
@@ -91,7 +86,9 @@ class Target:
             how |= {"widths": (WIDTH,), "further_roles": window_roles((WIDTH,), limits.pop("script"), right=7)}
         elif proposer:
             how |= {"proposer": self.proposer(proposer), "speculation": Speculation(WIDTH)}
-        with rig(depth=depth, kernels=kernels(), dtype=torch.float64, **self.model, **(how | limits)) as engine:
+        with rig(
+            depth=depth, kernels=kernels(), dtype=torch.float64, folder=self.own.folder, **(how | limits)
+        ) as engine:
             yield engine
 
 

@@ -30,6 +30,7 @@ from runtime.speculate.tree import TreeProposer
 from runtime.speculative_config import speculative_config
 from tests.models.drafters import serial_oracle
 from tests.models.drafters.tiny_drafters import (
+    blocks_tensors,
     dflash_config,
     dflash_tensors,
     less_one,
@@ -156,9 +157,15 @@ class OwnLayer(Drafter):
 
     def __init__(self, shape: Mapping[str, object], folder: Path, top_k: int = 0) -> None:
         self.kind, self.folder, self._top_k = "mtp", folder, top_k
-        self.config = own_mtp_config({**TINY, **SHAPE, **shape})
-        self.tensors = mtp_tensors(self.config)
-        write(folder, self.config, full_tensors(ModelConfig.from_dict(self.config)) | less_one(self.tensors))
+        self.config = {**TINY, **SHAPE, **shape}
+        if shape.get("hybrid_override_pattern"):
+            self.config |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+            self.tensors = stored = blocks_tensors(self.config)
+        else:
+            self.config = own_mtp_config(self.config)
+            self.tensors = mtp_tensors(self.config)
+            stored = less_one(self.tensors)
+        write(folder, self.config, full_tensors(ModelConfig.from_dict(self.config)) | stored)
         self.recorder: Recorder | None = None
 
     def __call__(self, parts: ProposerParts) -> Recorder:

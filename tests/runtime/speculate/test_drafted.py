@@ -203,7 +203,7 @@ def test_the_target_ids_must_be_those_of_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "kind", "depth"),
-    [("nemotron", "dflash", 0), ("nemotron", "dflash", 2), ("nemotron", "mtp", 2), ("qwen3.5", "dflash", 2)],
+    [("nemotron", "dflash", 0), ("nemotron", "dflash", 2), ("qwen3.5", "dflash", 2)],
 )
 def test_targets_with_recurrent_layers(target: str, kind: str, depth: int, tmp_path: Path) -> None:
     """Features behind a Mamba-2 block and one of experts alone, or behind gated delta nets; evictions, a cancel."""

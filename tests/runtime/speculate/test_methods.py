@@ -125,11 +125,12 @@ DUMMY: Final = "dummy"
             r"'mtp_use_dedicated_embeddings' is true",
         ),
         (
-            PLAIN,
+            PLAIN | {"architectures": ["LlamaForCausalLM"]},
             ["mtp.norm.weight"],
             SAFETENSORS,
-            r"an MTP layer of Qwen3ForCausalLM itself is not implemented",
+            r"an MTP layer of LlamaForCausalLM itself is not implemented",
         ),
+        (PLAIN, ["mtp.norm.weight"], SAFETENSORS, r"holds no MTP layer: none .* named model\.layers\.\d+\.\*"),
     ],
 )
 def test_targets_without_a_layer_of_their_own_are_refused(

@@ -1,8 +1,8 @@
 """The MTP layer of a hybrid model's own checkpoint, in engines on the twin: the tokens of W = 1, and every round's
 guesses those of an oracle without pages, slots or recurrent state between rounds.
 
-Gated attention, zero-centred norms, experts and a shared one: what the layer has beside that of test_drafted.py, where
-every kind of life is.
+Gated attention, zero-centred norms, experts and a shared one, or Nemotron-H's blocks: what the layer has beside that of
+test_drafted.py, where every kind of life is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from runtime.execute.proposer import Observed
 from runtime.schedule.config import SnapshotPolicy
 from runtime.speculate.mtp import MTPProposer
 from tests.models.tiny_delta import FAMILIES
+from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -29,7 +30,8 @@ from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.speculate.recorded import OwnLayer, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import people, prompt, sequences
 
-FAMILY = pytest.mark.parametrize("family", FAMILIES)
+HYBRIDS = {**FAMILIES, "nemotron-h": NEMOTRON}
+FAMILY = pytest.mark.parametrize("family", HYBRIDS)
 
 
 def drafted(drafter: OwnLayer, width: int, *, depth: int, count: int = 5, **how: Any) -> Life:
@@ -51,7 +53,7 @@ def drafted(drafter: OwnLayer, width: int, *, depth: int, count: int = 5, **how:
 @pytest.mark.parametrize("depth", [0, 2])
 def test_rounds_guess_what_the_oracle_does(family: str, depth: int, tmp_path: Path) -> None:
     """Prompts in chunks of 8 tokens, rows that come and go, blocks of 4 tokens."""
-    drafter = OwnLayer(FAMILIES[family], tmp_path)
+    drafter = OwnLayer(HYBRIDS[family], tmp_path)
     life = drafted(drafter, 4, depth=depth)
     assert check_rounds(drafter, sequences(people(5), life)) >= 5 * 23 / 4
     assert life.counters["spec_num_accepted_tokens"] > 5, "windows of which more than a token was kept"
@@ -65,17 +67,22 @@ def test_trees_grow_around_what_the_oracle_guesses(tmp_path: Path) -> None:
     assert life.counters["spec_num_accepted_tokens"] > 20, "nodes were kept"
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["shares", "whole experts"])
-def test_two_ranks_guess_as_one(whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [("qwen3-next", False), ("qwen3-next", True), ("nemotron-h", False)],
+    ids=["shares", "whole experts", "blocks"],
+)
+def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> None:
     """The layer is split as its target is: heads, the shared expert, and experts either way."""
-    drafter = OwnLayer(FAMILIES["qwen3-next"], tmp_path)
+    drafter = OwnLayer(HYBRIDS[family], tmp_path)
     drafted(drafter, 4, depth=0, count=3)
     of_one_rank = drafter.rounds
     split = ExpertSplit(whole=whole)
     drafted(drafter, 4, depth=2, count=3, over=partial(tensor_rig, 2), experts=split)
     assert drafter.rounds == of_one_rank
-    held = drafter.recorder.inner._draft.layers[0].mlp.experts.gate_up.shape  # type: ignore[union-attr]
-    assert held == ((4, 32, 24) if whole else (8, 16, 24))
+    layers = drafter.recorder.inner._draft.layers  # type: ignore[union-attr]
+    held = {"qwen3-next": (4, 32, 24) if whole else (8, 16, 24), "nemotron-h": (10, 12, 24)}
+    assert layers[-1].mlp.experts.gate_up.shape == held[family], "with two parts of the shared expert beside eight"
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -1,0 +1,118 @@
+"""MTP layers in targets' own checkpoints under DeepSeek-V3's and Nemotron-H's names, against the serial oracle; what is
+refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.checkpoint import WeightsError
+from models.config import ModelConfig
+from models.drafters.draft_config import MTPConfig
+from models.drafters.load import check_own_mtp, load_mtp, load_own_mtp
+from models.kernels.reference import ReferenceKernels
+from models.weights import load_model
+from parallel.comm.collectives import SingleRank
+from tests.models.drafters.test_drafters import TARGET, compare_guesses, target
+from tests.models.drafters.tiny_drafters import (
+    SIZES,
+    blocks_tensors,
+    mtp_config,
+    mtp_tensors,
+    nextn_tensors,
+    write,
+)
+from tests.models.tiny_checkpoint import full_tensors
+from tests.models.tiny_nemotron import NEMOTRON
+
+DENSE = {**TARGET, "num_nextn_predict_layers": 1}
+SPARSE = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+}
+HYBRID = {**SIZES, **NEMOTRON, "tie_word_embeddings": False, "num_nextn_predict_layers": 1}
+
+
+def hybrid(pattern: str) -> dict[str, Any]:
+    return {**HYBRID, "mtp_hybrid_override_pattern": pattern}
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts"])
+def test_a_layer_under_deepseeks_names_guesses_as_the_oracle(tmp_path: Path, config: dict[str, Any]) -> None:
+    """It lies behind the target's last layer; what repeats the target's embedding and head is left unread."""
+    stored = full_tensors(ModelConfig.from_dict(config)) | nextn_tensors(config, layer=2)
+    wrong = torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"])
+    stored |= {f"model.layers.2.{name}.weight": wrong.clone() for name in ("embed_tokens", "shared_head.head")}
+    folder = write(tmp_path, config, stored)
+    read = load_model(ModelConfig.from_dict(config), folder, collectives=SingleRank(), kernels=ReferenceKernels())
+    compare_guesses(read, load_own_mtp(read, folder), config, mtp_tensors(config))
+
+
+def test_a_drafters_folder_may_use_them_too(tmp_path: Path) -> None:
+    config, model = mtp_config(), target()
+    draft = load_mtp(model, MTPConfig.from_dict(config), write(tmp_path, config, nextn_tensors(config, layer=0)))
+    compare_guesses(model, draft, config, mtp_tensors(config))
+
+
+@pytest.mark.parametrize("pattern", ["*E", "*-", "*", "*-E"])
+@pytest.mark.parametrize("words", [False, True])
+def test_a_nemotron_h_layer_guesses_as_the_oracle(tmp_path: Path, pattern: str, words: bool) -> None:
+    """Beside a target that is loaded from the same folder; either spelling of the pattern."""
+    config = hybrid(pattern)
+    kinds = {"*": "full_attention", "E": "moe", "-": "mlp"}
+    written = {**HYBRID, "mtp_layers_block_type": [kinds[letter] for letter in pattern]} if words else config
+    tensors = blocks_tensors(config)
+    folder = write(tmp_path, written, full_tensors(ModelConfig.from_dict(HYBRID)) | tensors)
+    read = load_model(ModelConfig.from_folder(folder), folder, collectives=SingleRank(), kernels=ReferenceKernels())
+    compare_guesses(read, load_own_mtp(read, folder), config, tensors)
+
+
+def test_without_a_pattern_it_is_attention_and_experts() -> None:
+    assert ModelConfig.from_dict(HYBRID).mtp_blocks == ("attention", "moe")
+    assert ModelConfig.from_dict({**HYBRID, "num_nextn_predict_layers": 0}).mtp_blocks == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (hybrid("M*"), "'mtp_hybrid_override_pattern'.*only attention followed by MLPs or experts"),
+        (hybrid("**"), "blocks of the MTP layer are attention, attention"),
+        (hybrid("*?"), r"'mtp_hybrid_override_pattern' is '\*\?'; known kinds are"),
+        ({**hybrid("*E"), "hybrid_override_pattern": "M-*M--"}, "describes no experts"),
+        ({**HYBRID, "num_nextn_predict_layers": 2}, "2 MTP layers"),
+        ({**TARGET, "architectures": ["LlamaForCausalLM"]}, "an MTP layer of LlamaForCausalLM itself.*Nemotron-H"),
+        ({**TARGET, "architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCausalLM' is not implemented"),
+    ],
+    ids=str,
+)
+def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_own_mtp(ModelConfig.from_dict(config), None, load_format="dummy")
+
+
+def test_checkpoints_that_are_not_what_their_config_says_are_refused_by_name(tmp_path: Path) -> None:
+    dense, sizes = ModelConfig.from_dict(DENSE), SIZES["hidden_size"]
+    tensors = nextn_tensors(DENSE, layer=2)
+    latent = {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(8, sizes)}
+    with pytest.raises(WeightsError, match=r"multi-head latent attention \(model\.layers\.2\.self_attn\.kv_a_proj"):
+        check_own_mtp(dense, write(tmp_path / "latent", DENSE, tensors | latent))
+    twice = tensors | nextn_tensors(DENSE, layer=3)
+    with pytest.raises(WeightsError, match=r"2 MTP layers \(model\.layers\.2, 3\)"):
+        check_own_mtp(dense, write(tmp_path / "twice", DENSE, twice))
+    with pytest.raises(WeightsError, match=r"no MTP layer: none of its tensors is named model\.layers\.2\.\*"):
+        check_own_mtp(dense, write(tmp_path / "none", DENSE, full_tensors(dense)))
+    config = hybrid("*E")
+    folder = write(tmp_path / "blocks", config, blocks_tensors(hybrid("*E-")))
+    with pytest.raises(WeightsError, match=r"holds 3 blocks of an MTP layer.*names 2: attention, moe"):
+        check_own_mtp(ModelConfig.from_dict(config), folder)
+    missing = blocks_tensors(config)
+    del missing["mtp.layers.1.final_layernorm.weight"]
+    with pytest.raises(WeightsError, match=r"no file holds.*mtp\.layers\.1\.final_layernorm\.weight"):
+        load_own_mtp(target(config), write(tmp_path / "missing", config, missing))
