@@ -248,11 +248,10 @@ def mamba(driver: CompilingDriver) -> None:
             mamba2_triton.step(projected, weights, window, state, StateRows(numbers), numbers, True)
         driver.where = f"Mamba-2 of {heads} heads, {dtype}, scan"
         mamba2_triton.scan(projected, made(rows, channels), weights, state, StateRows(numbers, numbers), True)
-    for nodes in (16, 33):
-        driver.where = f"Mamba-2 of {heads} heads, {dtype}, trees of {nodes}"
-        frozen = StateRows(numbers[:8], frozen=True, tree=empty_tree(8, nodes))
-        given = made(8 * nodes, inner + channels + heads), made(8 * nodes, channels), weights, state
-        mamba2_tree.scan_tree(*given, frozen, True)
+    driver.where = f"Mamba-2 of {heads} heads, {dtype}, trees of 33"
+    frozen = StateRows(numbers[:8], frozen=True, tree=empty_tree(8, 33))
+    given = made(8 * 33, inner + channels + heads), made(8 * 33, channels), weights, state
+    mamba2_tree.scan_tree(*given, frozen, True)
     taken = dataclasses.replace(
         frozen, frozen=False, kept_B=numbers[:8].int(), path_BW=numbers[:8].repeat(8).view(8, 8)
     )
@@ -397,11 +396,11 @@ def slot_state(driver: CompilingDriver) -> None:
         slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (8, 8 * 32))
         kept = torch.empty(8, dtype=torch.int32, device=META)
         path = torch.empty(8, 8, dtype=torch.int64, device=META)
+        tree = empty_tree(8, 32)
+        of_trees = StateRows(slots, frozen=True, tree=tree), StateRows(slots, kept_B=kept, tree=tree, path_BW=path)
         for rows_of_window in (
-            StateRows(slots, frozen=True),
-            StateRows(slots, kept_B=kept),
-            StateRows(slots, frozen=True, tree=empty_tree(8, 32)),
-            StateRows(slots, kept_B=kept, tree=empty_tree(8, 32), path_BW=path),
+            *(StateRows(slots, frozen=True), StateRows(slots, kept_B=kept)),
+            *(of_trees if v_heads != 24 else ()),  # a second one of 128 would tell nothing new
         ):
             kernels.conv_gated_delta(window, filters, *banks, rows_of_window, positions)
         x = torch.empty(9, 2048, dtype=dtype, device=META)

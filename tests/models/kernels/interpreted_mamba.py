@@ -123,7 +123,7 @@ def check_windows(weights: Mamba2Weights) -> None:
 
 
 def check_trees(weights: Mamba2Weights, nodes: int, width_of_path: int) -> None:
-    """Every node, state as it was; then the tokens of a path; NaN in a leaf, off the path and in a row of nobody."""
+    """Every node, state as it was; then the tokens of a path; NaN in a node, off the path and in a row of nobody."""
     parents, starts = [grown(nodes, seed) for seed in range(4)], [5, 0, 0, 2]  # the third row is nobody's
     tree, slots, at = state_tree(parents), torch.tensor([1, 2, 0, 3]), positions(parents, starts)
     window, state = banks(weights, torch.float32)
@@ -138,11 +138,15 @@ def check_trees(weights: Mamba2Weights, nodes: int, width_of_path: int) -> None:
     for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_form, mine)):
         for poisoned in (False, True):
             given = projected.clone()
-            given[nodes - 1] = math.nan if poisoned else given[nodes - 1]  # the last node of the first row, a leaf
+            if poisoned:
+                given[1] = math.nan  # node 1 of the first row, which has children
             rows = StateRows(slots, frozen=True, tree=tree)
             out = run(given, weights, windows, states, rows, at).view(4, nodes, -1)[[0, 1, 3]]
-            outs.append(out[:, : nodes - 1] if poisoned else out)
-            assert not poisoned or out[0, nodes - 1].isnan().all()
+            if poisoned:
+                below = [node for node in range(nodes) if 1 in path(parents[0], node)]
+                assert out[0, below].isnan().all()
+                out[0, below] = 0.0
+            outs.append(out)
         assert torch.equal(windows[1:-1], window[1:-1])
         assert torch.equal(states[1:-1], state[1:-1])
         taken = StateRows(slots, kept_B=torch.tensor(counts).int(), tree=tree, path_BW=padded(paths, width_of_path))

@@ -23,7 +23,7 @@ from models.kernels.reference import ReferenceKernels
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, run_pieces
 from tests.models.kernels.recurrent.ragged_sequences import steps
-from tests.models.kernels.recurrent.tree_cases import CHAIN, FORKED, STAR, grown, padded, path, positions, state_tree
+from tests.models.kernels.recurrent.tree_cases import FORKED, STAR, grown, padded, path, positions, state_tree
 
 REFERENCE = ReferenceKernels()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2}
@@ -145,7 +145,7 @@ def windows() -> None:
 
 
 def trees() -> None:
-    """Nodes of trees of every size, and then the tokens of a path; NaN off the path, in its row and in another."""
+    """Nodes of trees of every size, and then the tokens of a path; NaN in a node, off the path, and in another row."""
     kernels = InterpretedRecurrent()
     for nodes, width, (k_heads, v_heads, k_dim, v_dim) in (
         (33, 9, (1, 2, 12, 20)),
@@ -155,7 +155,7 @@ def trees() -> None:
         case = DeltaCase(k_heads=k_heads, v_heads=v_heads, k_dim=k_dim, v_dim=v_dim, lengths=(40, 40, 40))
         parents = [grown(nodes, seed) for seed in range(4)]
         if nodes == 7:
-            parents[:3] = [CHAIN, STAR, FORKED]
+            parents[:2] = [FORKED, STAR]
         tree, starts = state_tree(parents), [5, 0, 0, 2]  # the third row is nobody's
         slots_B, positions_T = torch.tensor([1, 2, 0, 3]), positions(parents, starts)
         made = [case.made(), case.made()]
@@ -171,14 +171,14 @@ def trees() -> None:
             for poisoned in (False, True):
                 given_TX = tokens_TX.clone()
                 if poisoned:
-                    given_TX[nodes - 1] = float("nan")  # the last node of the first row, a leaf
+                    given_TX[1] = float("nan")  # node 1 of the first row, which has children
                 rows = StateRows(slots_B, frozen=True, tree=tree)
                 out = k.conv_gated_delta(given_TX, *banks, rows, positions_T).view(4, nodes, -1)
-                outs.append(out[[0, 1, 3], : nodes - 1])
-                if not poisoned:
-                    outs[-1] = out[[0, 1, 3]]
-                else:
-                    assert bool(out[0, nodes - 1].isnan().all())
+                if poisoned:
+                    below = [node for node in range(nodes) if 1 in path(parents[0], node)]
+                    assert bool(out[0, below].isnan().all())
+                    out[0, below] = 0.0
+                outs.append(out[[0, 1, 3]])
             assert torch.equal(m.window_SJC[1:4], held[0])
             assert torch.equal(m.state_SHVK[1:4], held[1])
             paths = [path(of_row, nodes - 1 - row)[:width] for row, of_row in enumerate(parents)]
