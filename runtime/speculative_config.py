@@ -31,7 +31,7 @@ WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the targe
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
 DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
-BRANCHING: Final = ("mtp", "dflash", "synthetic")  # methods whose guesses can be trees: ``tree_size``
+BRANCHING: Final = ("mtp", "dflash", "eagle3", "synthetic")  # methods whose guesses can be trees: ``tree_size``
 MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
 DEFAULT_TREE_TOP_K: Final = 8
 DEFAULT_MIXED_STEP_PERCENT: Final = 25
@@ -175,11 +175,6 @@ class SpeculativeConfig:
                     f"{min(MOST_TREE_TOKENS, 2 * k + 2)}"
                 )
             return
-        if self.method in WITH_WEIGHTS and self.method not in BRANCHING:
-            raise SpeculativeConfigError(
-                f"{FLAG}: tree_size is {size!r}, but trees of method {self.method!r} are not built in: leave it out, "
-                f'or type "method": one of {", ".join(BRANCHING)}'
-            )
         if self.method not in BRANCHING:
             raise SpeculativeConfigError(
                 f"{FLAG}: tree_size is {size!r}, but method {self.method!r} has one token a place: leave it out, or "

@@ -208,8 +208,7 @@ _DRAFTERS: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeDrafter]] = {
     "eagle3": _eagle3,
 }
 _BRANCHING: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeBranching]] = {
-    "mtp": _mtp,
-    "dflash": _dflash,
+    **_DRAFTERS,
     "synthetic": _any_tokens,
 }
 _MAKERS: dict[str, Callable[[SpeculativeConfig, _Weights], MakeProposer]] = {

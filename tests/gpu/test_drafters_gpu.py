@@ -21,6 +21,7 @@ from runtime.speculative_config import speculative_config
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_gdn_gpu import shape
+from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.rig import request, run
 from tests.runtime.engine.test_depths import mixture, outcome
@@ -110,11 +111,12 @@ def own_layer(family: str, dtype: torch.dtype, depth: int = 2) -> Any:
     """A hybrid and its own MTP layer, k = 3; both with dummy weights."""
     keys = {"method": "mtp", "num_speculative_tokens": 3}
     proposer = proposer_for(speculative_config(keys), load_format="dummy")
-    has_layer = {**shape(family), "mtp_num_hidden_layers": 1}
+    model = NEMOTRON if family == "nemotron-h" else shape(family)
+    has_layer = {**model, "num_nextn_predict_layers": 1}
     return gpu_rig("triton", depth=depth, dtype=dtype, shape=has_layer, widths=(4,), proposer=proposer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron-h"])
 def test_a_hybrids_own_layer_gives_the_same_tokens_at_every_depth(family: str) -> None:
     """In float32, over windows of 4 tokens; one near-tie may fall the other way, as in test_gdn_gpu.py."""
     requests, found = mixture(3), []
@@ -125,7 +127,7 @@ def test_a_hybrids_own_layer_gives_the_same_tokens_at_every_depth(family: str) -
     assert sum(found[1][i] != found[0][i] for i in found[0]) <= 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron-h"])
 def test_a_round_with_a_hybrids_own_layer_does_not_synchronise(family: str) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
     with own_layer(family, torch.bfloat16) as engine:

@@ -13,7 +13,7 @@ from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import EVERYTHING, SHAPE, gpu_rig
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
-from tests.runtime.engine.rig import run
+from tests.runtime.engine.rig import request, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
@@ -40,6 +40,35 @@ def test_poisoned_state_and_blocks_change_nothing(buckets: tuple[int, ...]) -> N
 
         assert outcome(run(engine, requests, poison)) == outcome(clean)
         assert engine.counters["ghost_rows"] > 0
+
+
+def test_a_fork_of_a_parked_session_computes_nothing_again() -> None:
+    """Copies of state and of a block, in a step without rows; nothing waits for them, and nothing is captured."""
+    said: dict[int, list[int]] = {0: [], 7: []}
+
+    def rest() -> None:
+        while engine.has_work:
+            output = engine.step()
+            for row, (id_, count) in enumerate(zip(output.request_ids, output.counts, strict=True)):
+                if count and id_ >= 0:
+                    said[id_] += output.tokens[row * output.width : row * output.width + count]
+
+    with gpu_rig(depth=2, shape=SHAPE | HYBRID, max_sessions=2) as engine:
+        engine.start(request(0, range(3, 24), max_tokens=20, stops=()), 7, keep=True)
+        rest()
+        computed = engine.counters["prefill_tokens"]
+        with no_synchronisation():
+            engine.fork(7, 0)
+            rest()
+            engine.proceed(7, 1, 20)
+            engine.proceed(0, 1, 20)
+            rest()
+        assert (len(said[0]), said[7]) == (20, said[0][7:])
+        assert engine.counters["prefill_tokens"] == computed
+        assert engine.counters["graph_captures_after_warmup"] == 0
+        for id_ in (0, 7):
+            engine.cancel(id_)
+        rest()
 
 
 @BUCKETS

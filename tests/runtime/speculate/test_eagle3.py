@@ -5,6 +5,7 @@ pages, slots or a draft vocabulary split over ranks.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
+from models.config import ModelConfig
 from models.drafters.draft_config import Eagle3Config
 from models.drafters.load import load_eagle3, load_head
 from runtime.execute.proposer import Observed, ProposerParts
@@ -21,12 +23,13 @@ from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.eagle3 import Eagle3Proposer
 from runtime.speculate.guesses import ProbabilisticProposer
-from runtime.speculate.methods import proposer_for
-from runtime.speculative_config import speculative_config
+from runtime.speculate.methods import check_drafter, proposer_for
+from runtime.speculate.tree import TreeProposer
+from runtime.speculative_config import SpeculativeConfigError, speculative_config
 from tests.models.drafters import serial_oracle
 from tests.models.drafters.tiny_drafters import eagle3_config, eagle3_tensors, write
 from tests.runtime.engine.lives import Life, live, same
-from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds, target_states
 from tests.runtime.speculate.test_drafted import LIMITS_OF_EVICTION, drafted, people, prompt, sequences
@@ -36,15 +39,17 @@ LIMITS: dict[str, Any] = {"rows": 4, "max_prefill_tokens": 8, "block_size": 4}
 
 
 class Head(Drafter):
-    """A folder with an EAGLE-3 head. ``extra``: further tensors in it."""
+    """A folder with an EAGLE-3 head. ``extra``: further tensors in it; ``top_k``: as Drafter's."""
 
     def __init__(
         self,
         folder: Path,
         proposer: type[Eagle3Proposer] = Eagle3Proposer,
         extra: dict[str, Tensor] | None = None,
+        top_k: int = 0,
         **changes: Any,
     ) -> None:
+        self._top_k = top_k
         self.kind, self.folder = "eagle3", folder
         self.config = eagle3_config(**(SIZES | changes))
         self.tensors = eagle3_tensors(self.config, IDS) | (extra or {})
@@ -55,7 +60,10 @@ class Head(Drafter):
     def __call__(self, parts: ProposerParts) -> Recorder:
         config = Eagle3Config.from_folder(self.folder)
         draft, head = load_eagle3(parts.model, config, self.folder), load_head(parts.model, config, self.folder)
-        recorder = Recorder(self._proposer(parts, draft, head), parts.model)
+        inner: Any = self._proposer(parts, draft, head)
+        if self._top_k:
+            inner = TreeProposer(parts, inner, self._top_k)
+        recorder = Recorder(inner, parts.model, parts.limits.width - 1)
         if parts.model.collectives.rank == 0:
             self.recorder = recorder
         return recorder
@@ -108,6 +116,53 @@ def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
     rounds = head.rounds
     drafted(head, people(3), 4, depth=2, over=partial(tensor_rig, 2), **LIMITS)
     assert head.rounds == rounds
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_trees_grow_around_what_the_oracle_guesses(depth: int, tmp_path: Path) -> None:
+    """So the head was shown the features of the path that was kept, and no others; more is kept than of a chain."""
+    head = Head(tmp_path, top_k=4)
+    life = checked(head, depth=depth, tree=16)
+    chain = checked(Head(tmp_path), depth=depth)
+    kept, of_chain = (
+        one.counters["spec_num_accepted_tokens"] / one.counters["spec_num_drafts"] for one in (life, chain)
+    )
+    assert kept > 1.5 * of_chain
+
+
+def test_two_ranks_grow_the_trees_of_one(tmp_path: Path) -> None:
+    head = Head(tmp_path, top_k=4, extra=OWN_EMBEDDING)
+    one = checked(head, 3, depth=0, tree=12)
+    rounds = head.rounds
+    two = drafted(head, people(3), 4, depth=2, over=partial(tensor_rig, 2), tree=12, **LIMITS)
+    assert head.rounds == rounds
+    assert two.rounds == one.rounds
+
+
+class RootFeatures(Eagle3Proposer):
+    """A mutant: the state of the root, however long the path was."""
+
+    def observe(self, observed: Observed) -> None:
+        if (advanced := observed.advanced) is not None:
+            roots = torch.arange(len(advanced.rows_B)) * advanced.width
+            observed = replace(observed, advanced=advanced._replace(last_B=roots))
+        super().observe(observed)
+
+
+def test_a_tree_whose_path_is_not_shown_is_seen_in_the_guesses_only(tmp_path: Path) -> None:
+    head = Head(tmp_path, RootFeatures, top_k=4)
+    with pytest.raises(AssertionError, match="tokens known"):
+        checked(head, tree=16)  # the text is right
+
+
+def test_a_tree_of_more_tokens_a_place_than_the_head_has_is_refused(tmp_path: Path) -> None:
+    head = Head(tmp_path)
+    keys: dict[str, Any] = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 3}
+    wide = speculative_config({**keys, "tree_size": 12, "tree_top_k": 7})
+    model = ModelConfig.from_dict({**TINY, **SHAPE})
+    with pytest.raises(SpeculativeConfigError, match=r"tree_top_k is 7, but the drafter guesses among 6 ids"):
+        check_drafter(wide, model)
+    check_drafter(speculative_config({**keys, "tree_size": 12, "tree_top_k": 6}), model)
 
 
 def test_windows_and_single_tokens_in_turn_and_evictions(tmp_path: Path) -> None:
