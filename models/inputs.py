@@ -35,6 +35,8 @@ class DecodeAttention:
     (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
     starts_B, queries_B int32, on the device: row i's new tokens are T's [starts_B[i], starts_B[i] + queries_B[i]); both
     or neither. Then attention has as many tokens as q; those of no row are undefined.
+    causal: False where a new token sees all new tokens of its row, those behind it, too (a drafter's block). With
+    neither ``starts_B`` nor ``tree_BQ``.
     tree_BQ int32 [B, query_len], on the device: the new tokens are the nodes of a tree, its root first and parents
     before children, in that order in the cache. A token sees all before the root, the root, and node n (1 to 32) where
     bit n - 1 of its number is set: its ancestors and itself. None: a chain, each token sees those before it. Not
@@ -50,6 +52,7 @@ class DecodeAttention:
     skip_empty: bool = False
     starts_B: Tensor | None = None
     queries_B: Tensor | None = None
+    causal: bool = True
     tree_BQ: Tensor | None = None
     work: object | None = None
 
@@ -60,6 +63,9 @@ def seen_keys(inputs: DecodeAttention, positions_L: Tensor) -> Tensor:
     Of rows with fewer tokens than ``query_len``, which are not live, the first key is seen at least.
     """
     new = inputs.query_len
+    if not inputs.causal:
+        known_BL = (positions_L < inputs.kv_lengths_B[:, None]) | (positions_L == 0)
+        return known_BL[:, None].expand(-1, new, -1)
     first_B11 = (inputs.kv_lengths_B.to(torch.int64) - new)[:, None, None]  # where the first new token is
     if inputs.tree_BQ is None:
         last_BQ1 = first_B11 + torch.arange(new, device=positions_L.device)[:, None]

@@ -108,10 +108,9 @@ class DFlashDraft(CheckpointParts):
         """
         attention = inputs.attention
         assert isinstance(attention, DecodeAttention)
-        plain = [number for number, view in enumerate(self.config.views) if not view.causal and view.window is None]
-        if plain:
-            heads = self._attention[plain[0]].heads
-            attention = self.kernels.plan_block(attention, heads, caches[plain[0]])
+        whole = next((number for number, view in enumerate(self.config.views) if view.window is None), None)
+        if whole is not None:  # causal or not, a layer of all positions splits its keys alike
+            attention = self.kernels.plan_decode(attention, self._attention[whole].heads, caches[whole])
         step = StepInputs(inputs.token_ids_T, inputs.positions_T, inputs.kv_slots_T, attention)
         x_TN: Tensor | PendingAllReduce = embedded_TN
         residual_TN: Tensor | None = None

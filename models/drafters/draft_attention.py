@@ -7,6 +7,7 @@ Shape letters as in models/inputs.py; W tokens of a block.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,14 +28,11 @@ class DraftAttention(Attention):
         self.view = view or BlockView(causal=True)
 
     def append(self, x_TN: Tensor, positions_T: Tensor, kv_slots_T: Tensor, kv_layer: Tensor) -> None:
-        """Writes keys and values of ``x`` (normed where the layer norms) at its positions; nothing attends.
-
-        The last few query heads are computed too, so that what is packed looks like a smaller layer's q, k and v.
-        """
-        first = (self.heads - self.kv_heads) * self.head_dim
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        packed_TX = self.kernels.linear(x_TN, self.qkv.weight[first:], bias)
-        self.kernels.rope_and_cache(packed_TX, self.kv_heads, kv_layer, self._rotation(positions_T, kv_slots_T))
+        """Writes keys and values of ``x`` (normed where the layer norms) at its positions; nothing attends."""
+        queries = self.heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[queries:]
+        kv_TX = self.kernels.linear(x_TN, self.qkv.weight[queries:], bias)
+        self.kernels.rope_and_cache(kv_TX, 0, kv_layer, self._rotation(positions_T, kv_slots_T))
 
     def attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
         """Rotates, writes the cache, attends; [T, H, D]. TypeError for other rows than DecodeAttention's."""
@@ -44,13 +42,11 @@ class DraftAttention(Attention):
         return self._attend_rows(qkv_TX, rotation, inputs.attention, kv_layer)
 
     def _attend_rows(self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor) -> Tensor:
-        view = self.view
-        if attention.query_len == 1 and view.window is None:
+        attention = replace(attention, causal=self.view.causal)
+        if self.view.window is None:
             return super()._attend_rows(qkv_TX, rotation, attention, kv_layer)
         q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
-        return self.kernels.block_attention(
-            q_THD, kv_layer, attention, self.scale, causal=view.causal, window=view.window
-        )
+        return self.kernels.window_attention(q_THD, kv_layer, attention, self.scale, self.view.window)
 
     def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
         raise TypeError(_ONLY_ROWS)

@@ -9,7 +9,7 @@ alignment, its bits are a function of what it is and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +64,8 @@ class DeterministicReferenceKernels(ReferenceKernels):
         for pages_P, start, count, length in zip(inputs.page_table_BP, starts, counts, lengths, strict=True):
             if length or not inputs.skip_empty:
                 here = slice(start, start + count)
-                out_THD[here] = self._prefill_row(q_THD[here], kv_layer, pages_P, length, scale)
+                seen = range(length - count + 1, length + 1) if inputs.causal else [length] * count
+                out_THD[here] = self._each_query(q_THD[here], kv_layer, pages_P, seen, scale)
         return out_THD
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
@@ -88,10 +89,15 @@ class DeterministicReferenceKernels(ReferenceKernels):
         return out_THD
 
     def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-        """Each query by itself over the keys up to its own position: shapes are those of its decode step."""
+        return self._each_query(q_QHD, kv_layer, pages_P, range(length - q_QHD.shape[0] + 1, length + 1), scale)
+
+    def _each_query(
+        self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, seen_Q: Sequence[int], scale: float
+    ) -> Tensor:
+        """Each query by itself over as many keys as it sees: shapes are those of its decode step."""
         out_QHD = torch.zeros_like(q_QHD)
         size, kv_heads = kv_layer.shape[2:4]
-        for query, seen in enumerate(range(length - q_QHD.shape[0] + 1, length + 1)):
+        for query, seen in enumerate(seen_Q):
             if seen < 1:
                 continue  # of a row that is not live
             pages = pages_P[: -(-seen // size)].long()

@@ -10,7 +10,7 @@ slots, C channels of this rank, J taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -199,7 +199,8 @@ class Kernels(Protocol):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D]; with
-        ``inputs.tree_BQ`` of the nodes of a tree, each over its ancestors and all before the tree.
+        ``inputs.tree_BQ`` of the nodes of a tree, each over its ancestors and all before the tree; not ``causal``, of
+        a block, each over all that ``kv_lengths_B`` covers.
 
         The launch right before this one may write q, but not lengths or pages: these may be read before it ends (PDL).
         ``out_THD`` is written and returned where given; it and q may have more tokens than the rows, which come first.
@@ -207,41 +208,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def plan_block(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
-        """``plan_decode`` for ``block_attention`` of layers that see everything."""
-        as_heads = self.plan_decode(replace(inputs, query_len=1), heads * inputs.query_len, kv_layer)
-        return replace(inputs, work=as_heads.work)
-
-    def block_attention(
-        self,
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeAttention,
-        scale: float,
-        *,
-        causal: bool = False,
-        window: int | None = None,
+    def window_attention(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, window: int
     ) -> Tensor:
-        """Attention of the last ``query_len`` tokens of each row, a block, over its pages, [T, H, D].
+        """``decode_attention``, but a token sees only those less than ``window`` positions away, [T, H, D].
 
-        Each token sees all that ``kv_lengths_B`` covers, the whole block included; with ``causal`` none behind itself;
-        with ``window`` only tokens less than so many positions away. ``inputs`` as ``plan_block`` returns them, or
-        without ``work``; no ``starts_B``. May be captured.
-
-        Where everything is seen, tokens of a block are as good as heads that share a key/value head: one query token
-        with W * H heads, which every decode kernel takes.
+        ``inputs`` without ``starts_B`` and ``tree_BQ``. May be captured.
         """
-        if window is not None:
-            return window_attention(q_THD, kv_layer, inputs, scale, causal=causal, window=window)
-        if causal:
-            return self.decode_attention(q_THD, kv_layer, replace(inputs, work=None), scale)
-        rows, new, (heads, head_dim) = inputs.kv_lengths_B.shape[0], inputs.query_len, q_THD.shape[1:]
-        kv_heads = kv_layer.shape[3]
-        split = (rows, new, kv_heads, heads // kv_heads, head_dim)
-        q_BXD = q_THD.view(split).transpose(1, 2).reshape(rows, new * heads, head_dim)
-        out_BXD = self.decode_attention(q_BXD, kv_layer, replace(inputs, query_len=1), scale)
-        out = out_BXD.view(rows, kv_heads, new, heads // kv_heads, head_dim).transpose(1, 2)
-        return out.reshape(rows * new, heads, head_dim)
+        return window_attention(q_THD, kv_layer, inputs, scale, window)
 
     def splits_chunks(self, heads: int, kv_layer: Tensor) -> bool:
         """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""

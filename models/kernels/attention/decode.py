@@ -74,6 +74,7 @@ def _decode_attention_kernel(
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
+    CAUSAL: tl.constexpr,
     TREE: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
@@ -107,6 +108,8 @@ def _decode_attention_kernel(
             BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
+        if not CAUSAL:
+            visible = tl.full((ROWS,), 0, tl.int32) + length
         nodes = 0
         if TREE:
             nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
@@ -215,6 +218,7 @@ def decode_attention(
         MERGE=max(1, min(MERGED_AT_ONCE, merged)),
         ALONE=most == 1,
         SKIP_EMPTY=inputs.skip_empty,
+        CAUSAL=inputs.causal,
         TREE=inputs.tree_BQ is not None,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,

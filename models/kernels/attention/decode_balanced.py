@@ -73,6 +73,7 @@ def _attend_list_kernel(
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
     RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     TREE: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
@@ -123,6 +124,8 @@ def _attend_list_kernel(
             BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         visible = length - count + 1 + rows // GROUP  # keys that each row may see
+        if not CAUSAL:
+            visible = tl.full((ROWS,), 0, tl.int32) + length
         nodes = 0
         if TREE:
             nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
@@ -232,6 +235,7 @@ def attend_list(
         MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps),
         ALONE=most == 1,
         RAGGED=inputs.starts_B is not None,
+        CAUSAL=inputs.causal,
         TREE=inputs.tree_BQ is not None,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,

@@ -68,6 +68,7 @@ def _attend_list_tma_kernel(
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
     RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -133,6 +134,8 @@ def _attend_list_tma_kernel(
             v = values_desc.load([first, head * D])
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
         visible = length - count + 1 + rows // GROUP  # keys that each query may see
+        if not CAUSAL:
+            visible = tl.full((ROWS,), 0, tl.int32) + length
         for block in tl.range(whole, end, num_stages=1):
             keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
@@ -218,6 +221,7 @@ def attend_list_tma(
         MERGE=merged_at_once(real_rows, head_dim, MERGED_AT_ONCE, warps),
         ALONE=most == 1,
         RAGGED=inputs.starts_B is not None,
+        CAUSAL=inputs.causal,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

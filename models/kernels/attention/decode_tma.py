@@ -79,6 +79,7 @@ def _attend_many_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     LINES: tl.constexpr,  # 128-byte lines of a head
+    CAUSAL: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -120,6 +121,8 @@ def _attend_many_kernel(
         v = values_desc.load([first, head * D])
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
     visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each query may see
+    if not CAUSAL:
+        visible = tl.full((ROWS,), 0, tl.int32) + length
     for block in tl.range(whole, blocks, num_stages=1):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
@@ -196,6 +199,7 @@ def attend_many(
         BLOCK_N=block_n,
         STAGES=stages,
         LINES=head_dim * kv_layer.element_size() // LINE_BYTES,
+        CAUSAL=inputs.causal,
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],

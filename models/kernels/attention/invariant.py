@@ -244,6 +244,7 @@ def _invariant_decode_kernel(
     APART: tl.constexpr,  # a row's chunks are shared by several programs
     RAGGED: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
+    CAUSAL: tl.constexpr,
     NODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -274,6 +275,8 @@ def _invariant_decode_kernel(
     count = tl.minimum(new - tile * tokens, tokens)
     position = length - new + tile * tokens  # of the tile's first query
     keys = tl.maximum(position + count, 0)
+    if not CAUSAL:
+        keys = tl.maximum(length, 0)
     chunks = tl.maximum((keys + LENGTH - 1) // LENGTH, 1)
     wanted = count > 0
     if SKIP_EMPTY:
@@ -283,6 +286,9 @@ def _invariant_decode_kernel(
     if wanted:
         table_row = page_table_ptr + row * table_width
         query, head = tl.arange(0, BLOCK_M) // PACK, tl.arange(0, BLOCK_M) % PACK
+        last = position + query
+        if not CAUSAL:
+            last = tl.full((BLOCK_M,), -1, tl.int32) + length
         first = ((first_token + tile * tokens) * K * GROUP + part * PACK) * D
         q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
         kv = part * PACK // GROUP * D
@@ -295,7 +301,7 @@ def _invariant_decode_kernel(
             for chunk in tl.range(tl.program_id(2), chunks, tl.num_programs(2), num_stages=1, disable_licm=True):
                 begin = chunk * LENGTH
                 acc, peak, total = _chunk(
-                    q, position + query, keys_ptr + kv, values_ptr + kv, table_row, begin,
+                    q, last, keys_ptr + kv, values_ptr + kv, table_row, begin,
                     tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, root, seen, D, BLOCK_D, PAGE, BLOCK_M,
                     BLOCK_N, STAGES, NODES,
                 )  # fmt: skip
@@ -325,7 +331,7 @@ def _invariant_decode_kernel(
                 )
         else:
             acc, total = _all_chunks(
-                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, K, root, seen, D,
+                q, last, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, K, root, seen, D,
                 BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, NODES,
             )  # fmt: skip
             _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
@@ -478,6 +484,7 @@ def decode_attention(
         APART=sharing > 1,
         RAGGED=inputs.starts_B is not None,
         SKIP_EMPTY=inputs.skip_empty,
+        CAUSAL=inputs.causal,
         NODES=nodes,
         PDL=pdl,
         num_warps=blocks.warps,

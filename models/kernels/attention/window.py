@@ -15,9 +15,9 @@ from models.inputs import DecodeAttention
 
 
 def window_attention(
-    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, *, causal: bool, window: int
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, window: int
 ) -> Tensor:
-    """See Kernels.block_attention. In float32 inside, whatever the dtype."""
+    """See Kernels.window_attention. In float32 inside, whatever the dtype."""
     rows, new, (heads, head_dim) = inputs.kv_lengths_B.shape[0], inputs.query_len, q_THD.shape[1:]
     device, page_size = q_THD.device, kv_layer.shape[2]
     reach = min(window + new - 1, inputs.max_kv_length)
@@ -30,7 +30,7 @@ def window_attention(
     # Memory that nobody wrote may be NaN, which a weight of 0 would not mask.
     keys_values = keys_values.where(real_BL[:, :, None, None], 0).float()
     away_BWL = lengths_B1[:, :, None] - new + torch.arange(new, device=device)[:, None] - key_BL[:, None]
-    seen_BWL = real_BL[:, None] & (away_BWL < window) & (away_BWL >= (0 if causal else 1 - window))
+    seen_BWL = real_BL[:, None] & (away_BWL < window) & (away_BWL >= (0 if inputs.causal else 1 - window))
     q_BHWD = q_THD.view(rows, new, heads, head_dim).transpose(1, 2).float()
     keys, values = (x.transpose(1, 2) for x in keys_values)
     out = F.scaled_dot_product_attention(

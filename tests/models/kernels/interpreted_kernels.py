@@ -219,20 +219,32 @@ def attention(kernels: InterpretedKernels) -> None:
 
 
 def blocks(kernels: InterpretedKernels) -> None:
-    """Blocks that see all of themselves, with and without a plan; and entries written without anybody's query."""
+    """Blocks that see all of themselves, with and without a plan, by TMA and not; blocks that do not; the bits of a
+    block that sees itself are those of one token with as many heads."""
+    by_tma = 0
     for heads, kv_heads, dim, page, block, dtype in (
         (4, 2, 16, 16, 4, torch.float32),
-        (8, 2, 64, 16, 8, torch.float16),
+        (8, 2, 64, 16, 4, torch.float16),
         (4, 1, 32, 8, 3, torch.float16),
         (3, 3, 64, 64, 5, torch.float16),
     ):
         cache = Cache([block, 70, 33], kv_heads, dim, page, dtype)
-        q, inputs = randn(3 * block, heads, dim, dtype=dtype), cache.inputs(block)
+        q, inputs, scale = randn(3 * block, heads, dim, dtype=dtype), cache.inputs(block), dim**-0.5
         for causal in (False, True):
-            expected = REFERENCE.block_attention(q, cache.kv, inputs, dim**-0.5, causal=causal)
-            for planned in (inputs, kernels.plan_block(inputs, heads, cache.kv)):
-                found = kernels.block_attention(q, cache.kv, planned, dim**-0.5, causal=causal)
+            asked = dataclasses.replace(inputs, causal=causal)
+            expected = REFERENCE.decode_attention(q, cache.kv, asked, scale)
+            for planned in (asked, kernels.plan_decode(asked, heads, cache.kv)):
+                found = kernels.decode_attention(q, cache.kv, planned, scale)
                 check(found, expected, dtype, ("block", heads, dim, block, causal))
+            if decode_tma.supports(heads, cache.kv, asked, 16):
+                check(many_rows(q, heads, cache.kv, asked, scale), expected, dtype, ("block by TMA", heads, causal))
+                by_tma += 1
+        alike = dataclasses.replace(inputs, causal=False)
+        wide = q.view(3, block, kv_heads, -1, dim).transpose(1, 2).reshape(3, block * heads, dim)
+        whole = kernels.decode_attention(wide, cache.kv, cache.inputs(1), scale)
+        whole = whole.view(3, kv_heads, block, -1, dim).transpose(1, 2).reshape(q.shape)
+        assert torch.equal(kernels.decode_attention(q, cache.kv, alike, scale), whole)
+    assert by_tma == 4
     kernels.check_counters()
 
 

@@ -55,8 +55,12 @@ def test_blocks_see_what_they_should(block: int, causal: bool, window: int | Non
     kv, inputs = cache_of(block)
     q_THD = torch.randn(len(LENGTHS) * block, HEADS, DIM, generator=torch.Generator().manual_seed(block))
     expected = plain(q_THD, kv, inputs, causal, window)
-    for planned in (inputs, kernels.plan_block(inputs, HEADS, kv)):
-        found = kernels.block_attention(q_THD, kv, planned, SCALE, causal=causal, window=window)
+    inputs = replace(inputs, causal=causal)
+    for planned in (inputs, kernels.plan_decode(inputs, HEADS, kv)):
+        if window is None:
+            found = kernels.decode_attention(q_THD, kv, planned, SCALE)
+        else:
+            found = kernels.window_attention(q_THD, kv, planned, SCALE, window)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -66,8 +70,9 @@ def test_a_row_that_is_not_live_disturbs_nobody() -> None:
     table = inputs.page_table_BP.clone()
     table[1] = 0
     kv[:, 0] = 0.0
-    inputs = replace(inputs, page_table_BP=table, kv_lengths_B=torch.tensor([5, 4, 12], dtype=torch.int32))
+    lengths_B = torch.tensor([5, 4, 12], dtype=torch.int32)
+    inputs = replace(inputs, page_table_BP=table, kv_lengths_B=lengths_B, causal=False)
     q_THD = torch.randn(12, HEADS, DIM, generator=torch.Generator().manual_seed(0))
-    for window in (None, 3):
-        found = ReferenceKernels().block_attention(q_THD, kv, inputs, SCALE, window=window)
-        assert bool(found.isfinite().all())
+    kernels = ReferenceKernels()
+    assert bool(kernels.decode_attention(q_THD, kv, inputs, SCALE).isfinite().all())
+    assert bool(kernels.window_attention(q_THD, kv, inputs, SCALE, 3).isfinite().all())
