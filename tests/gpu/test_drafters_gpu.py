@@ -1,5 +1,5 @@
 """Proposers with weights on a GPU: the demo's drafters and hybrids' own MTP layers give the tokens of single steps,
-captured and without a sync.
+captured and without a sync. A block's attention, and entries without queries, are what a reference makes of them.
 
 In float32 they keep as many guesses as on a CPU, but for near-ties; in bfloat16 about as many.
 """
@@ -7,12 +7,17 @@ In float32 they keep as many guesses as on a CPU, but for near-ties; in bfloat16
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from models.inputs import DecodeAttention
+from models.kernels.interface import Rotation
+from models.kernels.nvidia import NvidiaKernels
+from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.execute.proposer import MakeProposer
 from runtime.schedule.request import Request
@@ -48,6 +53,68 @@ def asked() -> list[Request]:
         request(i, row["prompt_token_ids"], max_tokens=len(row["token_ids"]), stops=(0, 3))
         for i, row in enumerate(golden_rows())
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "block", "dtype"),
+    [
+        (1, 16, torch.bfloat16),
+        (8, 16, torch.bfloat16),
+        (32, 16, torch.bfloat16),  # from here on with a list of splits
+        (32, 4, torch.bfloat16),  # by TMA, in two ways
+        (160, 4, torch.bfloat16),
+        (3, 5, torch.bfloat16),
+        (8, 8, torch.float32),
+        (8, 16, torch.float32),  # too many rows of queries for the kernel
+    ],
+)
+def test_attention_of_blocks_is_the_references(rows: int, block: int, dtype: torch.dtype) -> None:
+    """As 8B has it: each token sees the whole block. Lengths from a block alone to a full table; what nobody wrote is
+    NaN. Each bit is that of one token with as many heads."""
+    torch.manual_seed(rows)
+    heads, kv_heads, dim, page, pages = 32, 8, 128, 64, 20
+    kernels = NvidiaKernels("cuda", prefill="triton")
+    table = (1 + torch.randperm(rows * pages, device="cuda")).view(rows, pages).to(torch.int32)
+    lengths = torch.randint(block, pages * page, (rows,), device="cuda", dtype=torch.int32)
+    lengths[0], lengths[-1] = block, pages * page
+    kv = torch.randn(2, 1 + rows * pages, page, kv_heads, dim, device="cuda").to(dtype)
+    behind = torch.arange(pages * page, device="cuda") >= lengths[:, None]
+    slots = table.long().repeat_interleave(page, 1) * page + torch.arange(pages * page, device="cuda") % page
+    kv.flatten(1, 2)[:, slots[behind]] = float("nan")
+    q = torch.randn(rows * block, heads, dim, device="cuda").to(dtype)
+    inputs = DecodeAttention(table, lengths, block, pages * page, causal=False)
+    expected = ReferenceKernels().decode_attention(q, kv, inputs, dim**-0.5).float()
+    causal = ReferenceKernels().decode_attention(q, kv, replace(inputs, causal=True), dim**-0.5).float()
+    most = 1e-5 if dtype == torch.float32 else 1e-2
+    assert float((causal - expected).norm() / expected.norm()) > 2 * most, "the mask matters"
+    one = replace(inputs, query_len=1, causal=True)
+    wide = q.view(rows, block, kv_heads, -1, dim).transpose(1, 2).reshape(rows, block * heads, dim)
+    for planned, of_one in (
+        (inputs, one),
+        (kernels.plan_decode(inputs, heads, kv), kernels.plan_decode(one, block * heads, kv)),
+    ):
+        found = kernels.decode_attention(q, kv, planned, dim**-0.5)
+        assert float((found.float() - expected).norm() / expected.norm()) < most
+        whole = kernels.decode_attention(wide, kv, of_one, dim**-0.5)
+        whole = whole.view(rows, kv_heads, block, -1, dim).transpose(1, 2).reshape(q.shape)
+        assert dtype == torch.float32 or torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_keys_and_values_alone_are_written_as_beside_queries(tokens: int) -> None:
+    """What a drafter is shown, a token and a window, and a prompt."""
+    torch.manual_seed(tokens)
+    heads, kv_heads, dim = 32, 8, 128
+    kernels = NvidiaKernels("cuda", prefill="triton")
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda").to(torch.bfloat16)
+    q_norm, k_norm = (torch.randn(dim, device="cuda").to(torch.bfloat16) for _ in range(2))
+    places = 64 + torch.randperm(tokens, device="cuda")
+    turn = Rotation(q_norm, k_norm, 1e-6, torch.randn(400, dim, device="cuda"), places, places)
+    beside, alone = (torch.zeros(2, 8, 64, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    kernels.rope_and_cache(qkv, heads, beside, turn)
+    kernels.rope_and_cache(qkv[:, heads * dim :].contiguous(), 0, alone, turn)
+    assert beside.count_nonzero() > 0
+    assert torch.equal(alone, beside)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

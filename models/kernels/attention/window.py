@@ -14,9 +14,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention
 
 
-def window_attention(
-    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, window: int
-) -> Tensor:
+def window_attention(q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, window: int) -> Tensor:
     """See Kernels.window_attention. In float32 inside, whatever the dtype."""
     rows, new, (heads, head_dim) = inputs.kv_lengths_B.shape[0], inputs.query_len, q_THD.shape[1:]
     device, page_size = q_THD.device, kv_layer.shape[2]

@@ -327,6 +327,24 @@ def trees(kernels: InterpretedKernels) -> None:
     kernels.check_counters()
 
 
+def blocks(kernels: InterpretedKernels) -> None:
+    """Each token of a block sees all of it, over splits and page borders, by TMA and not."""
+    heads, kv_heads, block = 4, 1, 4
+    for dim, page in ((64, 16), (24, 8)):
+        cache = Cache([block, 33, 70], kv_heads, dim, page, torch.float32)
+        inputs = dataclasses.replace(cache.inputs(block), causal=False)
+        q = randn(len(cache.lengths) * block, heads, dim, dtype=torch.float32)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
+        forms = forms_for(heads, cache, block)
+        assert len(forms) == 1 + (dim == 64)
+        for form in forms:
+            for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 1, 16, 40)):
+                work = work_of(inputs, rule)
+                found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5)
+                check(found, expected, torch.float32, ("block", dim, rule))
+    kernels.check_counters()
+
+
 def chosen(kernels: InterpretedKernels) -> None:
     """The rule and the form that the kernels choose; a list whose partial results do not fit is not used."""
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
@@ -353,6 +371,7 @@ PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
     windows_beside_others,
     suffixes,
     trees,
+    blocks,
     chosen,
 )
 

@@ -221,6 +221,25 @@ def trees(kernels: InterpretedDeterministic) -> None:
     same(run_it(made.projected[0], rows, at), expected, "nodes over slot state")
 
 
+def blocks(kernels: InterpretedDeterministic) -> None:
+    """Each token of a block as the last one of its row: that sees all of them, too. More tokens than a tile has."""
+    heads, kv_heads, dim, page, dtype, chunk = CASES[0]
+    block, rest = 17, (dim**-0.5, kernels._chunks, kernels._chunk_counters)
+    how: dict[str, Any] = {"multiprocessors": 8, "chunk": chunk, "pdl": False}
+    cache = Cache([block, 70], kv_heads, dim, page, dtype)
+    q = randn(2 * block, heads, dim, dtype=dtype)
+    inputs = dataclasses.replace(cache.inputs(block), causal=False)
+    found = attention.decode_attention(q, cache.kv, inputs, *rest, sharing=1, **how)
+    shared = attention.decode_attention(q, cache.kv, inputs, *rest, sharing=2, **how)
+    same(shared, found, "a block whose chunks are shared")
+    check(found, REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5), dtype, "blocks")
+    for token in (0, 9, block - 1):
+        mine = torch.tensor([token, block + token])
+        last = attention.decode_attention(q[mine], cache.kv, cache.inputs(1), *rest, **how)
+        same(found[mine], last, ("token of a block", token))
+    kernels.check_counters()
+
+
 def mixed(kernels: InterpretedDeterministic) -> None:
     """Rows that decode before rows that prefill, planned for a replay; what belongs to no row stays as it is."""
     heads, kv_heads, dim, page, dtype, scale = 4, 2, 16, 16, torch.float32, 0.25
@@ -308,6 +327,7 @@ PARTS: tuple[Callable[[InterpretedDeterministic], None], ...] = (
     a_split_by_rows_is_caught,
     attentions,
     trees,
+    blocks,
     mixed,
     experts,
     engine,
