@@ -13,6 +13,7 @@ from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
@@ -54,9 +55,11 @@ def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int) -> No
     requests = [request(50 + i, (9 + i, 5, 6, 7, 5, 6, 7), stops=(), max_tokens=90) for i in range(3)]
     later = {2 + 2 * i: request(i, range(i, 50 + 9 * i), max_tokens=6, stops=()) for i in range(6)}
 
+    buckets = (16, 32, 48, 64, 80)
+
     def lived(depth: int, **more: Any) -> tuple[Any, dict[str, int | float], Counter[int]]:
         found: Counter[int] = Counter()
-        with gpu_rig(depth=depth, prefill_buckets=(16, 32, 48, 64, 96, 128), **LIMITS, **more) as engine:
+        with gpu_rig(depth=depth, prefill_buckets=buckets, mixed=MixedSteps(buckets), **LIMITS, **more) as engine:
             launch = engine.executor.launch
 
             def counted(spec: LaunchSpec) -> None:
