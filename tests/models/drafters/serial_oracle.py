@@ -101,12 +101,12 @@ def dflash_block(w: Weights, config: Mapping[str, Any], features_LF: Tensor, emb
         )
         sliding = config["layer_types"][number] == "sliding_attention"
         causal = config.get("is_causal", sliding)
-        seen = torch.ones(block, context + block, dtype=torch.bool)
-        for i in range(block):
-            for j in range(context + block):
-                away = context + i - j
-                if (causal and away < 0) or (sliding and abs(away) >= config["sliding_window"]):
-                    seen[i, j] = False
+        away = positions[context:, None] - positions
+        seen = torch.ones_like(away, dtype=torch.bool)
+        if causal:
+            seen &= away >= 0
+        if sliding:
+            seen &= away.abs() < config["sliding_window"]
         mixed = attend(queries(w, layer, y, positions[context:], config), k, v, seen)
         x = rest_of_layer(w, layer, x, mixed, config)
     return norm(x, w["norm.weight"], eps)
@@ -143,16 +143,9 @@ def mtp_state(
 ) -> Tensor:
     """The layer's normed output [N] behind ``tokens``, from the hidden states of all of them but the last."""
     eps, layer = config["rms_norm_eps"], "mtp.layers.0."
-    both = [
-        torch.cat(
-            (
-                norm(embedding[tokens[p + 1]], w["mtp.pre_fc_norm_embedding.weight"], eps),
-                norm(state, w["mtp.pre_fc_norm_hidden.weight"], eps),
-            )
-        )
-        for p, state in enumerate(states)
-    ]
-    x = torch.stack(both) @ w["mtp.fc.weight"].T
+    next_LN = norm(embedding[list(tokens[1:])], w["mtp.pre_fc_norm_embedding.weight"], eps)
+    hidden_LN = norm(torch.stack(list(states)), w["mtp.pre_fc_norm_hidden.weight"], eps)
+    x = torch.cat((next_LN, hidden_LN), -1) @ w["mtp.fc.weight"].T
     positions = torch.arange(len(x))
     y = norm(x, w[f"{layer}input_layernorm.weight"], eps)
     k, v = keys_values(w, layer, y, positions, config)
@@ -230,9 +223,9 @@ def eagle3_guesses(
     embedding = w.get("embed_tokens.weight", embedding)
     guessed, states = list(tokens), list(features_LF @ w["fc.weight"].T)
     for _ in range(count):
-        normed = [norm(state, w[f"{layer}hidden_norm.weight"], eps) for state in states]
-        before = [norm(embedding[token], w[f"{layer}input_layernorm.weight"], eps) for token in guessed[1:]]
-        pairs = torch.stack([torch.cat(pair) for pair in zip(before, normed, strict=True)])
+        normed = norm(torch.stack(states), w[f"{layer}hidden_norm.weight"], eps)
+        before = norm(embedding[guessed[1:]], w[f"{layer}input_layernorm.weight"], eps)
+        pairs = torch.cat((before, normed), -1)
         q_LHD, k_LKD, v_LKD = (
             (pairs @ w[f"{layer}self_attn.{name}_proj.weight"].T).view(len(pairs), -1, config["head_dim"])
             for name in "qkv"

@@ -136,13 +136,12 @@ class Drafter:
         assert self.recorder is not None
         return self.recorder.rounds
 
-    def expected(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
-        """What the serial oracle guesses behind ``tokens``."""
+    def expected(self, tokens: Sequence[int], count: int, hidden_LN: Tensor, features_LF: Tensor) -> tuple[int, ...]:
+        """What the serial oracle guesses behind ``tokens``, given the target's states of all but the last."""
         assert self.recorder is not None
         target = self.recorder.model
         weights = {name: tensor.to(target.dtype) for name, tensor in self.tensors.items()}
         embedding, head = target.embedding.weight, target.lm_head.weight
-        hidden_LN, features_LF = target_states(target, tokens[:-1])
         if self.kind == "mtp":
             states = tokens, hidden_LN, count, self.ids
             return tuple(serial_oracle.mtp_guesses(weights, self.config, embedding, head, *states))
@@ -197,12 +196,23 @@ def target_states(target: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tenso
     return hidden, tap.features_TF
 
 
+@torch.inference_mode()
 def check_rounds(drafter: Drafter, sequences: Mapping[int, Sequence[int]], every: int = 1) -> int:
-    """Every ``every``-th recorded round guessed what the oracle does; returns how many were looked at."""
+    """Every ``every``-th recorded round guessed what the oracle does; returns how many were looked at.
+
+    The target's states of a sequence are computed once: those of a round's tokens are the first of them.
+    """
+    assert drafter.recorder is not None
     chosen = sorted(drafter.rounds)[::every]
+    longest = dict(chosen)  # in order, so the last of a request stays
+    states = {
+        request: target_states(drafter.recorder.model, sequences[request][: known - 1])
+        for request, known in longest.items()
+    }
     for request, known in chosen:
         guesses = drafter.rounds[request, known]
-        assert guesses == drafter.expected(sequences[request][:known], len(guesses)), (
+        before = [states_L[: known - 1] for states_L in states[request]]
+        assert guesses == drafter.expected(sequences[request][:known], len(guesses), *before), (
             f"request {request}, {known} tokens known"
         )
     return len(chosen)

@@ -31,7 +31,7 @@ from tests.models.drafters.tiny_drafters import eagle3_config, eagle3_tensors, w
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.speculate.recorded import SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds, target_states
+from tests.runtime.speculate.recorded import SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import LIMITS_OF_EVICTION, drafted, people, prompt, sequences
 
 IDS = (0, 2, 3, 5, 7, 8)  # of nine
@@ -68,11 +68,10 @@ class Head(Drafter):
             self.recorder = recorder
         return recorder
 
-    def expected(self, tokens: Any, count: int) -> tuple[int, ...]:
+    def expected(self, tokens: Any, count: int, hidden_LN: Tensor, features_LF: Tensor) -> tuple[int, ...]:
         assert self.recorder is not None
         target = self.recorder.model
         weights = {n: t.to(target.dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
-        _, features_LF = target_states(target, tokens[:-1])
         embedding = target.embedding.weight
         return tuple(serial_oracle.eagle3_guesses(weights, self.config, embedding, tokens, features_LF, count))
 
