@@ -185,7 +185,7 @@ def batches(client: Client, draw: random.Random, tokens: int) -> list[dict[str, 
     return rows
 
 
-def chain(client: Client, draw: random.Random, tokens: int) -> dict[str, float]:
+def chain(client: Client, draw: random.Random, tokens: int) -> dict[str, Any]:
     """Three sessions run to their ends; a fourth is continued by its client, 4 tokens at a time."""
     vocabulary = client.engine.model_config.vocab_size
     for _ in range(3):
@@ -201,7 +201,8 @@ def chain(client: Client, draw: random.Random, tokens: int) -> dict[str, float]:
 
     client.settle(go_on)
     counters = client.engine.counters
-    breaks = sum(n - before.get(name, 0) for name, n in counters.items() if name.startswith("chain_breaks"))
+    of_chain = [name for name in counters if name.startswith("chain_breaks")]
+    breaks = {name: counters[name] - before.get(name, 0) for name in of_chain if counters[name] != before.get(name, 0)}
     return {
         "steps": counters["steps"] - before["steps"],
         "chain_breaks": breaks,
