@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.layers.decoder import Decoder
+from models.layers.decoder import Decoder, Half
 from models.row_buckets import LARGE_STEP
+from parallel.comm.collectives import PendingAllReduce
 from tests.models.test_config import tiny
 from tests.models.tiny_checkpoint import build
 
@@ -21,7 +22,11 @@ def called(model: Decoder) -> list[int]:
             super().__init__()
             self.number = number
 
-        def forward(self, x_TN: Tensor, residual_TN: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+        def halves(self, *rest: object) -> list[Half]:
+            return [self.said]
+
+        def said(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
+            assert isinstance(x_TN, Tensor)
             seen.append(self.number)
             return x_TN, x_TN if residual_TN is None else residual_TN
 

@@ -77,7 +77,7 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_recorded_figures_are_those_of_the_tables() -> None:
     """docs/mixed-load.png is drawn from rows written down by hand: each figure is one of docs/measurements."""
     points, told = (
-        read_points([DOCS / "results" / "mixed-load.points.jsonl"]),
+        read_points([DOCS / "results" / "mixed-load.figures.jsonl"]),
         (DOCS / "measurements/mixed-load.md").read_text(),
     )
     bars, (loop,) = at_once(points, MIXED), closed_loops(points, MIXED)

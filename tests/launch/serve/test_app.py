@@ -151,7 +151,7 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
     async def body(client: Client) -> None:
         for stream in (True, False):
             gone = asyncio.Event()
-            asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "n": 3, "stream": stream, "ignore_eos": True}
+            asked = {"prompt": PROMPT, "max_tokens": 400, "seed": 1, "n": 3, "stream": stream, "ignore_eos": True}
             leave = partial(leave_at_once, gone)
             call = client.call("POST", "/v1/completions", json.dumps(asked).encode(), {}, gone, leave)
             task = asyncio.ensure_future(call)
