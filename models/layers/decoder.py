@@ -61,17 +61,10 @@ class DecoderLayer(nn.Module):
         inputs: StepInputs,
         cache: CacheView,
         wanted_R: Tensor | None = None,
-        before: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        """``wanted_R``: the tokens whose results somebody reads; None means all. Only a mixer can leave tokens out.
-
-        ``before`` is shown the stream that the layer before this one left: this one's first norm adds it up.
-        """
+        """``wanted_R``: the tokens whose results somebody reads; None means all. Only a mixer can leave tokens out."""
         for half in self.halves(inputs, cache, wanted_R):
             x_TN, residual_TN = half(x_TN, residual_TN)
-            if before is not None:
-                before(residual_TN)
-                before = None
         return x_TN, cast(Tensor, residual_TN)
 
     def halves(self, inputs: StepInputs, cache: CacheView, wanted_R: Tensor | None = None) -> Iterator[Half]:
@@ -160,6 +153,7 @@ class Decoder(CheckpointParts):
             raise ValueError(f"{len(caches)} cache views for {len(self.layers)} layers")
         for number in self._one_layer_a_kind if self._few_layers else range(len(self.layers)):
             last_R = early_R if number + 1 == len(self.layers) else None
+            # A layer's first norm adds up the stream that the layer before it left.
             before = None if tap is None else partial(tap.take, number - 1)
             for half in cast(DecoderLayer, self.layers[number]).halves(inputs, caches[number], last_R):
                 x_TN, residual_TN = half(x_TN, residual_TN)

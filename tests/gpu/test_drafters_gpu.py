@@ -23,7 +23,7 @@ from runtime.execute.proposer import MakeProposer
 from runtime.schedule.request import Request
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.steady_steps import run_without_a_sync
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_gdn_gpu import shape
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
@@ -143,17 +143,7 @@ def test_bfloat16_keeps_about_as_many_guesses(method: str) -> None:
 def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=100, stops=()) for i in range(8)]
     with rig_of(method, torch.bfloat16, depth=2) as engine:
-        for one in requests:
-            engine.add(one)
-        for _ in range(6):
-            engine.step()
-        with no_synchronisation():
-            for _ in range(5):
-                engine.step()
-        while engine.has_work:
-            engine.step()
-        assert engine.counters["graph_captures_after_warmup"] == 0
-        assert engine.counters["device_allocs_after_warmup"] == 0
+        run_without_a_sync(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1
 
 
@@ -198,17 +188,7 @@ def test_a_hybrids_own_layer_gives_the_same_tokens_at_every_depth(family: str) -
 def test_a_round_with_a_hybrids_own_layer_does_not_synchronise(family: str) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
     with own_layer(family, torch.bfloat16) as engine:
-        for one in requests:
-            engine.add(one)
-        for _ in range(6):
-            engine.step()
-        with no_synchronisation():
-            for _ in range(5):
-                engine.step()
-        while engine.has_work:
-            engine.step()
-        assert engine.counters["graph_captures_after_warmup"] == 0
-        assert engine.counters["device_allocs_after_warmup"] == 0
+        run_without_a_sync(engine, requests)
 
 
 @pytest.mark.parametrize("method", WIDEST)

@@ -25,7 +25,7 @@ from models.kernels.select import select_kernels
 from runtime.execute.device.cuda import CudaDevice
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.steady_steps import run_without_a_sync
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
@@ -215,18 +215,8 @@ def synthetic(dtype: torch.dtype) -> Any:
 def test_a_round_is_one_captured_launch_without_a_sync(make: Callable[[torch.dtype], Any]) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=90, stops=()) for i in range(8)]
     with make(torch.bfloat16) as engine:
-        for one in requests:
-            engine.add(one)
-        for _ in range(6):
-            engine.step()
-        with no_synchronisation():
-            for _ in range(5):
-                engine.step()
-        while engine.has_work:
-            engine.step()
+        run_without_a_sync(engine, requests)
         assert engine.counters["spec_num_accepted_tokens"] > 0
-        assert engine.counters["graph_captures_after_warmup"] == 0
-        assert engine.counters["device_allocs_after_warmup"] == 0
 
 
 @pytest.mark.parametrize(("folder", "method"), [(DEMO, "dflash"), (HYBRID, "mtp")], ids=["attention", "hybrid"])

@@ -18,7 +18,7 @@ from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.steady_steps import run_without_a_sync
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.runtime.engine.rig import request, run
 from tests.runtime.engine.test_depths import mixture, outcome
@@ -130,15 +130,5 @@ def test_every_token_is_shown_once_from_captured_steps() -> None:
 def test_a_steady_round_is_one_launch_without_a_sync_or_a_copy() -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=80, stops=()) for i in range(8)]
     with gpu_rig(depth=2, **LIMITS, **ngram(4)) as engine:
-        for one in requests:
-            engine.add(one)
-        for _ in range(6):
-            engine.step()
-        with no_synchronisation():
-            for _ in range(5):
-                engine.step()
-        while engine.has_work:
-            engine.step()
-        assert engine.counters["graph_captures_after_warmup"] == 0
-        assert engine.counters["device_allocs_after_warmup"] == 0
+        run_without_a_sync(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1

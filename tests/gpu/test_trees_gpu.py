@@ -170,20 +170,10 @@ def test_float32_gives_the_golden_tokens(method: str, size: int, depth: int) -> 
 @ENGINES
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
 def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
-    from tests.gpu.test_device_gpu import no_synchronisation
+    from tests.gpu.steady_steps import run_without_a_sync
     from tests.runtime.engine.rig import request
 
     requests = [request(i, range(3 + i, 20 + i), max_tokens=100, stops=()) for i in range(8)]
     with rig_of(method, 32, torch.bfloat16, depth=2) as engine:
-        for one in requests:
-            engine.add(one)
-        for _ in range(6):
-            engine.step()
-        with no_synchronisation():
-            for _ in range(5):
-                engine.step()
-        while engine.has_work:
-            engine.step()
-        assert engine.counters["graph_captures_after_warmup"] == 0
-        assert engine.counters["device_allocs_after_warmup"] == 0
+        run_without_a_sync(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.schedule.request import Request
-from tests.gpu.test_device_gpu import no_synchronisation
+from tests.gpu.steady_steps import run_without_a_sync
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.runtime.engine.lives import Life
 from tests.runtime.engine.replay_proposer import script_of, window_roles
@@ -66,15 +66,5 @@ def test_a_window_step_is_one_captured_launch_without_a_sync() -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
     script = {one.sampling.seed or 0: (*one.prompt_token_ids, *([5] * 60)) for one in requests}
     with gpu_rig(depth=2, widths=(4,), further_roles=window_roles((4,), script), **LIMITS) as engine:
-        for one in requests:
-            engine.add(one)
-        for _ in range(6):
-            engine.step()
-        with no_synchronisation():
-            for _ in range(5):
-                engine.step()
-        while engine.has_work:
-            engine.step()
-        assert engine.counters["graph_captures_after_warmup"] == 0
-        assert engine.counters["device_allocs_after_warmup"] == 0
+        run_without_a_sync(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1
