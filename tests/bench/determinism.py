@@ -1,7 +1,8 @@
 """The deterministic mode on GPUs at shapes of real models: differing tokens and bits, the default's flips, the price.
 
 One GPU: python3 -m tests.bench.determinism --out FOLDER [--model qwen3-8b] [--layers 4] [--prompts 200] [--tokens 256]
-Several: the same with --ranks R: every condition is a job of torchrun, against the first of them.
+Several: the same with --ranks R: every condition is a job of torchrun, against the first of them. With --share-gpu
+all ranks run on one GPU, where a step takes tens of milliseconds: --conditions leaves the slowest out.
 
 The same random prompts, greedy and sampled, under every condition below; the first is one request at a time, serially.
 Without --no-default the same in the default mode: flips per 1,000 tokens, and how close the two tokens were. Without
@@ -129,7 +130,8 @@ def in_a_job(name: str, args: argparse.Namespace, *, deterministic: bool) -> tup
     """``play`` on several ranks: a job of its own."""
     path = args.out / "answers.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-    command += ["-m", "tests.bench.determinism", "--out", str(args.out), "--model", args.model, "--only", name]
+    command += ["-m", *(["tests.gpu.shared_gpu"] if args.share_gpu else []), "tests.bench.determinism"]
+    command += ["--out", str(args.out), "--model", args.model, "--only", name]
     command += ["--layers", str(args.layers), "--prompts", str(args.prompts), "--tokens", str(args.tokens)]
     command += [] if deterministic else ["--worker-default"]
     subprocess.run(command, check=True)
@@ -143,6 +145,8 @@ def compare(folder: Path, args: argparse.Namespace, *, deterministic: bool) -> l
     requests = requests_of(args.prompts, args.tokens, vocabulary)
     told: list[dict[str, Any]] = []
     for name, limits in CONDITIONS.items():
+        if args.conditions and name not in args.conditions:
+            continue
         began = time.monotonic()
         if args.ranks > 1:
             found, evictions = in_a_job(name, args, deterministic=deterministic)
@@ -276,6 +280,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--share-gpu", action="store_true", help="with --ranks: all of them on one GPU")
+    parser.add_argument("--conditions", nargs="*", choices=CONDITIONS, help="these only, against the first of them")
     parser.add_argument("--no-deterministic", action="store_true", help="only the default mode's flips")
     parser.add_argument("--no-default", action="store_true", help="leave the default mode's flips out")
     parser.add_argument("--no-price", action="store_true")
