@@ -315,7 +315,7 @@ def _settle_kernel(
                 none = tl.zeros([], tl.int32)
                 holds, threshold = _settle_many(
                     row_ptr,
-                    vocab,
+                    vocab + none,  # of 1 it would be a constant, and could not change in a loop
                     scratch,
                     factor,
                     floor,
