@@ -178,8 +178,9 @@ class ServeApp:
         if len(data) >= _LONG_BODY:
             asked = await asyncio.to_thread(read, data)
         else:
+            waits = self._in_turn.locked()
             async with self._in_turn:  # a thousand that come at once hold nobody else up: least of all probes
-                if await request.is_disconnected():
+                if waits and await request.is_disconnected():
                     raise ClientDisconnect  # it left while it waited: whoever comes faster than this serves pays less
                 asked = read(data)
                 await asyncio.sleep(0)

@@ -1,7 +1,11 @@
 """RemoteEngine: the engine as an API process sees it, over its connection to rank 0. One event loop uses it.
 
-Knows: which sequence gained which tokens, what is known of the engine's health and load, what a lost rank 0 means.
-Does not know: text (answer.py), HTTP, how the engine works, how its turns are taken (engine_server.py).
+Knows: which sequence gained which tokens, who hears of a step first, what is known of the engine's health and load,
+what a lost rank 0 means. Does not know: text (answer.py), HTTP, how the engine works, how its turns are taken
+(engine_server.py).
+
+A step's first tokens and ends are told at once, the others a few at a time: to write a token to its client takes some
+tens of microseconds, and of many rows that is half a step, in which a request that has just come would wait unread.
 
     mailbox = engine.submit([sequence, ...])        # all answers of one HTTP request share a mailbox
     while not mailbox.ended: for update in await mailbox.take(): ...
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -145,6 +150,7 @@ class Health(NamedTuple):
     trouble: str | None
 
 
+_AT_ONCE = 8  # sequences whose tokens are told before the event loop looks for what has come meanwhile
 _PATIENCE = 0.5  # of the time after which the watchdog ends the job: health is told before that
 _MOST_QUIET = 5.0  # seconds; beats come twice a second
 
@@ -171,6 +177,8 @@ class RemoteEngine(asyncio.Protocol):
         self._next = 0
         self._by_local: dict[int, _Live] = {}
         self._by_request: dict[int, _Live] = {}
+        self._untold: deque[_Live] = deque()  # of the latest step: their tokens are still to be told
+        self._telling = False  # the event loop will call _tell_some
 
     # ---- requests ----
 
@@ -250,6 +258,7 @@ class RemoteEngine(asyncio.Protocol):
         """Nothing more will come: whoever waits hears of it."""
         if self.ended is not None:
             return
+        self._tell(len(self._untold))
         self.ended, self.failed = why or "the server has shut down", failed
         for sequence in list(self._by_local.values()):
             sequence.mailbox.fail(EngineLost(self.ended))
@@ -274,6 +283,7 @@ class RemoteEngine(asyncio.Protocol):
             self._on_setup(message.settings)
 
     def _step(self, step: Step) -> None:
+        self._tell(len(self._untold))  # of the step before, whose turn has not come
         for opened in step.opened:
             sequence = self._by_local.get(opened.local)
             if sequence is not None:
@@ -295,7 +305,25 @@ class RemoteEngine(asyncio.Protocol):
             if sequence is not None:
                 self._end(sequence, ended, ends, touched)
         for sequence in touched:
-            self._deliver(sequence, ends.get(sequence.local))
+            if sequence.local in ends:
+                self._deliver(sequence, ends[sequence.local])
+            elif sequence.seen > len(sequence.fresh):
+                self._untold.append(sequence)
+            else:
+                self._deliver(sequence, None)
+        if self._untold and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell_some)
+
+    def _tell_some(self) -> None:
+        self._tell(min(_AT_ONCE, len(self._untold)))
+        self._telling = bool(self._untold)
+        if self._telling:
+            asyncio.get_running_loop().call_soon(self._tell_some)
+
+    def _tell(self, count: int) -> None:
+        for _ in range(count):
+            self._deliver(self._untold.popleft(), None)
 
     def _rows(self, columns: Columns) -> list[_Live]:
         by_request, tokens, width = self._by_request, columns.tokens, columns.width
