@@ -10,6 +10,8 @@ DEMO_RANKS := $(if $(filter 1,$(GPUS)),1,2)
 comma := ,
 EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev$(comma)serve,dev$(comma)serve)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
+# Empty means unset: every process of a test would compile the tree, and pytest rewrite each assertion, again and again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-long test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
