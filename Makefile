@@ -10,6 +10,8 @@ DEMO_RANKS := $(if $(filter 1,$(GPUS)),1,2)
 comma := ,
 EXTRAS := $(if $(HAS_GPU),cuda$(comma)dev$(comma)serve,dev$(comma)serve)
 PINNED := $(if $(HAS_GPU),,-c constraints.txt)
+# Empty means unset: every process of a test would compile the tree, and pytest rewrite each assertion, again and again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-long test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
@@ -47,8 +49,9 @@ typecheck: $(STAMP)  ## mypy, strict, over everything
 interpreted: $(STAMP)  ## kernels of the sampler, of a step's ends, of a prefill's rotation, of forks, of lookups and of draft trees in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_io_gpu.py tests/gpu/test_window_io_gpu.py tests/gpu/test_draft_kernels_gpu.py tests/gpu/test_fused_rounds_gpu.py tests/gpu/test_rotation.py tests/gpu/test_block_copy_gpu.py tests/gpu/test_ngram_gpu.py tests/gpu/test_trees_gpu.py
 
+# Three workers on two cores: jobs of several ranks, servers and faults wait for one another a quarter of their time.
 pytest: $(STAMP)  ## the tests on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-portable: $(STAMP)  ## what computes floats, as other CPUs would: each vector width, 1 and 4 threads, a busy machine
 	$(BIN)/python -m tests.portable

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).parent
 MAX_TOKENS = 64
@@ -24,6 +23,8 @@ MAX_TOKENS = 64
 
 def load(folder: Path) -> tuple[Any, Any]:
     """transformers' model (float32, CPU) and tokenizer of a model folder; no code of the folder is run."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds, and tests read FOLDER alone
+
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
         folder
     )

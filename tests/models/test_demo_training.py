@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM
 
 from models.config import ModelConfig
 from models.demo import train_drafters, train_hybrid
@@ -119,6 +118,8 @@ def test_the_hybrid_is_what_transformers_says_and_a_run_writes_what_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the run: its folder is a checkpoint with an MTP layer. Of the architecture: logits, over two chunks."""
+    from transformers import Qwen3_5ForCausalLM  # takes seconds, so not at collection
+
     torch.set_num_threads(1)
     network = small_hybrid()
     train_hybrid.save(network, hybrid_mtp(network.shape), tmp_path)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -197,6 +196,8 @@ def _prompts() -> list[list[int]]:
 
 
 def _save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
+    import transformers  # takes seconds, so not at collection
+
     torch.manual_seed(sum(folder.name.encode()))
     given = COMMON | settings
     if "layers_block_type" in given:

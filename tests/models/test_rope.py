@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.layers.rope import cos_sin_cache, rope_from_parameters
 
@@ -34,6 +32,9 @@ LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 128, "low_f
     ids=str,
 )
 def test_cache_is_that_of_transformers(parameters: dict[str, Any], head_dim: int) -> None:
+    from transformers import LlamaConfig  # takes seconds, so not at collection
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     parameters = {**parameters, "rope_theta": 50000.0}
     config = LlamaConfig(
         hidden_size=head_dim, num_attention_heads=1, max_position_embeddings=LENGTH, rope_parameters=dict(parameters)

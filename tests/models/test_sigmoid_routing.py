@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, NemotronHConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 
 from models.block_pattern import Mamba2Shape
 from models.config import ModelConfig, ModelConfigError
@@ -30,6 +27,10 @@ HERE = torch.arange(EXPERTS, dtype=torch.int32)
 
 
 def their_router(family: str, routing: SigmoidRouting) -> Any:
+    from transformers import DeepseekV3Config, NemotronHConfig  # takes seconds, so not at collection
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
+
     settings: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "n_routed_experts": EXPERTS,

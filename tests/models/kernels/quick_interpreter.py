@@ -12,14 +12,20 @@ import math
 from typing import Any
 
 import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
 _np_dtype = interpreter._get_np_dtype
+_unwrap, _block_type, _same_dtype = core._unwrap_if_constexpr, tl.block_type.__init__, tl.dtype.__eq__
+_computation_type, _broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
 
 _patched: list[set[int]] = []  # of the launches in progress: the modules that are patched until it has ended
 _np_dtypes: dict[str, Any] = {}
 _shapes: dict[tuple[int, ...], Any] = {}  # of a block: (shape, number of elements) as Triton's constants
+_block_types: dict[tuple[Any, ...], Any] = {}  # by name of the element and shape: (shape, number of elements, name)
+_computation_types: dict[tuple[Any, ...], Any] = {}  # by names of both types, and what else is asked
 
 
 def _patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
@@ -65,7 +71,60 @@ def _tensor_with_known_shape(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = _shapes[sizes]
 
 
+def _patch_attr_in_one_call(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = TritonSemantic(builder)
+
+    def new_member(*args: Any, member: Any = member, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, new_member)
+
+
+def _unwrap_at_once(o: Any) -> Any:
+    kind = type(o)
+    if kind is tl.constexpr:
+        return o.value
+    return o if kind is int or kind is tl.dtype or kind is tl.tensor else _unwrap(o)
+
+
+def _same_dtype_at_once(self: Any, other: Any) -> bool:
+    return bool(self.name == other.name if type(other) is tl.dtype else _same_dtype(self, other))
+
+
+def _block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes = shape.values if type(shape) is tl.tuple else shape
+    key = (element_ty.name, *(size.value if type(size) is tl.constexpr else size for size in sizes))
+    if (known := _block_types.get(key)) is None:
+        _block_type(self, element_ty, shape)  # raises for shapes that there are not
+        known = _block_types[key] = self.shape, self.numel, self.name
+    self.element_ty = element_ty
+    self.shape, self.numel, self.name = known
+
+
+def _computation_type_once(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div: bool) -> Any:
+    key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div
+    if (known := _computation_types.get(key)) is None:
+        known = _computation_types[key] = _computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div)
+    return known
+
+
+def _broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
+    lhs_ty, rhs_ty = lhs.type, rhs.type
+    if lhs_ty.is_block():
+        alike = rhs_ty.is_block() and lhs_ty.shape.values == rhs_ty.shape.values
+    else:
+        alike = not rhs_ty.is_block()
+    return (lhs, rhs) if alike else _broadcast(self, lhs, rhs)
+
+
 def _mend() -> None:
+    core._unwrap_if_constexpr = _unwrap_at_once
+    tl.dtype.__eq__ = _same_dtype_at_once
+    tl.block_type.__init__ = _block_type_once
+    TritonSemantic.computation_type_impl = _computation_type_once
+    TritonSemantic.broadcast_impl_value = _broadcast_what_differs
+    interpreter._patch_attr = _patch_attr_in_one_call
     interpreter._patch_lang_tensor = _patch_tensor_for_new_numpy
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _np_dtype_once

@@ -22,6 +22,7 @@ from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, people, prompt
 from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import Logprobs, mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
@@ -64,15 +65,14 @@ def test_a_mixture_at_every_depth(family: str) -> None:
 def test_what_belongs_to_nobody_reaches_nobody(family: str, depth: int) -> None:
     """NaN in the null slot, in free slots, in idle blocks, before every turn; rows are evicted meanwhile."""
     requests = mixture(11) + [request(20 + i, range(i, i + 40), max_tokens=50, stops=()) for i in range(4)]
-    with rig(shape=FAMILIES[family], depth=depth) as engine:
-        clean = run(engine, requests)
+    clean = serial_answers(requests, shape=FAMILIES[family])
 
     def poison(engine: Engine, turn: int) -> None:
         on_banks(engine, [0, *engine.scheduler.slots._free], float("nan"))
         fill_with_nan(engine, idle_blocks(engine))
 
     with rig(shape=FAMILIES[family], depth=depth, blocks=24, buckets=(3, 8)) as engine:
-        assert outcome(run(engine, requests, poison)) == outcome(clean)
+        assert outcome(run(engine, requests, poison)) == clean
         assert engine.counters["evictions"] > 0
 
 

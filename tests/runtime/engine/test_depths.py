@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.result_reader import StepLogprobs
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
+from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
+from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 pytestmark = pytest.mark.usefixtures("every_model")
@@ -71,15 +74,24 @@ def outcome(finished: dict[int, Finished]) -> dict[int, tuple[tuple[int, ...], F
     return {request_id: (ended.token_ids, ended.reason) for request_id, ended in finished.items()}
 
 
+@cache
+def serial_mixture(seed: int, model: str) -> tuple[dict[int, Finished], Logprobs]:
+    """What depth 0 makes of it over the rig's ``model``; every depth is compared with that."""
+    requests = mixture(seed)
+    logprobs = Logprobs({r.request_id for r in requests if r.sampling.logprobs is not None})
+    with rig(depth=0) as engine:
+        serial = run(engine, requests, watch=logprobs)
+        assert engine.counters["chained_steps"] == 0
+    return serial, logprobs
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mixture_of_everything(depth: int, seed: int) -> None:
     requests = mixture(seed)
+    serial, serial_logprobs = serial_mixture(seed, str(rigs.TINY))
     asked = {r.request_id for r in requests if r.sampling.logprobs is not None}
-    serial_logprobs, deep_logprobs = Logprobs(asked), Logprobs(asked)
-    with rig(depth=0) as engine:
-        serial = run(engine, requests, watch=serial_logprobs)
-        assert engine.counters["chained_steps"] == 0
+    deep_logprobs = Logprobs(asked)
     with rig(depth=depth) as engine:
         deep = run(engine, requests, watch=deep_logprobs)
         counters = engine.counters
@@ -96,19 +108,17 @@ def test_a_mixture_of_everything(depth: int, seed: int) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_memory_pressure_evicts_and_recomputes(depth: int) -> None:
     requests = [request(i, range(i, i + 20), max_tokens=40, stops=(), temperature=0.9 * (i % 2)) for i in range(6)]
-    with rig(depth=0, blocks=200) as engine:
-        roomy = run(engine, requests)
+    roomy = serial_answers(requests, blocks=200)
     with rig(depth=depth, blocks=20) as engine:
         tight = run(engine, requests)
         assert engine.counters["evictions"] > 0
-    assert outcome(tight) == outcome(roomy)
+    assert outcome(tight) == roomy
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_cancelled_and_paused_requests_leave_the_others_alone(depth: int) -> None:
     requests = mixture(7)
-    with rig(depth=0) as engine:
-        serial = run(engine, requests)
+    serial = serial_answers(requests)
 
     def act(engine: Engine, turn: int) -> None:
         if turn == 3:
@@ -126,9 +136,9 @@ def test_cancelled_and_paused_requests_leave_the_others_alone(depth: int) -> Non
     for request_id, ended in deep.items():
         if ended.reason is FinishReason.CANCELLED:
             assert request_id in (0, 2)
-            assert ended.token_ids == serial[request_id].token_ids[: len(ended.token_ids)]
+            assert ended.token_ids == serial[request_id][0][: len(ended.token_ids)]
         else:
-            assert (ended.token_ids, ended.reason) == (serial[request_id].token_ids, serial[request_id].reason)
+            assert (ended.token_ids, ended.reason) == serial[request_id]
 
 
 def test_slow_and_uneven_streams_change_nothing() -> None:

@@ -29,6 +29,7 @@ from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
+from tests.runtime.engine.serial_answers import Answers, serial_answers
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 
@@ -101,10 +102,8 @@ class Lives:
             raise
 
 
-def alone(requests: Sequence[Request]) -> dict[int, Any]:
-    limits: RigLimits = {"depth": 0, "kernels": ExactKernels(), **LIMITS}
-    with rig(**limits) as engine:
-        return outcome(run(engine, requests))
+def alone(requests: Sequence[Request]) -> Answers:
+    return serial_answers(requests, shape=LIMITS["shape"], exact=True)
 
 
 def ids_from(first: int, requests: Sequence[Request]) -> list[Request]:

@@ -21,6 +21,7 @@ from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
@@ -39,8 +40,7 @@ def test_mixed_steps_give_the_tokens_of_separate_ones(
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
     requests = mixture(depth)
-    with rig(depth=0, shape=shape, **EXACT) as engine:
-        separate = outcome(run(engine, requests))
+    separate = serial_answers(requests, shape=shape, exact=True)
     device = TwinDevice(jitter_s=0.0005, seed=depth)
     mixed = MIXED if buckets else MixedSteps(budgets=MIXED.budgets, long_prompt=30)
     taken = last_layer_for_draws(monkeypatch) if buckets else [True]
@@ -72,8 +72,7 @@ def last_layer_for_draws(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_every_rank_of_a_group_mixes() -> None:
     requests = mixture(3)
-    with rig(depth=0, **EXACT) as engine:
-        alone = outcome(run(engine, requests))
+    alone = serial_answers(requests, shape={}, exact=True)
     with tensor_rig(2, prefill_buckets=BUCKETS, mixed=MIXED, depth=2, **EXACT) as engine:
         together = outcome(run(engine, requests))
         assert engine.counters["mixed_steps"] > 3

@@ -24,6 +24,7 @@ from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
@@ -54,8 +55,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
     requests = mixture(depth)
-    with rig(depth=0, shape=shape, **EXACT) as engine:
-        launched = outcome(run(engine, requests))
+    launched = serial_answers(requests, shape=shape, exact=True, mixed=None)
     device = TwinDevice(jitter_s=0.0005, seed=depth)
     with rig(depth=depth, shape=shape, prefill_buckets=BUCKETS, device=device, **EXACT) as engine:
         counts = replays(engine)
@@ -72,8 +72,7 @@ def test_steps_with_split_keys_give_the_same_tokens(
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
     requests = mixture(2)
-    with rig(depth=0, shape=shape, **EXACT) as engine:
-        launched = outcome(run(engine, requests))
+    launched = serial_answers(requests, shape=shape, exact=True, mixed=None)
     monkeypatch.setattr(launch_spec, "LONG_PREFIX", 4)
     with rig(depth=2, shape=shape, prefill_buckets=BUCKETS, **{**EXACT, "mixed": mixed}) as engine:
         split: list[bool] = []
@@ -91,8 +90,7 @@ def test_steps_with_split_keys_give_the_same_tokens(
 
 def test_steps_beyond_the_last_bucket_are_launched() -> None:
     requests = mixture(1)
-    with rig(depth=0, **EXACT) as engine:
-        launched = outcome(run(engine, requests))
+    launched = serial_answers(requests, exact=True, mixed=None)
     with rig(prefill_buckets=BUCKETS[:2], **EXACT) as engine:
         counts = replays(engine)
         assert outcome(run(engine, requests)) == launched
