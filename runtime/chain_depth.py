@@ -30,7 +30,7 @@ from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.schedule.config import SchedulerConfig
-from runtime.schedule.plan import Admit, StepKind
+from runtime.schedule.plan import Admit, Cancel, StepKind
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 
@@ -40,9 +40,9 @@ MARGIN = 3.0  # for what no start-up measures: the front end's share of a turn, 
 DEEPEST = 4  # that a measurement chooses; ``--chain-depth`` goes further
 RECORD_MARGIN = 2.0  # a record may take so many times as long as measured
 
+_FIRST = 4  # turns that are not timed
 _TURNS = 16  # timed, of each number of rows
 _REPLAYS = 8
-_TOKEN = 1  # every request's prompt
 _SAMPLING = {  # in which a kind of ``--warm`` finds its graphs
     "greedy": SamplingParams(temperature=0.0),
     "random": SamplingParams(),
@@ -142,9 +142,11 @@ def turn_times(config: EngineConfig, executor: Executor, schedule: SchedulerConf
     """Times of 1 row and of as many as fit: serial turns of a scheduler of its own, less the device's part of them.
 
     Nothing of it stays: the requests end, and counters begin again. With several ranks all of them call it together.
+    Each request has a prompt of its own, and all still run when the replays are timed: experts compute nothing for rows
+    that have ended, and the same few for rows that are alike.
     """
     kind = config.warm[0] if config.warm else "greedy"
-    tokens = 2 * _TURNS
+    tokens = _FIRST + _TURNS + _REPLAYS + 2
     limits = schedule.limits
     room = schedule.blocks // -(-(tokens + 1) // limits.block_size)
     most = min(limits.rows, limits.max_prefill_tokens, room)
@@ -162,10 +164,10 @@ def _times_of(
     """None where the model's answers end too early to time any."""
     scheduler = Scheduler(replace(schedule, limits=replace(schedule.limits, depth=0), prefix_caching=False))
     for request_id in range(rows):
-        scheduler.submit(Admit(Request(request_id, (_TOKEN,), sampling, ())))
+        scheduler.submit(Admit(Request(request_id, (request_id % executor.vocab_size,), sampling, ())))
     turns: list[float] = []
     latest: LaunchSpec | None = None
-    while scheduler.unfinished:
+    while len(turns) < _FIRST + _TURNS and scheduler.unfinished:
         began = time.perf_counter()
         plan = scheduler.plan()
         if plan is None:
@@ -176,8 +178,10 @@ def _times_of(
         if plan.kind is StepKind.DECODE and len(plan.slots) == rows:
             latest = spec
             turns.append((time.perf_counter() - began) * 1e3)
-    if latest is None or len(turns) < 2:
+    if latest is None or len(turns) < _FIRST + 2:
         return None
     step_ms = executor.replay_ms(latest, _REPLAYS)
+    for request_id in range(rows):
+        scheduler.submit(Cancel(request_id))
     turn_ms = statistics.median(turns[-_TURNS:])
     return TurnTimes(rows, max(turn_ms - step_ms, 0.0), step_ms)

@@ -28,7 +28,7 @@ from models.kernels.attention import (
     rope_prefill,
 )
 from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
-from models.kernels.attention.decode_work import ANY_LENGTH, DecodeWork, SplitRule, choose_splits
+from models.kernels.attention.decode_work import ANY_LENGTH, MOST_SPLITS, DecodeWork, SplitRule, choose_splits
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -48,6 +48,9 @@ _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reach
 _MOST_STEPS = 16  # tokens of a row that go through the recurrence one by one; longer rows go in chunks
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
 _FEW_PAIRS = 8  # of a single token's pairs: 64 keys a block and a split, as for the windows of few rows
+_WINDOW_PAIRS = 16  # up to so many, and from 16 query rows on: the launches of _few_windows
+_WINDOW_SPLITS = 8  # of their rows; long ones have more
+_LONGEST_OF_WINDOW = 1024  # keys of such a split, where ``most`` allows it
 _TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
@@ -412,6 +415,7 @@ class NvidiaKernels(Kernels):
         rule = work if isinstance(work, SplitRule) else None
         if rule is None or not self._fits(rule, rows, kv_heads, query_rows, head_dim):
             rule = self._split_rule(inputs, heads, kv_layer)
+        apart = self.balanced and _merged_apart(rows * kv_heads, power_of_two_above(query_rows), head_dim)
         return decode.decode_attention(
             q_TX,
             heads,
@@ -426,6 +430,7 @@ class NvidiaKernels(Kernels):
             stages=stages,
             warps=warps,
             pdl=self.pdl,
+            apart=apart,
         )
 
     def _decode_form(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
@@ -463,13 +468,18 @@ class NvidiaKernels(Kernels):
     def _split_rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         by_tma, (block_n, _, _) = self._decode_form(inputs, heads, kv_layer)
-        most, pairs = inputs.max_kv_length, rows * kv_heads
+        most, pairs, splits = inputs.max_kv_length, rows * kv_heads, MOST_SPLITS
+        query_rows = heads // kv_heads * inputs.query_len
+        tall = power_of_two_above(query_rows)
         fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
         if not self.balanced:
             longest = ANY_LENGTH
+        elif self._without_list(inputs, kv_layer) and _few_windows(pairs, tall, head_dim):
+            fewest, longest = _WINDOW_SPLITS, _LONGEST_OF_WINDOW
+            splits = _most_of_window(pairs, _merged_apart(pairs, tall, head_dim))
         elif self._without_list(inputs, kv_layer):
             if pairs not in _TALL_BLOCKS:
-                fewest = _fewest_splits(pairs, heads // kv_heads * inputs.query_len, self.traits.multiprocessors)
+                fewest = _fewest_splits(pairs, query_rows, self.traits.multiprocessors)
             # Programs of splits that no row has cost time, too: a long row gets twice as many as the others, and where
             # few pairs have a program for each multiprocessor already, no more.
             enough = pairs <= _FEW_PAIRS and pairs * fewest >= self.traits.multiprocessors
@@ -481,12 +491,13 @@ class NvidiaKernels(Kernels):
         return decode_work.choose_rule(
             rows,
             kv_heads,
-            heads // kv_heads * inputs.query_len,
+            query_rows,
             head_dim,
             inputs.max_kv_length,
             block=block_n,
             longest=longest,
             fewest=fewest,
+            most=splits,
             room=self._attention_partial.numel(),
         )
 
@@ -508,6 +519,25 @@ def programs_of(
         each = _PROGRAMS_OF_MIXED if inputs.skip_empty else _PROGRAMS_EACH
     rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
     return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
+
+
+def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:
+    """Whether windows of few rows, or many query heads of a key head, have launches that were measured for them
+    (docs/measurements/attention.md)."""
+    return pairs <= _WINDOW_PAIRS and 16 <= query_rows <= 128 and padded_dim(head_dim) <= 256
+
+
+def _merged_apart(pairs: int, query_rows: int, head_dim: int) -> bool:
+    """Whether their splits are merged by a launch of its own, since one program of a pair would take longer."""
+    tall = query_rows * padded_dim(head_dim) >= 32 * 128
+    return tall and pairs <= _FEW_PAIRS and _few_windows(pairs, query_rows, head_dim)
+
+
+def _most_of_window(pairs: int, apart: bool) -> int:
+    """Splits of a row of such a window, however long it is."""
+    if pairs > _FEW_PAIRS:
+        return _WINDOW_SPLITS
+    return 4 * _WINDOW_SPLITS if pairs <= _FEW_PAIRS // 2 and not apart else 2 * _WINDOW_SPLITS
 
 
 def _fewest_splits(pairs: int, query_rows: int, multiprocessors: int) -> int:
@@ -538,15 +568,17 @@ def _attention_blocks(
     """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, cut to fit.
     ``every_split``: each split that a row could have is a program."""
     block_n, stages, warps = 64, 5, 4
-    if pairs >= 1024:
+    few_windows = every_split and _few_windows(pairs, query_rows, row_bytes // 2)
+    if few_windows:
+        block_n = 64 if query_rows * row_bytes <= 64 * 256 else 32
+        warps = max(4, query_rows * row_bytes // (64 * 256) * 2)  # at most 128 sums a thread
+    elif pairs >= 1024:
         stages, warps = 3, 2
     elif every_split and pairs <= _FEW_PAIRS and query_rows < 16 and row_bytes <= 256:
         stages = 3
-    elif every_split and pairs < _TALL_BLOCKS.start and 16 <= query_rows < 64:
-        stages = 3  # a window of few rows (tests/bench/window_attention.py)
     elif pairs >= 256 or (every_split and pairs not in _TALL_BLOCKS):
         block_n, warps = 32, 2
-    if query_rows >= 64:
+    if query_rows >= 64 and not few_windows:
         warps = max(4, query_rows // 16)  # fewer warps would spill so tall a tile
     while block_n > 16 and _attention_shared(block_n, stages, query_rows, row_bytes) > shared_bytes:
         block_n //= 2

@@ -182,6 +182,10 @@ class Executor:
         return self.sizing.shape.snapshots
 
     @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    @property
     def mixes(self) -> bool:
         """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
         longer for their launches than all rows for a decode step."""
@@ -235,7 +239,7 @@ class Executor:
     def replay_ms(self, spec: LaunchSpec, replays: int) -> float:
         """Milliseconds of a replay of the decode graph that ``spec`` launched last, one behind the other.
 
-        When nothing is in flight, and the rows have ended: nothing of them is reported.
+        When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
         graph = self.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
 

@@ -16,6 +16,7 @@ from runtime import chain_depth
 from runtime.chain_depth import DEEPEST, TurnTimes, settled, smallest_depth, smallest_horizon, turn_times
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import StepObserver
 from runtime.schedule.config import SchedulerConfig, StepLimits
@@ -140,6 +141,24 @@ def test_turns_are_timed_and_nothing_of_them_is_left(warm: str) -> None:
         assert len(timed) == engine.counters["steps"]
 
 
+def test_rows_still_run_when_replays_are_timed_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else experts would have nothing to compute, or the same few for all rows, and a step would seem too short."""
+    seen: list[tuple[list[int], int]] = []
+    replay_ms = Executor.replay_ms
+
+    def looked_at(executor: Executor, spec: LaunchSpec, replays: int) -> float:
+        took = replay_ms(executor, spec, replays)
+        slots, columns = list(spec.plan.slots), executor.staging._tables.columns
+        seen.append((columns.finished[slots].tolist(), len(set(columns.last_token[slots].tolist()))))
+        return took
+
+    monkeypatch.setattr(Executor, "replay_ms", looked_at)
+    with rig(depth=2, rows=8, shape=EXPERTS) as engine:
+        turn_times(EngineConfig(model="m", device="cpu", max_num_seqs=8), engine.executor, engine.scheduler.config)
+    assert [ended for ended, _ in seen] == [[0], [0] * 8]
+    assert seen[1][1] > 1
+
+
 def test_groups_are_timed_together() -> None:
     """Each runs the same turns, so their exchanges match; then they go on with requests of their own."""
     device, host = Meeting(2), Meeting(2)
@@ -158,7 +177,7 @@ def test_groups_are_timed_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [replace(SCHEDULE, blocks=2), replace(SCHEDULE, limits=replace(LIMITS, max_model_len=16))]
+    "schedule", [replace(SCHEDULE, blocks=1), replace(SCHEDULE, limits=replace(LIMITS, max_model_len=16))]
 )
 def test_where_no_request_fits_nothing_is_timed(schedule: SchedulerConfig) -> None:
     assert turn_times(GPU, NOBODY, schedule) == []

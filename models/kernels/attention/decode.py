@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
-from models.kernels.attention.decode_merge import finish_unit
+from models.kernels.attention.decode_merge import finish_unit, merge_splits
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, SplitRule, splits_of_rows
 from models.kernels.attention.query import (
     LOG2_E,
@@ -73,6 +73,7 @@ def _decode_attention_kernel(
     FAN: tl.constexpr,
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
+    APART: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
     CAUSAL: tl.constexpr,
     TREE: tl.constexpr,
@@ -143,7 +144,7 @@ def _decode_attention_kernel(
             peak = new_peak
         finish_unit(
             acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, QUERY_LEN, head,
-            split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+            split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE, APART,
         )  # fmt: skip
     elif (head + row + split == 0) & PDL:  # one waits, or the successor would start before the predecessor ends
         gdc_wait()
@@ -165,6 +166,7 @@ def decode_attention(
     warps: int,
     pdl: bool,
     merged: int | None = None,
+    apart: bool = False,
 ) -> Tensor:
     """See Kernels.decode_attention, or with ``rotation`` Kernels.rope_cache_attend: q_TX is packed qkv then, and
     query_len 1.
@@ -173,6 +175,7 @@ def decode_attention(
     it still runs. A block of keys is that of ``rule``. ``workspace`` float32 and ``counters`` int32, all zero and left
     zero, have what workspace_floats and counters_of of decode_work.py say; both are for one stream. ``merged``:
     splits that a program merges at once, a power of two up to MERGED_AT_ONCE; None: as many as registers have room for.
+    ``apart``: they are merged by a second launch, see decode_merge.py.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows, most = inputs.kv_lengths_B.shape[0], rule.most
@@ -181,7 +184,9 @@ def decode_attention(
     block_d = padded_dim(head_dim)
     if out_THD is None:
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
-    slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
+    groups = 0 if apart else -(-most // MERGED_AT_ONCE)
+    sums = rows * kv_heads * (most + groups) * real_rows * block_d
+    stats = workspace[sums:] if most > 1 else workspace
     if merged is None and (real_rows >= 8 or warps >= 4):
         merged = 1  # two at once took up to twice as long (tests/bench/window_attention.py)
     elif merged is None:  # more than most rows have would only take registers, and with them other programs' place
@@ -195,7 +200,7 @@ def decode_attention(
         inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ,
         out_THD,
         workspace,
-        workspace[slots * real_rows * block_d :] if most > 1 else workspace,
+        stats,
         counters,
         *rotation_arguments(rotation, q_TX),
         scale * LOG2_E,
@@ -217,6 +222,7 @@ def decode_attention(
         FAN=MERGED_AT_ONCE,
         MERGE=max(1, min(MERGED_AT_ONCE, merged)),
         ALONE=most == 1,
+        APART=apart,
         SKIP_EMPTY=inputs.skip_empty,
         CAUSAL=inputs.causal,
         TREE=inputs.tree_BQ is not None,
@@ -227,4 +233,6 @@ def decode_attention(
         num_warps=warps,
         launch_pdl=pdl,
     )
+    if apart and most > 1:
+        merge_splits(out_THD, inputs, rule, kv_heads, workspace, stats, pdl)
     return out_THD

@@ -1,11 +1,14 @@
-"""The back of both balanced attention kernels: where a unit's result goes, and how the splits of a row become one.
+"""The back of the decode attention kernels: where a unit's result goes, and how the splits of a row become one.
 
 Knows: the next unit of a program's share of the work list, partial results in the workspace, counters.
-Does not know: scores (decode_balanced.py, decode_balanced_tma.py), how the list was made (decode_work.py).
+Does not know: scores (decode.py, decode_balanced.py, decode_balanced_tma.py), how the list was made (decode_work.py).
 
 A row with one split is written at once. Of a row with more, the last program to finish a group of FAN splits merges
 them in split order; where there are several groups, the last program to finish one merges the groups in their order.
 So no program reads more than FAN partial results twice, and bits do not depend on which program is last.
+
+With APART nobody merges: ``merge_splits`` does in a launch of its own, in which a few query rows are a program. One
+program that merges many query rows of many splits takes longer than that launch.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -14,6 +17,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.inputs import DecodeAttention
+from models.kernels.attention.decode_work import SplitRule, splits_of_rows
+from models.kernels.attention.query import padded_dim, power_of_two_above
+
+_QUERY_ROWS = 4  # of a program of merge_splits
+_AT_ONCE = 8  # splits whose sums such a program loads together
 
 
 @triton.jit
@@ -60,13 +72,20 @@ def finish_unit(
     FAN: tl.constexpr,
     MERGE: tl.constexpr,  # partial results loaded at once
     ALONE: tl.constexpr,  # no row has a second split
+    APART: tl.constexpr = False,  # merge_splits follows
 ):
     out_row = out_ptr + (token * K * GROUP + head * GROUP) * D
     if ALONE:
-        _write(out_row, acc, total, count, K, GROUP, D, BLOCK_D, ROWS)
+        _write(out_row, acc, total, 0, count, K, GROUP, D, BLOCK_D, ROWS)
     else:
         if splits == 1:
-            _write(out_row, acc, total, count, K, GROUP, D, BLOCK_D, ROWS)
+            _write(out_row, acc, total, 0, count, K, GROUP, D, BLOCK_D, ROWS)
+        elif APART:
+            slot = (row * K + head) * most
+            _keep(
+                partial_ptr + slot * (REAL_ROWS * BLOCK_D), stats_ptr + slot * (2 * REAL_ROWS), split, acc, peak, total,
+                BLOCK_D, ROWS, REAL_ROWS,
+            )  # fmt: skip
         else:
             groups = (most + FAN - 1) // FAN
             pair = row * K + head
@@ -80,17 +99,21 @@ def finish_unit(
             members = tl.minimum(splits - first, FAN)
             if tl.atomic_add(counter + group, 1, sem="acq_rel", scope="gpu") == members - 1:
                 tl.store(counter + group, 0)
-                some, their_peak, some_total = _merged(partial, stats, first, members, BLOCK_D, REAL_ROWS, FAN, MERGE)
+                some, their_peak, some_total = _merged(
+                    partial, stats, first, members, 0, BLOCK_D, REAL_ROWS, REAL_ROWS, FAN, MERGE
+                )
                 if splits <= FAN:
-                    _write(out_row, some, some_total, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
+                    _write(out_row, some, some_total, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
                 else:
                     _keep(partial, stats, most + group, some, their_peak, some_total, BLOCK_D, REAL_ROWS, REAL_ROWS)
                     tl.debug_barrier()
                     used = (splits + FAN - 1) // FAN
                     if tl.atomic_add(counter + groups, 1, sem="acq_rel", scope="gpu") == used - 1:
                         tl.store(counter + groups, 0)
-                        every, _, every_total = _merged(partial, stats, most, used, BLOCK_D, REAL_ROWS, FAN, MERGE)
-                        _write(out_row, every, every_total, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
+                        every, _, every_total = _merged(
+                            partial, stats, most, used, 0, BLOCK_D, REAL_ROWS, REAL_ROWS, FAN, MERGE
+                        )
+                        _write(out_row, every, every_total, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
 
 
 @triton.jit
@@ -98,6 +121,7 @@ def _write(
     out_row,
     acc,
     total,
+    base,  # the first query row
     count,
     K,
     GROUP: tl.constexpr,
@@ -105,7 +129,7 @@ def _write(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows, dims = base + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     where = ((rows // GROUP) * K * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
     mask = (rows < GROUP * count)[:, None] & (dims < D)[None, :]
@@ -127,13 +151,16 @@ def _merged(
     stats,
     first,
     count,
+    base,
     BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
     REAL_ROWS: tl.constexpr,
     FAN: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """(sums [REAL_ROWS, BLOCK_D], maximum, total) of ``count`` partial results from ``first`` on, at most FAN."""
-    rows, dims, parts = tl.arange(0, REAL_ROWS), tl.arange(0, BLOCK_D), tl.arange(0, FAN)
+    """(sums [ROWS, BLOCK_D], maximum, total) of ``count`` partial results from ``first`` on, at most FAN; of ROWS query
+    rows from ``base`` on."""
+    rows, dims, parts = base + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, FAN)
     where = (first + parts)[:, None] * 2 * REAL_ROWS + rows[None, :]
     counted = (parts < count)[:, None]
     peaks = tl.load(stats + where, mask=counted, other=-float("inf"), cache_modifier=".cg")
@@ -142,7 +169,7 @@ def _merged(
     # A query that sees no key of these splits keeps -inf; subtracting it would make NaN of its weights.
     shift = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.sum(totals * tl.exp2(peaks - shift[None, :]), 0)
-    acc = tl.zeros((REAL_ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for begin in tl.range(0, count, MERGE):
         some = begin + tl.arange(0, MERGE)
         there = some < count
@@ -157,3 +184,74 @@ def _merged(
 def merged_at_once(real_rows: int, block_d: int, fan: int, warps: int) -> int:
     """MERGE: with more, ptxas spills to keep twice as many programs on a multiprocessor."""
     return max(1, min(fan, (4096 if warps <= 2 else 2048) // (real_rows * block_d)))
+
+
+@triton.jit(do_not_specialize=["fewest", "longest", "most"])
+def _merge_splits_kernel(
+    lengths_ptr,
+    out_ptr,
+    partial_ptr,  # float32 [B * K, most, REAL_ROWS, BLOCK_D]
+    stats_ptr,  # float32 [B * K, most, 2, REAL_ROWS]
+    K,
+    fewest,  # decode_work.SplitRule
+    longest,
+    most,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    REAL_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,  # at least ``most``
+    MERGE: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    base = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + row, cache_modifier=".cg")
+    splits, _ = splits_of_rows(length, BLOCK_N, fewest, longest, most, SKIP_EMPTY)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if splits > 1:
+        slot = (row * K + head) * most
+        partial, stats = partial_ptr + slot * (REAL_ROWS * BLOCK_D), stats_ptr + slot * (2 * REAL_ROWS)
+        acc, _peak, total = _merged(partial, stats, 0, splits, base, BLOCK_D, ROWS, REAL_ROWS, SPLITS, MERGE)
+        out_row = out_ptr + (row * QUERY_LEN * K * GROUP + head * GROUP) * D
+        _write(out_row, acc, total, base, QUERY_LEN, K, GROUP, D, BLOCK_D, ROWS)
+
+
+def merge_splits(
+    out_THD: Tensor, inputs: DecodeAttention, rule: SplitRule, kv_heads: int, partial: Tensor, stats: Tensor, pdl: bool
+) -> None:
+    """Merges into ``out_THD`` what the launch before it kept APART. In split order, so bits are always the same."""
+    rows, (_, heads, head_dim) = inputs.kv_lengths_B.shape[0], out_THD.shape
+    real_rows = power_of_two_above(heads // kv_heads * inputs.query_len)
+    few = min(_QUERY_ROWS, real_rows)
+    most = power_of_two_above(rule.most)
+    _merge_splits_kernel[(real_rows // few, kv_heads, rows)](
+        inputs.kv_lengths_B,
+        out_THD,
+        partial,
+        stats,
+        kv_heads,
+        rule.fewest,
+        rule.longest,
+        rule.most,
+        GROUP=heads // kv_heads,
+        D=head_dim,
+        BLOCK_D=padded_dim(head_dim),
+        QUERY_LEN=inputs.query_len,
+        ROWS=few,
+        REAL_ROWS=real_rows,
+        BLOCK_N=rule.block,
+        SPLITS=most,
+        MERGE=min(_AT_ONCE, most),
+        SKIP_EMPTY=inputs.skip_empty,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

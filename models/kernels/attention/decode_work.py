@@ -99,13 +99,14 @@ def choose_rule(
     longest: int,
     fewest: int,
     room: int,
+    most: int = MOST_SPLITS,
 ) -> SplitRule:
-    """The rule of a bucket of ``rows``: ``fewest`` splits a row, and more where they had more than ``longest`` keys.
+    """The rule of a bucket of ``rows``: ``fewest`` splits a row; up to ``most`` where one had over ``longest`` keys.
 
     ``room``: floats of the workspace, which no step can overflow: every row may be ``max_kv_length`` long.
     """
     longest = -(-longest // block) * block
-    most = min(MOST_SPLITS, max(fewest, -(-max_kv_length // longest)))
+    most = min(most, max(fewest, -(-max_kv_length // longest)))
     while most > 1 and (
         workspace_floats(rows, kv_heads, query_rows, head_dim, most) > room
         or counters_of(rows, kv_heads, most) > COUNTERS

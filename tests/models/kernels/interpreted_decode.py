@@ -44,8 +44,10 @@ def every_split(
     **more: Any,
 ) -> Tensor:
     """decode.py as if it had a list: it goes by the rule alone."""
-    assert work.rule.block == block_n
     return decode.decode_attention(q, heads, kv, inputs, work.rule, *rest, stages=2, warps=4, pdl=False, **more)
+
+
+BY_RULE = (every_split, partial(every_split, apart=True))
 
 
 def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:
@@ -144,7 +146,8 @@ def attention(kernels: InterpretedKernels) -> None:
         inputs = cache.inputs(query_len)
         q = randn(len(cache.lengths) * query_len, heads, dim, dtype=dtype)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
-        for form in forms_for(heads, cache, query_len):
+        by_list = forms_for(heads, cache, query_len)
+        for form in (*by_list, BY_RULE[1]):
             fewer.reverse()  # each of the two by each form, and many splits by both
             for rule, programs in (fewer[0], (SplitRule(16, 1, 16, 64), 5)):
                 work = work_of(inputs, rule)
@@ -173,7 +176,7 @@ def rotation(kernels: InterpretedKernels) -> None:
         q = REFERENCE.rope_and_cache(qkv, heads, written, turn)
         expected = REFERENCE.decode_attention(q, written, inputs, dim**-0.5)
         work = work_of(inputs, SplitRule(16, 1, 16, 64))
-        for form in (*forms_for(heads, cache, 1), every_split):
+        for form in (*forms_for(heads, cache, 1), *BY_RULE):
             for programs in (3, 64) if norm else (3,):  # with 3, later rounds need the angles of other rows
                 kv = cache.kv.clone()
                 found = attend(
@@ -189,7 +192,7 @@ def neighbours(kernels: InterpretedKernels) -> None:
     """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place."""
     heads, kv_heads, dim, page, dtype = 2, 1, 16, 16, torch.float32
     rule = SplitRule(16, 2, 16, 40)
-    for form in (*FORMS, every_split):
+    for form in (*FORMS, *BY_RULE):
         for length in (33, 290):
             seen = []
             for place, others, programs in ((0, [1, 1], 200), (1, [300, 3], 2), (2, [290, 0], 3)):
@@ -220,7 +223,7 @@ def empties(kernels: InterpretedKernels) -> None:
     expected = REFERENCE.decode_attention(q[:5], cache.kv, plain, dim**-0.5)
     real = torch.tensor([1, 3])
     nothing = dataclasses.replace(skipping, kv_lengths_B=torch.zeros_like(cache.lengths))
-    for form in (*FORMS, every_split):
+    for form in (*FORMS, *BY_RULE):
         launch = partial(attend, kernels, form, q, heads, cache.kv, rotation=None, block_n=16, programs=9)
         rule = SplitRule(16, 1, 32, 8)
         found = launch(plain, work_of(plain, rule))
@@ -317,7 +320,7 @@ def trees(kernels: InterpretedKernels) -> None:
             keys, values = cache.kv.flatten(1, 2)[:, cache.slots(row, places)].repeat_interleave(heads // kv_heads, 2)
             weights = torch.einsum("hd,khd->hk", q[row * new + node], keys).mul(dim**-0.5).softmax(-1)
             check(expected[row * new + node], torch.einsum("hk,khd->hd", weights, values), torch.float32, "reference")
-        for form in (FORMS[0], every_split):
+        for form in (FORMS[0], *BY_RULE):
             for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 2, 16, 40)):
                 work = work_of(inputs, rule)
                 found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=9)

@@ -113,7 +113,15 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     ]
     assert digest(blocks) == "58170d4063845875"
     of_splits = [nvidia._attention_blocks(pairs, 16, 256, shared, every_split=True) for pairs in (8, 64, 128)]
-    assert of_splits == [(64, 3, 4), (64, 5, 4), (32, 5, 2)]
+    assert of_splits == [(64, 5, 4), (64, 5, 4), (32, 5, 2)]
+    of_windows = [nvidia._attention_blocks(8, rows, 256, shared, every_split=True) for rows in (16, 64, 128)]
+    assert of_windows == [(64, 5, 4), (64, 5, 4), (32, 5, 4)]
+    assert [nvidia._merged_apart(pairs, rows, 128) for pairs, rows in ((8, 16), (8, 32), (16, 64))] == [
+        False,
+        True,
+        False,
+    ]
+    assert [nvidia._most_of_window(pairs, False) for pairs in (4, 8, 16)] == [32, 16, 8]
     of_tokens = [nvidia._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (4, 8, 9, 17)]
     assert of_tokens == [(64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
     assert [nvidia._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]
