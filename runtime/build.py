@@ -171,7 +171,7 @@ def build_engine(
     schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
     plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
     depth, horizon = settled(config, executor, plain, control.settle_horizon, share)
-    schedule = replace(schedule, speculation=speculation(config, executor, share))
+    schedule = replace(schedule, speculation=speculation(config, executor, schedule, share))
     clear_load(model)  # both have timed steps
     executor.count_from_here()
     config = replace(config, chain_depth=depth, horizon=horizon)

@@ -21,18 +21,13 @@ import json
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
-from runtime.execute.launch_spec import LaunchSpec
+from runtime.rehearsal import rows_that_fit, running_rows, sampling_of
 from runtime.schedule.config import SchedulerConfig
-from runtime.schedule.plan import Admit, Cancel, StepKind
-from runtime.schedule.request import Request, SamplingParams
-from runtime.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +38,6 @@ RECORD_MARGIN = 2.0  # a record may take so many times as long as measured
 _FIRST = 4  # turns that are not timed
 _TURNS = 16  # timed, of each number of rows
 _REPLAYS = 8
-_SAMPLING = {  # in which a kind of ``--warm`` finds its graphs
-    "greedy": SamplingParams(temperature=0.0),
-    "random": SamplingParams(),
-    "filtered": SamplingParams(top_p=0.9),
-    "penalised": SamplingParams(top_p=0.9, presence_penalty=0.1),
-}
 
 
 class TurnTimes(NamedTuple):
@@ -139,49 +128,21 @@ def _why_horizon(horizon: int, hop_ms: float) -> str:
 
 
 def turn_times(config: EngineConfig, executor: Executor, schedule: SchedulerConfig) -> list[TurnTimes]:
-    """Times of 1 row and of as many as fit: serial turns of a scheduler of its own, less the device's part of them.
+    """Times of 1 row and of as many as fit: serial turns of rows that really run, less the device's part of them.
 
     Nothing of it stays: the requests end, and counters begin again. With several ranks all of them call it together.
-    Each request has a prompt of its own, and all still run when the replays are timed: experts compute nothing for rows
-    that have ended, and the same few for rows that are alike.
     """
-    kind = config.warm[0] if config.warm else "greedy"
     tokens = _FIRST + _TURNS + _REPLAYS + 2
-    limits = schedule.limits
-    room = schedule.blocks // -(-(tokens + 1) // limits.block_size)
-    most = min(limits.rows, limits.max_prefill_tokens, room)
-    if most < 1 or tokens + 1 > limits.max_model_len:
+    most = rows_that_fit(schedule, tokens)
+    if most < 1:
         return []
-    sampling = replace(_SAMPLING[kind], max_tokens=tokens, ignore_eos=True, seed=0)
+    sampling, grouped = sampling_of(config, tokens), config.data_parallel > 1
+    found = []
     with executor.rehearsing():
-        found = [_times_of(rows, executor, schedule, sampling, config.data_parallel > 1) for rows in sorted({1, most})]
-    return [times for times in found if times is not None]
-
-
-def _times_of(
-    rows: int, executor: Executor, schedule: SchedulerConfig, sampling: SamplingParams, grouped: bool
-) -> TurnTimes | None:
-    """None where the model's answers end too early to time any."""
-    scheduler = Scheduler(replace(schedule, limits=replace(schedule.limits, depth=0), prefix_caching=False))
-    for request_id in range(rows):
-        scheduler.submit(Admit(Request(request_id, (request_id % executor.vocab_size,), sampling, ())))
-    turns: list[float] = []
-    latest: LaunchSpec | None = None
-    while len(turns) < _FIRST + _TURNS and scheduler.unfinished:
-        began = time.perf_counter()
-        plan = scheduler.plan()
-        if plan is None:
-            return None
-        spec = executor.resolve(plan, executor.needs(plan) if grouped else None)
-        executor.launch(spec)
-        scheduler.land(plan.step, executor.take(spec))
-        if plan.kind is StepKind.DECODE and len(plan.slots) == rows:
-            latest = spec
-            turns.append((time.perf_counter() - began) * 1e3)
-    if latest is None or len(turns) < _FIRST + 2:
-        return None
-    step_ms = executor.replay_ms(latest, _REPLAYS)
-    for request_id in range(rows):
-        scheduler.submit(Cancel(request_id))
-    turn_ms = statistics.median(turns[-_TURNS:])
-    return TurnTimes(rows, max(turn_ms - step_ms, 0.0), step_ms)
+        for rows in sorted({1, most}):
+            with running_rows(executor, schedule, sampling, rows, _FIRST + _TURNS, grouped=grouped) as running:
+                if running.latest is not None:
+                    step_ms = executor.replay_ms(running.latest, _REPLAYS)
+                    turn_ms = statistics.median(running.turns[-_TURNS:])
+                    found.append(TurnTimes(rows, max(turn_ms - step_ms, 0.0), step_ms))
+    return found

@@ -1,24 +1,34 @@
 """What a window costs against a plain decode step, from what this machine was measured to take for both.
 
 Knows: which measurements the policy of runtime/schedule/speculation.py needs, and that all ranks use rank 0's.
-Does not know: how a step is measured (runtime/execute/executor.py), how the table is used.
+Does not know: how rows come to run before the first step (rehearsal.py), how the table is used.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
+from runtime.rehearsal import rows_that_fit, running_rows, sampling_of
+from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.speculation import UNIT, Speculation
 
 log = logging.getLogger(__name__)
 
+_TURNS = 2  # decode steps of each kind before it is timed
+_REPLAYS = 3
+
 
 def speculation(
-    config: EngineConfig, executor: Executor, share: Callable[[Callable[[], str]], str] | None
+    config: EngineConfig,
+    executor: Executor,
+    schedule: SchedulerConfig,
+    share: Callable[[Callable[[], str]], str] | None,
 ) -> Speculation | None:
     """When steps of decode rows are windows; None without --speculative-config.
 
@@ -32,7 +42,7 @@ def speculation(
     percent = config.speculation.mixed_step_percent if executor.mixes_windows else 0
     if config.device == "cpu" or most_rows is not None:
         return Speculation(width, most_rows, mixed_percent=percent)
-    table = cost_table(executor.window_costs())
+    table = cost_table(window_times(config, executor, schedule), config.decode_buckets)
     told = json.dumps(table) if share is None else share(lambda: json.dumps(table))
     costs = tuple((int(rows), int(cost)) for rows, cost in json.loads(told))
     said = ", ".join(f"{cost / UNIT:.2f} for {rows} rows" for rows, cost in costs if rows & (rows - 1) == 0)
@@ -40,6 +50,38 @@ def speculation(
     return Speculation(width, None, costs, percent)
 
 
-def cost_table(times_ms: Mapping[int, tuple[float, float]]) -> list[tuple[int, int]]:
-    """(rows, thousandths of a plain step) from (window, plain step) milliseconds by rows."""
-    return [(rows, round(UNIT * window / plain)) for rows, (window, plain) in sorted(times_ms.items())]
+def window_times(config: EngineConfig, executor: Executor, schedule: SchedulerConfig) -> dict[int, tuple[float, float]]:
+    """Milliseconds of a window's graph and of a plain decode step's, over so many rows that run; of the buckets that
+    are powers of two, the smallest and the largest that fit. Empty where none does.
+
+    With several ranks all of them call it together. Nothing of it stays.
+    """
+    tokens = 1 + (_TURNS + _REPLAYS + 1) * config.width
+    most, grouped = rows_that_fit(schedule, tokens), config.data_parallel > 1
+    fit = [rows for rows in config.decode_buckets if rows <= most]
+    found: dict[int, tuple[float, float]] = {}
+    with executor.rehearsing():
+        for rows in fit:
+            if rows & (rows - 1) and rows not in (fit[0], fit[-1]):
+                continue
+            took = []
+            for width in (config.width, 1):
+                of_width, sampling = replace(schedule, widths=(width,)), sampling_of(config, tokens)
+                with running_rows(executor, of_width, sampling, rows, _TURNS, grouped=grouped) as running:
+                    if running.latest is not None:
+                        took.append(executor.replay_ms(running.latest, _REPLAYS))
+            if len(took) == 2:
+                found[rows] = took[0], took[1]
+    return found
+
+
+def cost_table(times_ms: Mapping[int, tuple[float, float]], buckets: Sequence[int]) -> list[tuple[int, int]]:
+    """(rows, thousandths of a plain step) from (window, plain step) milliseconds by rows. ``buckets`` between two that
+    were measured lie on the line between these."""
+    measured = {rows: UNIT * window / plain for rows, (window, plain) in sorted(times_ms.items())}
+    table = dict(measured)
+    for low, high in pairwise(measured):
+        for rows in buckets:
+            if low < rows < high:
+                table[rows] = measured[low] + (measured[high] - measured[low]) * (rows - low) / (high - low)
+    return [(rows, round(cost)) for rows, cost in sorted(table.items())]

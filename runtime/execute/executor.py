@@ -237,11 +237,12 @@ class Executor:
         self.count_from_here()
 
     def replay_ms(self, spec: LaunchSpec, replays: int) -> float:
-        """Milliseconds of a replay of the decode graph that ``spec`` launched last, one behind the other.
+        """Milliseconds of a replay of the graph that decode step ``spec`` launched last, one behind the other.
 
         When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
-        graph = self.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
+        role = self._windows.get(spec.plan.width, self.decode)
+        graph = role.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
 
         def work() -> None:
             for _ in range(replays):
@@ -252,29 +253,6 @@ class Executor:
             self.device.compute.submit(self._ring.undo)
         self.device.compute.synchronize()
         return took / replays
-
-    def window_costs(self) -> dict[int, tuple[float, float]]:
-        """Milliseconds of a window's graph and of a plain decode step's, by rows; empty without a proposer.
-
-        For start-up, before the first step, when all rows are padding: attention reads next to nothing. With several
-        ranks all of them must call it.
-        """
-        windows = self._windows.get(self._config.limits.width)
-        if windows is None:
-            return {}
-        variant = self._config.warm_variants[0] if self._config.warm_variants else GREEDY
-        found = {}
-        for bucket in self._config.decode_buckets:
-            graphs = [
-                role.graphs.get(bucket, variant, bucket * role.width if self._config.exchanges else 0)
-                for role in (windows, self.decode)
-            ]
-            times = [min(self._milliseconds_of(graph.replay) for _ in range(_COST_RUNS + 1)) for graph in graphs]
-            for _ in range(len(graphs) * (_COST_RUNS + 1)):
-                self.device.compute.submit(self._ring.undo)
-            found[bucket] = times[0], times[1]
-        self.device.compute.synchronize()
-        return found
 
     def _milliseconds_of(self, work: Callable[[], object]) -> float:
         self.device.compute.synchronize()

@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.config import EngineConfig
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.schedule.plan import StepKind
@@ -23,7 +26,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculative_config import speculative_config
-from runtime.window_costs import cost_table
+from runtime.window_costs import cost_table, window_times
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
@@ -350,17 +353,33 @@ def test_nothing_is_proposed_where_no_batch_is_small_enough() -> None:
     assert life.counters["speculation_off{batch}"] == life.counters["decode_steps"]
 
 
-def test_costs_are_measured_over_padding_and_leave_nothing_behind() -> None:
+def test_costs_are_measured_over_rows_that_run_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = repeating(3)
-    how: dict[str, Any] = {"proposer": ngram(4), "speculation": Speculation(4), "rows": 4, "buckets": (1, 2, 4)}
+    how: dict[str, Any] = {"proposer": ngram(4), "speculation": Speculation(4), "rows": 4, "buckets": (1, 2, 3, 4)}
+    looked_at: list[tuple[int, list[int]]] = []
+    replay_ms = Executor.replay_ms
+
+    def looking(executor: Executor, spec: LaunchSpec, replays: int) -> float:
+        took = replay_ms(executor, spec, replays)
+        ended = executor.staging._tables.columns.finished[list(spec.plan.slots)]
+        looked_at.append((spec.plan.width, ended.tolist()))
+        return took
+
+    monkeypatch.setattr(Executor, "replay_ms", looking)
     with rig(depth=2, **how) as engine:
-        costs = engine.executor.window_costs()
+        schedule = replace(engine.scheduler.config, speculation=None)
+        ngrams = {"method": "ngram", "num_speculative_tokens": 3}
+        config = EngineConfig(
+            model="m", device="cpu", max_num_seqs=4, decode_buckets=(1, 2, 3, 4), speculative_config=ngrams
+        )
+        costs = window_times(config, engine.executor, schedule)
         assert list(costs) == [1, 2, 4]
         assert all(window > 0 < plain for window, plain in costs.values())
+        assert looked_at == [(width, [0] * rows) for rows in (1, 2, 4) for width in (4, 1)]
         found = run(engine, requests)
     with rig(depth=0, rows=4, buckets=(4,)) as engine:
         assert outcome(run(engine, requests)) == outcome(found)
-    assert cost_table({4: (3.0, 2.0), 1: (1.1, 1.0)}) == [(1, 1100), (4, 1500)]
+    assert cost_table({4: (3.0, 2.0), 2: (1.1, 1.0)}, (1, 2, 3, 4, 6)) == [(2, 1100), (3, 1300), (4, 1500)]
 
 
 def test_windows_that_do_not_pay_stop_and_are_tried_again() -> None:
