@@ -1,6 +1,6 @@
 """Which launch parameters of the decode attention are worth a measurement beside those that the kernels choose.
 
-Knows: the choice of models/kernels/nvidia.py, and why most of the grid around it cannot win.
+Knows: the choice of models/kernels/attention/decode_choice.py, and why most of the grid around it cannot win.
 Does not know: how a candidate is timed (bench/attention.py).
 """
 
@@ -11,16 +11,16 @@ from math import log2
 from typing import NamedTuple
 
 from models.kernels.attention import decode_tma
-from models.kernels.attention.decode_work import choose_splits, workspace_floats
-from models.kernels.attention.query import padded_dim, power_of_two_above
-from models.kernels.matmul.dispatch import PARTIAL_BYTES
-from models.kernels.nvidia import (
+from models.kernels.attention.decode_choice import (
     _MANY_PAIRS,
     _SHARED_RESERVE,
     _attention_blocks,
     _attention_shared,
     _many_blocks,
 )
+from models.kernels.attention.decode_work import choose_splits, workspace_floats
+from models.kernels.attention.query import padded_dim, power_of_two_above
+from models.kernels.matmul.dispatch import PARTIAL_BYTES
 from models.kernels.traits import H200
 
 _SHARED_BYTES = H200.shared_bytes - _SHARED_RESERVE

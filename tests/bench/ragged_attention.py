@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels import nvidia
-from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_work
+from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_choice, decode_work
 from models.kernels.attention.decode_work import SplitRule
 from models.kernels.interface import Rotation
 from models.kernels.nvidia import NvidiaKernels
@@ -143,11 +142,11 @@ class Bench:
 
     def usual(self) -> Candidate:
         """What the kernels choose."""
-        rule = self.kernels._split_rule(self.inputs, self.heads, self.layers[0])
-        tma, blocks = self.kernels._decode_form(self.inputs, self.heads, self.layers[0])
-        if self.kernels._without_list(self.inputs, self.layers[0]):
+        rule = self.kernels._decode.rule(self.inputs, self.heads, self.layers[0])
+        tma, blocks = self.kernels._decode.form(self.inputs, self.heads, self.layers[0])
+        if self.kernels._decode.without_list(self.inputs, self.layers[0]):
             return Candidate(rule, 0, tma, blocks)
-        each = nvidia._PROGRAMS_OF_MIXED if self.inputs.skip_empty else nvidia._PROGRAMS_EACH
+        each = decode_choice._PROGRAMS_OF_MIXED if self.inputs.skip_empty else decode_choice._PROGRAMS_EACH
         return Candidate(rule, each, tma, blocks)
 
     def with_longest(self, one: Candidate, longest: int) -> Candidate:
@@ -171,7 +170,7 @@ class Bench:
         assert usual.rule is not None
         pairs = len(self.case.lengths) * self.kv_heads
         found = [self.with_longest(usual, longest) for longest in LONGEST]
-        found += [usual._replace(each=each) for each in (*PROGRAMS, nvidia._PROGRAMS_EACH)]
+        found += [usual._replace(each=each) for each in (*PROGRAMS, decode_choice._PROGRAMS_EACH)]
         if pairs <= 256:
             found += [self.with_longest(usual._replace(each=0, tma=False), longest) for longest in (256, 512, 1024)]
         found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
@@ -202,7 +201,9 @@ class Bench:
         assert one.rule is not None
         if not one.each:
             return 0
-        return nvidia.programs_of(self.inputs, self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each)
+        return decode_choice.programs_of(
+            self.inputs, self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each
+        )
 
     def launch(self, one: Candidate) -> Callable[[Tensor], Tensor]:
         """One layer's attention over its cache. Makes the list."""

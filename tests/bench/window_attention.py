@@ -5,7 +5,8 @@ Single tokens of Qwen3-30B-A3B:  ... --heads 4 8 --shapes 1x1 8x1 --lengths 640 
 Prints microseconds of a layer for what the kernels choose, and the best of a grid around it, merged by the last program
 or in a launch of its own (apart). FOLDER gets window-attention.jsonl with all of it.
 
-Knows: Qwen3-8B's heads, the widths of its drafters' windows. Does not know: which launch an engine makes (nvidia.py).
+Knows: Qwen3-8B's heads, the widths of its drafters' windows. Does not know: which launch an engine
+makes (decode_choice.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Knows: flash-decoding (Dao et al. 2023) of one split of one row and kv head, with the loads and products of decode.py.
 Does not know: how rows are split and ordered (decode_work.py), how splits are merged (decode_merge.py), when TMA is
-better (decode_balanced_tma.py, models/kernels/nvidia.py).
+better (decode_balanced_tma.py, decode_choice.py).
 
 The grid is fixed and one-dimensional: a program takes every so-manieth item (unit of the list, kv head), in most steps
 one. Programs without an item leave at once. The GPU starts programs in order, so the largest splits begin first.

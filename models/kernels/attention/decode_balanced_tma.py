@@ -1,7 +1,7 @@
 """Paged decode attention over a work list by TMA, made to save energy: sm_90 and later.
 
 Knows: the loads and products of decode_tma.py, of one split. Does not know: how rows are split and ordered
-(decode_work.py), how splits are merged (decode_merge.py), when this kernel is better (models/kernels/nvidia.py).
+(decode_work.py), how splits are merged (decode_merge.py), when this kernel is better (decode_choice.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

@@ -2,7 +2,7 @@
 
 Knows: whole blocks of keys and values loaded by the tensor memory accelerator (TMA), with keys as the tall operand of
 the tensor cores. Does not know: how a query is made (query.py), how a row is split between programs (decode.py), when
-this kernel is the better one (models/kernels/nvidia.py).
+this kernel is the better one (decode_choice.py).
 
 A program has all keys of one (row, kv head). With a thousand pairs or more, memory bandwidth is saturated and the step
 runs into the GPU's power limit, so a kernel that draws less power leaves a higher clock to the matrix products around

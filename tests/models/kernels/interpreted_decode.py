@@ -4,7 +4,7 @@ The work list against a dumb one, both kernels against the torch reference, with
 Exits with an error where one differs.
 
 Knows: how to reach every branch of decode_work.py, decode_merge.py and the two kernels. Does not know: which form or
-rule a GPU's steps take (models/kernels/nvidia.py).
+rule a GPU's steps take (models/kernels/attention/decode_choice.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def every_split(
     return decode.decode_attention(q, heads, kv, inputs, work.rule, *rest, stages=2, warps=4, pdl=False, **more)
 
 
-BY_RULE = (every_split, partial(every_split, apart=True))
+BY_RULE: tuple[Callable[..., Tensor], ...] = (every_split, partial(every_split, apart=True))
 
 
 def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:

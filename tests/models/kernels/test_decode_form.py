@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from models.inputs import DecodeAttention
 from models.kernels.attention.decode_form import DecodeForm, DecodeShape, candidate_forms, nearest_form
-from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.traits import H200
 
 TMA, FEW, MANY = DecodeForm(True, 32, 3, 1), DecodeForm(False, 64, 5, 4), DecodeForm(False, 32, 5, 2)
@@ -47,7 +45,7 @@ def test_other_heads_are_another_matter() -> None:
 
 def test_a_form_of_the_table_is_what_runs_where_it_fits() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels.nvidia import NvidiaKernels
+    from models.kernels.attention.decode_choice import DecodeChoice
 
     rows, heads, kv_heads = 64, 32, 8
     lengths = torch.ones(rows, dtype=torch.int32)
@@ -55,11 +53,9 @@ def test_a_form_of_the_table_is_what_runs_where_it_fits() -> None:
 
     def launched(form: DecodeForm | None, head_dim: int = 128) -> tuple[bool, tuple[int, int, int]]:
         shape = DecodeShape(rows * kv_heads, heads // kv_heads, head_dim, torch.bfloat16)
-        table = ChoiceTable(attention={} if form is None else {shape.key: form})
-        kernels = NvidiaKernels.__new__(NvidiaKernels)
-        kernels.__dict__.update(traits=H200, pdl=True, balanced=False, matmul=SimpleNamespace(choices=table))
+        choice = DecodeChoice(H200, True, False, {} if form is None else {shape.key: form}, 0)
         cache = torch.empty(2, 1, 64, kv_heads, head_dim, dtype=torch.bfloat16)
-        return kernels._decode_form(inputs, heads, cache)
+        return choice.form(inputs, heads, cache)
 
     rule = launched(None)
     assert launched(TMA) == (True, TMA.blocks) != rule

@@ -101,30 +101,30 @@ def test_expert_tiles_of_an_h200_are_those_that_were_measured() -> None:
 
 def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels import nvidia
+    from models.kernels.attention import decode_choice
     from models.kernels.attention.prefill import TiledPrefill
 
-    shared = H200.shared_bytes - nvidia._SHARED_RESERVE
+    shared = H200.shared_bytes - decode_choice._SHARED_RESERVE
     blocks = [
-        nvidia._attention_blocks(pairs, query_rows, row_bytes, shared)
+        decode_choice._attention_blocks(pairs, query_rows, row_bytes, shared)
         for pairs in (1, 256, 1024)
         for query_rows in (1, 8, 16, 64, 128)
         for row_bytes in (128, 256, 512, 1024)
     ]
     assert digest(blocks) == "58170d4063845875"
-    of_splits = [nvidia._attention_blocks(pairs, 16, 256, shared, every_split=True) for pairs in (8, 64, 128)]
+    of_splits = [decode_choice._attention_blocks(pairs, 16, 256, shared, every_split=True) for pairs in (8, 64, 128)]
     assert of_splits == [(64, 5, 4), (64, 5, 4), (32, 5, 2)]
-    of_windows = [nvidia._attention_blocks(8, rows, 256, shared, every_split=True) for rows in (16, 64, 128)]
+    of_windows = [decode_choice._attention_blocks(8, rows, 256, shared, every_split=True) for rows in (16, 64, 128)]
     assert of_windows == [(64, 5, 4), (64, 5, 4), (32, 5, 4)]
-    assert [nvidia._merged_apart(pairs, rows, 128) for pairs, rows in ((8, 16), (8, 32), (16, 64))] == [
+    assert [decode_choice._merged_apart(pairs, rows, 128) for pairs, rows in ((8, 16), (8, 32), (16, 64))] == [
         False,
         True,
         False,
     ]
-    assert [nvidia._most_of_window(pairs, False) for pairs in (4, 8, 16)] == [32, 16, 8]
-    of_tokens = [nvidia._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (4, 8, 9, 17)]
+    assert [decode_choice._most_of_window(pairs, False) for pairs in (4, 8, 16)] == [32, 16, 8]
+    of_tokens = [decode_choice._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (4, 8, 9, 17)]
     assert of_tokens == [(64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
-    assert [nvidia._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]
+    assert [decode_choice._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]
     assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
 
 
@@ -148,6 +148,9 @@ def test_a_gpu_of_half_the_size_gets_launches_of_half_the_size() -> None:
 
 def test_less_shared_memory_means_smaller_blocks() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels import nvidia
+    from models.kernels.attention import decode_choice
 
-    assert nvidia._attention_blocks(1, 16, 512, 200 << 10)[0] > nvidia._attention_blocks(1, 16, 512, 72 << 10)[0]
+    assert (
+        decode_choice._attention_blocks(1, 16, 512, 200 << 10)[0]
+        > decode_choice._attention_blocks(1, 16, 512, 72 << 10)[0]
+    )

@@ -1,0 +1,219 @@
+"""Which launch decode attention gets: keys a block, stages and warps, splits of a row, by TMA or not, merged how.
+
+Knows: what was measured on an H200 (docs/measurements/attention.md), tables of choices for other shapes and GPUs, and
+how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_tma.py, decode_balanced.py,
+decode_balanced_tma.py), or who launches them (models/kernels/nvidia.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.inputs import DecodeAttention
+from models.kernels.attention import decode_tma
+from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
+from models.kernels.attention.decode_work import (
+    ANY_LENGTH,
+    COUNTERS,
+    MOST_SPLITS,
+    SplitRule,
+    choose_rule,
+    choose_splits,
+    counters_of,
+    workspace_floats,
+)
+from models.kernels.attention.query import padded_dim, power_of_two_above
+from models.kernels.traits import DeviceTraits
+
+_MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
+_LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_FEW_PAIRS = 8  # of a single token's pairs: 64 keys a block and a split, as for the windows of few rows
+_WINDOW_PAIRS = 16  # up to so many, and from 16 query rows on: the launches of _few_windows
+_WINDOW_SPLITS = 8  # of their rows; long ones have more
+_LONGEST_OF_WINDOW = 1024  # keys of such a split, where ``most`` allows it
+_TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
+_LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
+_LONGEST_BY_POINTERS = 512  # the same where keys do not come by TMA
+_LONGEST_OF_MIXED = 256  # the same where most rows may be absent
+_PROGRAMS_OF_MIXED = 8  # the same, where most rows may be absent
+_PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where the rows need fewer
+_SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    """For one device. ``pdl``: it has dependent launches, and with them TMA. ``balanced``: rows of different lengths
+    are split by a rule or a list; without, all alike. ``forms``: measured ones, by shape. ``room``: floats of workspace
+    for partial results.
+    """
+
+    traits: DeviceTraits
+    pdl: bool
+    balanced: bool
+    forms: Mapping[str, DecodeForm]
+    room: int
+
+    def form(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
+        """Whether TMA serves these best, and (keys a block, stages, warps)."""
+        rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
+        query_rows = heads // kv_heads * inputs.query_len
+        tuned = nearest_form(self.forms, DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
+        pairs = rows * kv_heads
+        every_split = self.balanced and self.without_list(inputs, kv_layer)
+        by_tma = _by_tma(pairs, self.balanced) if tuned is None else tuned.tma
+        by_tma = by_tma and inputs.tree_BQ is None  # those kernels mask by position alone
+        if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
+            blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
+            if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
+                return True, blocks
+        row_bytes = padded_dim(head_dim) * kv_layer.element_size()
+        shared = self.traits.shared_bytes - _SHARED_RESERVE
+        tall = power_of_two_above(query_rows)
+        blocks = _attention_blocks(pairs, tall, row_bytes, shared, every_split=every_split)
+        if tuned is not None and not tuned.tma:
+            needed = _attention_shared(tuned.block_n, tuned.stages, tall, row_bytes)
+            blocks = tuned.blocks if needed <= shared else blocks
+        if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
+            blocks = min(blocks[0], 32), 3, 8
+        return False, blocks
+
+    def without_list(self, inputs: DecodeAttention, kv_layer: Tensor) -> bool:
+        """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
+        few = inputs.kv_lengths_B.shape[0] * kv_layer.shape[3] < _LIST_PAIRS
+        return few and inputs.starts_B is None and not inputs.skip_empty
+
+    def rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
+        """How rows are split."""
+        rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
+        by_tma, (block_n, _, _) = self.form(inputs, heads, kv_layer)
+        most, pairs, splits = inputs.max_kv_length, rows * kv_heads, MOST_SPLITS
+        query_rows = heads // kv_heads * inputs.query_len
+        tall = power_of_two_above(query_rows)
+        fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
+        if not self.balanced:
+            longest = ANY_LENGTH
+        elif self.without_list(inputs, kv_layer) and _few_windows(pairs, tall, head_dim):
+            fewest, longest = _WINDOW_SPLITS, _LONGEST_OF_WINDOW
+            splits = _most_of_window(pairs, _merged_apart(pairs, tall, head_dim))
+        elif self.without_list(inputs, kv_layer):
+            if pairs not in _TALL_BLOCKS:
+                fewest = _fewest_splits(pairs, query_rows, self.traits.multiprocessors)
+            # Programs of splits that no row has cost time, too: a long row gets twice as many as the others, and where
+            # few pairs have a program for each multiprocessor already, no more.
+            enough = pairs <= _FEW_PAIRS and pairs * fewest >= self.traits.multiprocessors
+            longest = ANY_LENGTH if enough else max(block_n, -(-most // (2 * fewest)))
+        elif inputs.skip_empty:
+            longest = _LONGEST_OF_MIXED
+        else:
+            longest = _LONGEST_SPLIT if by_tma else _LONGEST_BY_POINTERS
+        return choose_rule(
+            rows,
+            kv_heads,
+            query_rows,
+            head_dim,
+            inputs.max_kv_length,
+            block=block_n,
+            longest=longest,
+            fewest=fewest,
+            most=splits,
+            room=self.room,
+        )
+
+    def fits(self, rule: SplitRule, rows: int, kv_heads: int, query_rows: int, head_dim: int) -> bool:
+        """Whether there is room for the partial results of this layer, which may not be that of the rule."""
+        floats = workspace_floats(rows, kv_heads, query_rows, head_dim, rule.most)
+        counters = counters_of(rows, kv_heads, rule.most)
+        return floats <= self.room and counters <= COUNTERS
+
+    def merges_apart(self, pairs: int, query_rows: int, head_dim: int) -> bool:
+        """Whether splits of these rows are merged by a launch of its own; asked where each split is a program."""
+        return self.balanced and _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
+
+
+def programs_of(
+    inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int | None = None
+) -> int:
+    """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
+
+    Where rows may be absent, most of them usually are: programs that do nothing take time, too.
+    """
+    if each is None:
+        each = _PROGRAMS_OF_MIXED if inputs.skip_empty else _PROGRAMS_EACH
+    rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
+    return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
+
+
+def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:
+    """Whether windows of few rows, or many query heads of a key head, have launches that were measured for them
+    (docs/measurements/attention.md)."""
+    return pairs <= _WINDOW_PAIRS and 16 <= query_rows <= 128 and padded_dim(head_dim) <= 256
+
+
+def _merged_apart(pairs: int, query_rows: int, head_dim: int) -> bool:
+    """Whether their splits are merged by a launch of its own, since one program of a pair would take longer."""
+    tall = query_rows * padded_dim(head_dim) >= 32 * 128
+    return tall and pairs <= _FEW_PAIRS and _few_windows(pairs, query_rows, head_dim)
+
+
+def _most_of_window(pairs: int, apart: bool) -> int:
+    """Splits of a row of such a window, however long it is."""
+    if pairs > _FEW_PAIRS:
+        return _WINDOW_SPLITS
+    return 4 * _WINDOW_SPLITS if pairs <= _FEW_PAIRS // 2 and not apart else 2 * _WINDOW_SPLITS
+
+
+def _fewest_splits(pairs: int, query_rows: int, multiprocessors: int) -> int:
+    """Splits of a row of decode.py, where there are as many blocks: two programs a multiprocessor, or some more.
+
+    More than 16 are merged in two levels, which is worth it for the very fewest pairs and short tiles only; more than 8
+    of tall tiles take longer to merge than their keys to read.
+    """
+    if pairs <= _FEW_PAIRS and query_rows < 16:
+        return 64
+    wanted = 1 << (max(1, 2 * multiprocessors // pairs).bit_length() - 1)
+    return min(max(wanted, 4), 64 if pairs < 8 else 16 if query_rows < 64 else 8)
+
+
+def _by_tma(pairs: int, listed: bool) -> bool:
+    """From where on TMA was faster on an H200, or drew less power."""
+    return pairs >= _MANY_PAIRS or (listed and _LIST_PAIRS <= pairs < 2 * _LIST_PAIRS)
+
+
+def _many_blocks(query_rows: int) -> tuple[int, int, int]:
+    """(keys a block, stages, warps) of decode_tma.py: the fastest layers on an H200."""
+    return 32, 3, 1 if query_rows <= 8 else 2
+
+
+def _attention_blocks(
+    pairs: int, query_rows: int, row_bytes: int, shared_bytes: int, *, every_split: bool = False
+) -> tuple[int, int, int]:
+    """(keys a block, stages, warps): the fastest on an H200 for ``pairs`` of row and kv head, cut to fit.
+    ``every_split``: each split that a row could have is a program."""
+    block_n, stages, warps = 64, 5, 4
+    few_windows = every_split and _few_windows(pairs, query_rows, row_bytes // 2)
+    if few_windows:
+        block_n = 64 if query_rows * row_bytes <= 64 * 256 else 32
+        warps = max(4, query_rows * row_bytes // (64 * 256) * 2)  # at most 128 sums a thread
+    elif pairs >= 1024:
+        stages, warps = 3, 2
+    elif every_split and pairs <= _FEW_PAIRS and query_rows < 16 and row_bytes <= 256:
+        stages = 3
+    elif pairs >= 256 or (every_split and pairs not in _TALL_BLOCKS):
+        block_n, warps = 32, 2
+    if query_rows >= 64 and not few_windows:
+        warps = max(4, query_rows // 16)  # fewer warps would spill so tall a tile
+    while block_n > 16 and _attention_shared(block_n, stages, query_rows, row_bytes) > shared_bytes:
+        block_n //= 2
+    return block_n, stages, warps
+
+
+def _attention_shared(block_n: int, stages: int, query_rows: int, row_bytes: int) -> int:
+    """An estimate of a program's shared memory in bytes; what Triton 3.6 compiles has up to 6 KiB more.
+
+    Keys and values of a block are buffered (stages - 1) / 2 times, beside about three tiles of query rows.
+    """
+    return row_bytes * (block_n * (stages - 1) + 3 * query_rows)
