@@ -2,7 +2,8 @@
 
 Run on one GPU:  python3 -m tests.bench.prefill --out FOLDER
 Median of graph replays over layers with keys and values of their own. FlashInfer's is timed where it is built, or with
---build; its plan is not part of what is timed, nor is ours. A tile whose output differs from the default one's is named
+--build; its plan is not part of what is timed, nor is ours. Chunks of a long prompt, without other tiles:
+--chunks 512@16384 640@16384 740@16384 1024@16384. A tile whose output differs from the default one's is named
 and left out. FOLDER/prefill-attention.json has all.
 
 Knows: how a step's attention is timed alone. Does not know: what surrounds it (launch bench latency --profile).
@@ -103,7 +104,15 @@ class Case:
         return autotune.median_graph_us(layers, DEVICE) / LAYERS
 
 
-def measure(shape: Shape, flashinfer: NvidiaKernels | None, ours: NvidiaKernels) -> dict[str, Any]:
+def chunk(text: str) -> Shape:
+    """NEW@PREFIX: so many tokens behind so many."""
+    new, _, prefix = text.partition("@")
+    return Shape(f"{new} behind {prefix or 0}", 1, int(new), int(prefix or 0))
+
+
+def measure(
+    shape: Shape, flashinfer: NvidiaKernels | None, ours: NvidiaKernels, tiles: tuple[Blocks, ...]
+) -> dict[str, Any]:
     """Microseconds of each, printed as they come."""
     case = Case(shape)
     found: dict[str, Any] = {"shape": shape.name, "us": {}, "left_out": {}}
@@ -126,7 +135,7 @@ def measure(shape: Shape, flashinfer: NvidiaKernels | None, ours: NvidiaKernels)
     if flashinfer is not None:
         one("flashinfer", case.by(flashinfer))
     one(f"ours {blocks_for(BF16, DIM)}", case.by(ours))
-    for blocks in TILES:
+    for blocks in tiles:
         one(f"tile {blocks}", case.with_tiles(blocks))
     return found
 
@@ -135,6 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--build", action="store_true", help="wait for FlashInfer's, where it is not built")
+    parser.add_argument(
+        "--chunks", type=chunk, nargs="*", metavar="NEW@PREFIX", help="these instead of the usual shapes"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -147,8 +159,8 @@ def main() -> None:
     ours, found = NvidiaKernels(DEVICE, prefill="triton"), []
     print(f"\n{HEADS} heads, {KV_HEADS} of keys, head_dim {DIM}, bf16, pages of {PAGE}; tiles: queries x heads, keys\n")
     print("| rows | kernel | us a layer | TFLOP/s | times FlashInfer's |\n| --- | --- | ---: | ---: | ---: |")
-    for shape in SHAPES:
-        found.append(measure(shape, flashinfer, ours))
+    for shape in args.chunks or SHAPES:
+        found.append(measure(shape, flashinfer, ours, () if args.chunks else TILES))
         (args.out / "prefill-attention.json").write_text(json.dumps(found, indent=1))
 
 
