@@ -287,10 +287,7 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Captured on GPUs; a CPU would compute the padding and gain nothing. Where groups exchange as many rows as such a
-    step is padded to, none of them can launch a window beside it: then steps with chunks are not captured."""
-    if config.data_parallel > 1 and config.speculation is not None:
-        return ()
+    """Captured on GPUs; a CPU would compute the padding and gain nothing."""
     return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 
@@ -301,12 +298,12 @@ def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
 
 def _windows_beside(config: EngineConfig) -> bool:
     """Whether rows beside chunks may have windows; the executor says whether this model's can. Guesses that are drawn
-    come with their whole distributions, which nobody keeps from a proposal to its tail. Groups whose rows have windows
-    replay no steps with chunks (``_prefill_buckets``), and where these are not replayed nothing is mixed on a GPU."""
+    come with their whole distributions, which nobody keeps from a proposal to its tail. Groups launch captured steps
+    with chunks together, so there a row that only decodes has its window in one of them."""
     wanted = config.speculation
-    if wanted is None or wanted.probabilistic or config.data_parallel > 1:
+    if wanted is None or wanted.probabilistic or wanted.disable_by_batch_size == 0:
         return False
-    return wanted.mixed_step_percent > 0 and wanted.disable_by_batch_size != 0
+    return wanted.mixed_step_percent > 0 or config.data_parallel > 1
 
 
 def _groups(

@@ -82,6 +82,9 @@ class Executor:
         windows_beside = proposer is not None and config.mixed_windows and config.mixed
         if windows_beside and not limits.tree and not model.cache_layout.has_slot_state:
             further_roles = (*further_roles, MixedWindowRole)
+        elif proposer is not None and config.exchanges:
+            # All groups replay steps with chunks together, and here a group with windows could not.
+            self._config = config = replace(config, prefill_buckets=())
         self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(
@@ -134,9 +137,11 @@ class Executor:
         In groups they decide more: where they are captured, no group replays a decode graph while another one has
         chunks, and decode graphs need no wider exchanges than their own."""
         self.prefill.warm_up()
-        if self._config.exchanges and self.prefill.graphs.buckets:
-            self.decode.widens = False
         roles: list[Role] = [self.decode, *further_roles]
+        if self._config.exchanges and self.prefill.graphs.buckets:
+            for role in roles:
+                if isinstance(role, RowRole):
+                    role.widens = False
         for role in sorted(roles, key=lambda role: not isinstance(role, PrefillRole)):
             role.warm_up()
         self.device.release_unused()  # of the rehearsals

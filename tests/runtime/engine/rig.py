@@ -214,7 +214,7 @@ def rig(
             else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
-            mixed_windows=speculation is not None and speculation.mixed_percent > 0,
+            mixed_windows=speculation is not None and (speculation.mixed_percent > 0 or groups is not None),
             snapshots=0 if snapshots is None else snapshots.count,
         ),
         further_roles=further_roles,

@@ -129,7 +129,8 @@ def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: R
         assert captured[0] == captured[1]
 
 
-def test_one_group_verifies_while_another_decodes_prefills_or_idles() -> None:
+@pytest.mark.parametrize("percent", [0, 50])
+def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigLimits, percent: int) -> None:
     """Windows only with at most two rows: so widths differ between groups, and change while others prefill."""
     few: dict[str, Any] = {"temperature": 0.5, "allowed_token_ids": (5, 6, 7), "max_tokens": 30}
     first = [request(i, (30 + i, 5, 6, 7, 5, 6, 7, 5), stops=(), **few) for i in range(2)]
@@ -138,14 +139,18 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles() -> None:
     late = [replace(one, request_id=50 + i) for i, one in enumerate(late)]
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     proposer = proposer_for(speculative_config(keys))
+    policy = Speculation(4, most_rows=2, mixed_percent=percent)
     arrivals = [{0: first, 40: late}, {3: many}]
     for depth in (0, 2):
-        lives = Lives(arrivals, depth=depth, proposer=proposer, speculation=Speculation(4, most_rows=2))
+        lives = Lives(arrivals, **within(chunks, depth=depth, proposer=proposer, speculation=policy))
         assert outcome(lives.finished) == alone([*first, *many, *late])
         assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
         assert all(counters["spec_num_drafts"] > 0 for counters in lives.counters)
         assert lives.counters[1]["speculation_off{batch}"] > 0
         assert all(idle > 0 for idle in lives.idle_steps)
+        if chunks.get("mixed", MIXED) is not None and "prefill_buckets" in chunks:  # every step is a graph's
+            assert not any("fallbacks{eager_prefill}" in counters for counters in lives.counters)
+            assert set(CAPTURED) & set(lives.rows[0])
 
 
 def test_each_group_has_snapshots_of_its_own() -> None:
@@ -190,6 +195,32 @@ def test_a_prefill_leaves_the_others_in_their_graphs(chunks: RigLimits) -> None:
     assert lives.counters[0]["chained_steps"] == lives.counters[0]["steps"] - 1
     ladder = chunks.get("prefill_buckets") or exchange_ladder(BUCKETS, 64, 8)
     assert {rows for rows in lives.rows[0] if rows > BUCKETS[-1]} <= set(ladder)
+
+
+@pytest.mark.parametrize("percent", [0, 50])
+def test_a_prefill_leaves_windows_of_others_in_captured_steps(percent: int) -> None:
+    """One group verifies in every step while prompts come in at the other, whose rows have windows, too."""
+    steady = [request(0, (5, 6, 7, 5, 6, 7, 5), max_tokens=40, stops=())]
+    long = [request(10 + i, range(60), max_tokens=6, stops=(), seed=i) for i in range(3)]
+    arrivals = [{0: steady}, {4: long[:1], 12: long[1:2], 20: long[2:]}]
+    proposer = proposer_for(speculative_config({"method": "ngram", "num_speculative_tokens": 3}))
+    lives = Lives(
+        arrivals,
+        depth=2,
+        prefill_buckets=CAPTURED,
+        proposer=proposer,
+        speculation=Speculation(4, mixed_percent=percent),
+    )
+    assert outcome(lives.finished) == alone([*steady, *long])
+    assert lives.rows[0] == lives.rows[1]
+    assert set(lives.rows[0]) & set(CAPTURED)
+    first = lives.counters[0]
+    assert (first["chained_steps"], first["chain_breaks{start}"]) == (first["steps"] - 1, 1)
+    assert first["spec_num_drafts"] > 0
+    assert not [name for name in first if name.startswith("speculation_off")], "every step of its only row is a window"
+    for counters in lives.counters:
+        assert counters["graph_captures_after_warmup"] == 0
+        assert not [name for name in counters if name.startswith("fallbacks")]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -313,6 +344,19 @@ def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows(
     spec = joined(decode(8), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(8, 16))
     assert spec is not None
     assert spec.padded_tokens == 16
+
+
+def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> None:
+    """Ten tokens of a prompt here, rows of three tokens in both groups: as windows of a step with chunks."""
+    for rows, others, padded in (
+        (2, (0, 10, *IDLE[2:]), 16),
+        (8, (0, 10, *IDLE[2:]), 40),
+        (2, (4, 10, *IDLE[1:-2], 4), 40),
+    ):
+        spec = joined(replace(decode(rows), width=3), others, captured=CAPTURED)
+        assert spec is not None
+        assert (spec.role, spec.plan.kind, spec.width, spec.padded_tokens) == ("prefill", StepKind.MIXED, 3, padded)
+        assert (spec.guessing, spec.exchange_rows, spec.shared_bucket) == (rows, padded, 0)
 
 
 def test_a_scored_prompt_is_launched_with_the_exchange_that_the_others_replay() -> None:
