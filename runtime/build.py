@@ -269,7 +269,7 @@ def _executor_config(
             config.decode_buckets,
             limits.max_prefill_tokens,
             limits.rows if _mixes(config, limits) else 0,
-            limits.width,
+            limits.window,
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),

@@ -223,19 +223,10 @@ class EngineConfig:
         except SpeculativeConfigError as error:
             raise ConfigError(str(error)) from None
         object.__setattr__(self, "speculative_config", settled)
-        if settled is not None and settled.tree_size is not None:
-            self._check_tree(settled)
         if settled is not None and settled.probabilistic and self.deterministic:
             raise ConfigError(
                 f"deterministic is on, but speculative_config is {settled}: with drawn proposals tokens depend on "
                 "which steps were windows, and so on the batch: leave out --deterministic, or draft_sample_method"
-            )
-
-    def _check_tree(self, config: SpeculativeConfig) -> None:
-        if self.data_parallel > 1:
-            raise ConfigError(
-                f"data_parallel is {self.data_parallel}, but tree_size is {config.tree_size}: groups do not agree on "
-                "the tokens of trees: leave out tree_size or --data-parallel-size"
             )
 
     @property

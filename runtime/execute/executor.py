@@ -118,11 +118,11 @@ class Executor:
         self._warm_up(roles[:-2])
         self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
-        self._windows = {role.width: role for role in roles if isinstance(role, WindowRole)}
+        self._windows = {role.tokens: role for role in roles if isinstance(role, WindowRole)}  # by what a row brings
         ladders = Ladders(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
         )
-        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
+        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size, limits.tree)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
@@ -246,7 +246,7 @@ class Executor:
 
         When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
-        role = self._windows.get(spec.plan.width, self.decode)
+        role = self._windows[self._config.limits.window] if spec.width > 1 else self.decode
         graph = role.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
 
         def work() -> None:

@@ -27,8 +27,8 @@ EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: th
 class LaunchNeeds:
     """What one group's plan needs of a step. Groups that share experts launch the maximum of every field.
 
-    ``decode_bucket``: rows of the decode graph, 0 where the group has no step of decode rows alone; ``width``: tokens a
-    row of it (W), 1 elsewhere.
+    ``decode_bucket``: rows of the decode graph, 0 where the group has no step of decode rows alone; ``width``: tokens
+    that a row of it brings to each exchange (W; of a draft tree, all of it), 1 elsewhere.
     ``prefill_tokens``: of a step with chunks, those of its decode rows included; 0 where it has no chunks.
     """
 
@@ -48,8 +48,8 @@ class LaunchSpec:
     long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token each, that every
     data-parallel group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the
     decode graph that any group replays in this step; 0 where there is one group, and where none replays any.
-    ``shared_width``: the most tokens a row of such a graph. Groups may replay graphs of different widths: they exchange
-    as often, and as many rows.
+    ``shared_width``: the most tokens a row of such a graph brings. Groups may replay graphs of different widths: they
+    exchange as often, and as many rows.
     ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
     there are none.
 
@@ -126,11 +126,13 @@ class Serving(Protocol):
 class LaunchResolver:
     """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan.
 
-    ``ranks``: of the tensor-parallel group, which share a row's vocabulary.
+    ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``tree``: tokens of the draft tree that a
+    row has in a window; 0 where windows are chains.
     """
 
-    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1) -> None:
+    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1, tree: int = 0) -> None:
         self._ladders = ladders
+        self._tree = tree
         self._roles = roles
         self._ranks = ranks
         self._slot_variants = [GREEDY] * slots
@@ -145,7 +147,8 @@ class LaunchResolver:
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
             bucket = _rung(self._ladders.decode, len(plan.slots))
-            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=plan.width)
+            brought = self._tree if self._tree and plan.width > 1 else plan.width
+            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=brought)
         return LaunchNeeds(prefill_tokens=_tokens(plan), variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
@@ -236,7 +239,7 @@ def exchange_ladder(
     buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0, width: int = 1
 ) -> tuple[int, ...]:
     """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``mixed_rows`` that decode beside
-    its chunks included, and windows of ``width`` tokens a row in another group."""
+    its chunks included, and windows or trees of ``width`` tokens a row in another group."""
     most = max(max_prefill_tokens + mixed_rows, buckets[-1] * width)
     return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
 

@@ -75,7 +75,7 @@ class RowGraphs:
         """Capture every bucket of ``variants``, the largest first so that the shared memory pool is sized once.
 
         With ``exchanges``, the rows of steps in which another group prefills, each bucket once for each of them too.
-        ``width``: tokens a row of this role; ``widest``: of the role that another group may run beside it.
+        ``width``: tokens that a row of this role brings; ``widest``: of the role that another group may run beside it.
         One log line says how many there are, how long they took and what memory they share.
         """
         began = time.perf_counter()

@@ -30,6 +30,11 @@ class RowRole(ABC):
         maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers)
 
+    @property
+    def tokens(self) -> int:
+        """Of a row, that go through the model."""
+        return self.width
+
     @abstractmethod
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
         """One step of rows ``rows_B`` (int64 [B], row -> slot), graph-safe; ghost and padding rows gain nothing.
@@ -63,7 +68,7 @@ class RowRole(ABC):
     def warm_up(self) -> None:
         config = self._parts.config
         exchanges = config.exchanges if self.widens else (0,)  # none that is wider than a bucket
-        self.graphs.warm_up(config.warm_variants, exchanges, self.width, self._parts.limits.width)
+        self.graphs.warm_up(config.warm_variants, exchanges, self.tokens, self._parts.limits.window)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -39,11 +39,15 @@ class WindowRole(RowRole):
             )
         tree = parts.limits.tree if width == parts.limits.width else 0
         super().__init__(parts, name or (f"tree of {tree}" if tree else f"window of {width}"), width)
-        self._tokens = tree or width  # of a row, that go through the model
+        self._tree = tree
         self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)]) if tree else None
         self._proposer = proposer
         self._feed = ProposerFeed(parts)
         self._tail = Tail(parts.model, parts.tables, parts.ring)
+
+    @property
+    def tokens(self) -> int:
+        return self._tree or self.width
 
     @classmethod
     def of_proposer(cls, parts: RoleParts) -> Self:
@@ -62,7 +66,7 @@ class WindowRole(RowRole):
         attention = DecodeAttention(
             page_table_BP=window.page_table_BP,
             kv_lengths_B=window.kv_lengths_B,
-            query_len=self._tokens,
+            query_len=self.tokens,
             max_kv_length=window.page_table_BP.shape[1] * parts.limits.block_size,
             tree_BQ=None if tree is None else tree.seen_BN,
         )
@@ -96,5 +100,5 @@ class WindowRole(RowRole):
     def _propose(self, rows_B: Tensor, columns: SlotColumns, variant: SamplingVariant) -> Proposed:
         """Greedy steps have nothing to draw."""
         if variant.random and isinstance(self._proposer, DrawingProposer):
-            return self._proposer.draw(rows_B, columns, self._tokens - 1, variant)
-        return self._proposer.propose(rows_B, columns, self._tokens - 1)
+            return self._proposer.draw(rows_B, columns, self.tokens - 1, variant)
+        return self._proposer.propose(rows_B, columns, self.tokens - 1)

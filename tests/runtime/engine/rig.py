@@ -211,7 +211,9 @@ def rig(
             warm_variants=variants,
             exchanges=()
             if groups is None
-            else exchange_ladder(config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, widest),
+            else exchange_ladder(
+                config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, tree or widest
+            ),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
             mixed_windows=speculation is not None and (speculation.mixed_percent > 0 or groups is not None),

@@ -24,14 +24,17 @@ from runtime.schedule.plan import Chunk, Finished, Scored, StepKind, StepPlan
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
+from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
+from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
 from tests.runtime.engine.serial_answers import Answers, serial_answers
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
+from tests.runtime.engine.test_trees import RANKS, KnownAnswers, some
 
 LIMITS: RigLimits = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
 BUCKETS = (1, 2, 4, 8)
@@ -151,6 +154,30 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigL
         if chunks.get("mixed", MIXED) is not None and "prefill_buckets" in chunks:  # every step is a graph's
             assert not any("fallbacks{eager_prefill}" in counters for counters in lives.counters)
             assert set(CAPTURED) & set(lives.rows[0])
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("launched", ["launched", "captured"])
+def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int, launched: str) -> None:
+    """Trees of 12 tokens, of which a row gains four at most, only with at most two rows. Steps with chunks are launched
+    kernel by kernel, whatever was to be captured: a tree cannot stand in one."""
+    requests = [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in some(9)]
+    first, many, late = requests[:2], requests[2:6], requests[6:]
+    expected = alone(requests)
+    script = script_of(requests, {i: tokens for i, (tokens, _) in expected.items()})
+    limits: RigLimits = {
+        "depth": depth, "proposer": branching(lambda parts: KnownAnswers(parts, script), RANKS), "tree": 12,
+        "speculation": Speculation(4, most_rows=2), "blocks": 400,
+    }  # fmt: skip
+    captured: RigLimits = {"prefill_buckets": CAPTURED} if launched == "captured" else {}
+    lives = Lives([{0: first, 60: late}, {3: many}], **within(limits, **captured))
+    assert outcome(lives.finished) == expected
+    assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
+    assert 2 * 12 in lives.rows[0], "a tree is brought whole"
+    for counters in lives.counters:
+        assert counters["spec_num_accepted_tokens"] > counters["spec_num_drafts"] > 0, "more than a guess a round"
+    assert lives.counters[1]["speculation_off{batch}"] > 0
+    assert all(idle > 0 for idle in lives.idle_steps)
 
 
 def test_each_group_has_snapshots_of_its_own() -> None:
@@ -344,6 +371,17 @@ def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows(
     spec = joined(decode(8), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(8, 16))
     assert spec is not None
     assert spec.padded_tokens == 16
+
+
+def test_a_tree_is_brought_whole() -> None:
+    """Two rows of trees of seven tokens, of which three may be gained; the other group decodes three rows."""
+    resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),), tree=7)
+    sync = DpStepSync(Others(IDLE, (3, *IDLE[1:-1], 1)))
+    plan = replace(decode(2), width=3)
+    agreed = sync.join(7, resolver.needs(plan))
+    assert agreed is not None
+    spec = resolver.resolve(plan, agreed)
+    assert (spec.bucket, spec.width, spec.exchange_rows, spec.shared_width) == (3, 3, 21, 7)
 
 
 def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> None:

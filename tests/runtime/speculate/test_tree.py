@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.inputs import MOST_TREE_TOKENS
 from runtime import speculative_config as options
-from runtime.config import ConfigError, EngineConfig
+from runtime.config import EngineConfig
 from runtime.execute.proposer import Candidates, Observed
 from runtime.execute.sampling.draft_tree import NO_GUESS, lay_out, walk
 from runtime.execute.step import window_io
@@ -222,9 +222,3 @@ def test_a_tree_is_named_in_labels_and_prints_as_one_may_type_it() -> None:
 def test_trees_that_cannot_be_are_refused_by_name(given: dict[str, Any], said: str) -> None:
     with pytest.raises(options.SpeculativeConfigError, match=said):
         options.speculative_config({**TREE, **given})
-
-
-def test_trees_are_refused_where_groups_would_have_to_agree() -> None:
-    assert EngineConfig(model="m", device="cpu", speculative_config=TREE, deterministic=True).deterministic
-    with pytest.raises(ConfigError, match="data_parallel is 2, but tree_size is 16"):
-        EngineConfig(model="m", device="cpu", speculative_config=TREE, data_parallel=2)
