@@ -1,6 +1,7 @@
 """What the host does in a turn of steady decode: agree, plan, stage, launch, land; by rows, and behind a long queue.
 
     python -m tests.runtime.engine.bench_host [--device cuda] [--rows 1 16 256 1024] [--waiting 0 10000]
+    python -m tests.runtime.engine.bench_host --rows 1 32 --waiting 0 --width 4     # rounds of speculation, k = 3
 
 Knows: the real engine over a model that is too small to matter. Does not know: what a real model costs the device.
 Every block boundary falls into the measured steps, for all rows at once: that is the worst a queue of equals can do.
@@ -12,12 +13,16 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from launch.bench.anatomy import WORK, Turn, TurnClock
 from runtime.engine import Engine
 from runtime.execute.device.open_device import open_device
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 
 PROMPT = 16
@@ -26,9 +31,17 @@ SETTLE = 40
 BLOCK = 64
 
 
-def steady_turns(device: str, rows: int, waiting: int, depth: int) -> list[Turn]:
-    """Turns in which ``rows`` requests decode, none begins or ends, and ``waiting`` more are queued."""
-    length = PROMPT + STEPS + 2 * SETTLE
+def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 1) -> list[Turn]:
+    """Turns in which ``rows`` requests decode, none begins or ends, and ``waiting`` more are queued.
+
+    ``width``: W of each step; above 1 a script says how many of the guesses are kept, six tenths on average.
+    """
+    length = PROMPT + (STEPS + 2 * SETTLE) * width
+    speculation: dict[str, Any] = {}
+    if width > 1:
+        script = {"num_speculative_tokens": width - 1, "synthetic_acceptance_length": 1 + 0.6 * (width - 1)}
+        proposer = proposer_for(speculative_config({"method": "synthetic", **script}))
+        speculation = {"proposer": proposer, "speculation": Speculation(width)}
     opened = open_device(device)
     half = torch.bfloat16 if device != "cpu" else torch.float32
     with rig(
@@ -36,13 +49,18 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int) -> list[Turn]
         dtype=half,
         depth=depth,
         rows=rows,
-        blocks=rows * -(-(length + 8) // BLOCK) + 1,
+        blocks=rows * -(-(length + 8 * width) // BLOCK) + 1,
         block_size=BLOCK,
-        max_model_len=length + 8,
+        max_model_len=length + 8 * width,
         max_prefill_tokens=max(1024, rows),
         prefill_burst=1 << 20,
-        shape={"max_position_embeddings": 1024, "head_dim": 64 if device != "cpu" else 16, "num_hidden_layers": 1},
+        shape={
+            "max_position_embeddings": 1024 * width,
+            "head_dim": 64 if device != "cpu" else 16,
+            "num_hidden_layers": 1,
+        },
         prefix_caching=False,
+        **speculation,
     ) as engine:
         clock = TurnClock(engine)
         prompts = [[(7 * i + j) % VOCABULARY for j in range(PROMPT)] for i in range(rows + waiting)]
@@ -71,12 +89,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 256, 1024])
     parser.add_argument("--waiting", nargs="+", type=int, default=[0, 10_000])
     parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1, help="tokens a row that a round may gain")
     args = parser.parse_args()
     device = "cuda:0" if args.device == "cuda" else args.device
     print("  rows  waiting  " + "".join(f"{phase:>9}" for phase in WORK) + "     busy p50      p99   turns/s   (us)")
     for rows in args.rows:
         for waiting in args.waiting:
-            turns = steady_turns(device, rows, waiting, args.depth)
+            turns = steady_turns(device, rows, waiting, args.depth, args.width)
             spent = [turn.spent for turn in turns]
             busy = sorted((one["turn"] - one["wait"]) / 1e3 for one in spent)
             medians = (statistics.median(one[phase] for one in spent) / 1e3 for phase in WORK)
