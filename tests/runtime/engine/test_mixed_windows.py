@@ -205,7 +205,9 @@ def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -
         ({}, {}, True),
         ({"mixed_step_percent": 0}, {}, False),
         ({"disable_by_batch_size": 0}, {}, False),
-        ({}, {"data_parallel": 2}, False),
+        ({}, {"data_parallel": 2}, True),
+        ({"mixed_step_percent": 0}, {"data_parallel": 2}, True),  # beside another group's
+        ({"disable_by_batch_size": 0}, {"data_parallel": 2}, False),
         ({"method": "mtp", "model": "models/demo/mtp"}, {}, True),
         ({"method": "mtp", "model": "models/demo/mtp", "draft_sample_method": "probabilistic"}, {}, False),
     ],
