@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 from tests.faults.zygote import TORCHRUN, Launcher, Zygote
 
 ROOT = Path(__file__).resolve().parents[1]
+STACKS = 20_000  # characters of a hanging job's output that its error repeats
 PATIENCE_S = 900.0  # a hang ends there; four ranks on two busy cores have taken more than four minutes
 
 
@@ -60,11 +62,18 @@ class Running:
         return self._launcher.poll() is not None
 
     def wait(self, patience_s: float = PATIENCE_S) -> Ran:
-        """For its end. Raises TimeoutError, after a SIGKILL to the launcher's session, when it does not come."""
+        """For its end. Raises TimeoutError, with all threads' stacks, and kills the session, when it does not come."""
         code = self._launcher.wait(patience_s)
         if code is None:
-            os.killpg(self.pid, 9)
-            raise TimeoutError(f"{self._what} did not end within {patience_s:g} s")
+            os.killpg(self.pid, signal.SIGABRT)  # each process tells where its threads stand, and ends
+            self._launcher.wait(10)
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            said = self._ran(-signal.SIGABRT).said[-STACKS:]
+            raise TimeoutError(f"{self._what} did not end within {patience_s:g} s; what it said last:\n{said}")
+        return self._ran(code)
+
+    def _ran(self, code: int) -> Ran:
         for reader in self._readers:
             reader.join(PATIENCE_S)
         output, errors = (self._said[stream].decode(errors="replace") for stream in self._streams)

@@ -7,10 +7,16 @@ Does not know: jobs, faults. Why: six imports of torch cost a case more than eve
     stdout   the program's process id; then, when it has ended, its exit code
 
 Triton is not imported: whether it compiles or interprets is decided by the environment when it is.
+
+A launcher forks its ranks beside threads of its own: the store of the rendezvous looks up the name of whoever connects,
+and libc holds a lock while it does. A rank forked in that moment finds the lock held for ever, at its first lookup. So
+no rank runs, and connects, before the launcher has forked all of its own (``_fork_all_before_any_runs``).
 """
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
 import json
 import logging
 import os
@@ -94,6 +100,7 @@ class Zygote:
 
 def main() -> None:
     die_with_parent()
+    faulthandler.enable()  # of what it forks, too: tests/torchrun.py asks a job that does not end where it stands
     torch.arange(1, device="meta")  # the first of a process imports sympy
     for line in sys.stdin:
         order = json.loads(line)
@@ -103,6 +110,24 @@ def main() -> None:
         print(process, flush=True)
         _, status = os.waitpid(process, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _fork_all_before_any_runs(arguments: Sequence[str]) -> None:
+    """Each rank that this launcher forks waits in its fork until there are as many as a node has."""
+    ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
+    wait, go = os.pipe()
+    forked = itertools.count(1)
+
+    def stand_in_line() -> None:
+        os.close(go)  # a launcher that dies opens the gate, too
+        os.read(wait, 1)
+        os.close(wait)
+
+    def open_the_gate() -> None:
+        if next(forked) % ranks == 0:
+            os.write(go, bytes(ranks))
+
+    os.register_at_fork(after_in_child=stand_in_line, after_in_parent=open_the_gate)
 
 
 def _run(order: dict[str, Any]) -> None:
@@ -116,6 +141,7 @@ def _run(order: dict[str, Any]) -> None:
         os.dup2(1 if order["errors"] == order["output"] else os.open(order["errors"], os.O_WRONLY), 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if order["module"] == TORCHRUN:
+            _fork_all_before_any_runs(order["arguments"])
             logging.disable(logging.CRITICAL)  # torch imports its compiler to format the error of a rank that failed
             torch.distributed.run.main(order["arguments"])
         else:
