@@ -8,7 +8,7 @@ Does not know: requests, slots or schedules; who filled the tensors (runtime/exe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,8 +18,6 @@ from models.cache_layout import PagedKV
 
 PIECE = 16  # tokens of a chunk that attend as one row where keys are split
 MOST_TREE_TOKENS = 33  # of a tree, its root included: 32 bits say which of the others a token sees
-
-TakeIn = Callable[[Tensor, Tensor | None], None]  # of a window: StateRows.kept_B, and path_BW where tokens are a tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +151,12 @@ class StateRows:
     past the last end are padding, of which a mixer may return anything. None where every row has as many, T / B.
 
     undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
-    A mixer then leaves state as it is, and adds a TakeIn, for whoever decides to call. What mixers give to kernels has
+    A mixer then leaves state as it is, and adds an Undecided, for whoever decides. What mixers give to kernels has
     one of the other two instead. frozen: state is read, never written. kept_B: of each row's new tokens only so many
     count (any int; possibly none), and what is returned for the others is undefined.
+
+    writes_B int64, with ``ends_B``: there where only some rows are undecided, windows of ``window`` tokens at most: the
+    row of the banks that row i writes, which is 0 for those rows and that of slots_B for the others. None: slots_B.
 
     tree: there where new tokens are a tree, with ``frozen`` or ``kept_B`` and without ``ends_B``. A node then follows
     its parent, not the token before it. path_BW int64, with ``kept_B``: those that count are nodes path_BW[i, 0],
@@ -165,11 +166,35 @@ class StateRows:
 
     slots_B: Tensor
     ends_B: Tensor | None = None
-    undecided: list[TakeIn] | None = None
+    undecided: list[Undecided] | None = None
     frozen: bool = False
     kept_B: Tensor | None = None
     tree: StateTree | None = None
     path_BW: Tensor | None = None
+    writes_B: Tensor | None = None
+    window: int = 0
+
+    @property
+    def written_B(self) -> Tensor:
+        """int64: the row of the banks that each row writes."""
+        return self.slots_B if self.writes_B is None else self.writes_B
+
+    @property
+    def verifying(self) -> StateRows:
+        """For kernels, while some rows are undecided: these leave state as it is."""
+        return replace(self, undecided=None, frozen=self.writes_B is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """What a layer made of a step's new tokens [T, X], of which its state is still to take some in.
+
+    ``advance(made_TX, rows, positions_T)`` takes in the tokens that ``rows`` says, with ``kept_B``; ``layer``: whose.
+    """
+
+    layer: object
+    made_TX: Tensor
+    advance: Callable[[Tensor, StateRows, Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ class DeterministicReferenceKernels(ReferenceKernels):
         """Token by token, each a step of one row."""
         where, out_TX = token_rows(rows, len(qkv_TC)), torch.zeros(z_TV.shape, dtype=z_TV.dtype)
         tree = rows.tree.parents_BN.tolist() if rows.tree is not None and rows.frozen else None
+        written = rows.written_B.tolist()
         tokens = [where.token_B(number).tolist() for number in range(int(where.lengths_B.max()))]
         for row, (slot, count) in enumerate(zip(where.slots_B.tolist(), where.lengths_B.tolist(), strict=True)):
             one = StateRows(torch.tensor([slot]))
@@ -188,7 +189,7 @@ class DeterministicReferenceKernels(ReferenceKernels):
                 out_TX[t : t + 1] = super().gated_delta(qkv, z, b, a, rule, state_SHVK, one)
                 if tree is not None:
                     behind.append(state_SHVK[slot].clone())
-            if rows.frozen:
+            if rows.frozen or (slot and not written[row]):
                 state_SHVK[slot] = before
         return out_TX
 

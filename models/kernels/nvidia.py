@@ -221,8 +221,9 @@ class NvidiaKernels(Kernels):
         elif rows.frozen or rows.kept_B is not None:  # windows: a few tokens a row, of which state may take in a part
             delta_step.delta_steps(qkv_TC, *rest, most=len(qkv_TC))
         else:
-            delta_step.delta_steps(qkv_TC, *rest, most=_MOST_STEPS)
-            delta_chunk.delta_chunks(qkv_TC, *rest, most=_MOST_STEPS)
+            most = max(_MOST_STEPS, rows.window)
+            delta_step.delta_steps(qkv_TC, *rest, most=most)
+            delta_chunk.delta_chunks(qkv_TC, *rest, most=most)
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
 
     def conv_gated_delta(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 
-from models.cache_layout import CacheLayout, CacheView, LayerCache, SlotState
+from models.cache_layout import CacheLayout, CacheView, LayerCache, SlotState, StateBanks
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
@@ -126,9 +126,13 @@ class Decoder(CheckpointParts):
     @cached_property
     def irrevocable(self) -> tuple[str, ...]:
         """Names of its mixers whose state cannot leave out tokens that were taken in, as windows need it."""
-        mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
-        keeping = [mixer for mixer in mixers if mixer is not None and isinstance(mixer.cache, SlotState)]
-        return tuple(sorted({type(mixer).__name__ for mixer in keeping if not mixer.replays}))
+        return tuple(sorted({type(mixer).__name__ for mixer in self.slot_mixers.values() if not mixer.replays}))
+
+    @cached_property
+    def slot_mixers(self) -> dict[int, Mixer[StateBanks]]:
+        """The mixers that keep SlotState, by the number of their layer."""
+        mixers = {number: cast(DecoderLayer, layer).mixer for number, layer in enumerate(self.layers)}
+        return {n: mixer for n, mixer in mixers.items() if mixer is not None and isinstance(mixer.cache, SlotState)}
 
     @property
     def vocab_shard(self) -> VocabShard:

@@ -7,7 +7,6 @@ Shape letters as in models/kernels/interface.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -94,6 +93,15 @@ class GatedDeltaNet(Mixer[StateBanks]):
         state = (rule.v_heads, rule.v_dim, rule.k_dim), torch.promote_types(self.conv.weight.dtype, torch.float32)
         return SlotState({"conv": self.conv.window, "state": state})
 
+    @property
+    def made_size(self) -> int:
+        return int(self.projection.weight.shape[0])
+
+    def advance(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: StateBanks) -> Tensor:
+        """x W of the input projection, through convolution, recurrence and gated norm."""
+        rule, banks = self.recurrence.rule, (cache["conv"], cache["state"])
+        return self.kernels.conv_gated_delta(made_TX, self.conv.weight, banks[0], rule, banks[1], rows, positions_T)
+
     def forward(
         self,
         x_TN: Tensor | PendingAllReduce,
@@ -105,27 +113,7 @@ class GatedDeltaNet(Mixer[StateBanks]):
         if inputs.state is None:
             raise ValueError("a layer with slot state needs StepInputs.state: whose state each row continues")
         projected_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.projection.weight, None)
-        rows = inputs.state
-
-        def advance(rows: StateRows) -> Tensor:
-            return self.kernels.conv_gated_delta(
-                projected_TX,
-                self.conv.weight,
-                cache["conv"],
-                self.recurrence.rule,
-                cache["state"],
-                rows,
-                inputs.positions_T,
-            )
-
-        def take_in(kept_B: Tensor, path_BW: Tensor | None) -> None:
-            advance(replace(rows, undecided=None, kept_B=kept_B, path_BW=path_BW))
-
-        if rows.undecided is None:
-            out_TX = advance(rows)
-        else:
-            out_TX = advance(replace(rows, undecided=None, frozen=True))
-            rows.undecided.append(take_in)
+        out_TX = self.advance_or_wait(projected_TX, inputs.state, inputs.positions_T, cache)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.out_projection(out_TX), residual_TN

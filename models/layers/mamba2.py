@@ -8,7 +8,6 @@ Shape letters as in models/kernels/recurrent/mamba2.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +78,15 @@ class Mamba2(Mixer[StateBanks]):
             0 if split.ranks_a_group > 1 else split.groups,
         )
 
+    @property
+    def made_size(self) -> int:
+        """Z."""
+        return int(self.in_proj.weight.shape[0])
+
+    def advance(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: StateBanks) -> Tensor:
+        """Columns z | xBC | dt of the input projection, through convolution, recurrence, gate and norm."""
+        return self.kernels.mamba2(made_TX, self.weights, cache["window"], cache["state"], rows, positions_T)
+
     def forward(
         self,
         x_TN: Tensor | PendingAllReduce,
@@ -90,19 +98,7 @@ class Mamba2(Mixer[StateBanks]):
         if inputs.state is None:
             raise ValueError("a step of a model with Mamba-2 layers needs StepInputs.state")
         projected_TZ, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.in_proj.weight, None)
-        rows, banks = inputs.state, (cache["window"], cache["state"])
-
-        def advance(rows: StateRows) -> Tensor:
-            return self.kernels.mamba2(projected_TZ, self.weights, *banks, rows, inputs.positions_T)
-
-        def take_in(kept_B: Tensor, path_BW: Tensor | None) -> None:
-            advance(replace(rows, undecided=None, kept_B=kept_B, path_BW=path_BW))
-
-        if rows.undecided is None:
-            out_TX = advance(rows)
-        else:
-            out_TX = advance(replace(rows, undecided=None, frozen=True))
-            rows.undecided.append(take_in)
+        out_TX = self.advance_or_wait(projected_TZ, inputs.state, inputs.positions_T, cache)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         if self.split.ranks_a_group > 1:

@@ -7,12 +7,13 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from models.cache_layout import CacheView, LayerCache
-from models.inputs import StepInputs
+from models.inputs import StateRows, StepInputs, Undecided
 from parallel.comm.collectives import PendingAllReduce
 
 View = TypeVar("View", bound=CacheView)
@@ -28,6 +29,22 @@ class Mixer(nn.Module, Generic[View]):
 
     batch_invariant: ClassVar[bool] = False
     replays: ClassVar[bool] = False
+
+    @property
+    def made_size(self) -> int:
+        """X: numbers that a mixer which ``replays`` makes of a token before its state takes it in."""
+        raise NotImplementedError
+
+    def advance(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: View) -> Tensor:
+        """Of a mixer which ``replays``: what lies between its two projections. State takes in what ``rows`` says."""
+        raise NotImplementedError
+
+    def advance_or_wait(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: View) -> Tensor:
+        """``advance``; for rows that are undecided without taking anything in, which is left to whoever decides."""
+        if rows.undecided is None:
+            return self.advance(made_TX, rows, positions_T, cache)
+        rows.undecided.append(Undecided(self, made_TX, partial(self.advance, cache=cache)))
+        return self.advance(made_TX, rows.verifying, positions_T, cache)
 
     @property
     def cache(self) -> LayerCache:

@@ -80,7 +80,7 @@ class Executor:
         if proposer is not None:
             further_roles = (*further_roles, WindowRole.of_proposer)
         windows_beside = proposer is not None and config.mixed_windows and config.mixed
-        if windows_beside and not limits.tree and not model.cache_layout.has_slot_state:
+        if windows_beside and not limits.tree:
             further_roles = (*further_roles, MixedWindowRole)
         elif proposer is not None and config.exchanges:
             # All groups replay steps with chunks together, and here a group with windows could not.

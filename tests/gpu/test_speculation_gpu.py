@@ -20,6 +20,8 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.steady_steps import run_without_a_sync
 from tests.gpu.test_engine_gpu import gpu_rig
+from tests.gpu.test_gdn_gpu import shape as gated_delta
+from tests.gpu.test_mamba_gpu import HYBRID as MAMBA
 from tests.runtime.engine.rig import request, run
 from tests.runtime.engine.test_depths import mixture, outcome
 
@@ -49,8 +51,11 @@ def test_lookup_gives_the_tokens_of_single_steps(width: int, buckets: tuple[int,
             assert engine.counters["spec_num_accepted_tokens"] > 30
 
 
-@pytest.mark.parametrize("width", [2, 5])
-def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int) -> None:
+SHAPES = {"attention": None, "gated delta": gated_delta("qwen3.5"), "mamba": MAMBA}
+
+
+@pytest.mark.parametrize(("width", "layers"), [(2, "attention"), (5, "attention"), (5, "gated delta"), (4, "mamba")])
+def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int, layers: str) -> None:
     """From captured steps of every size, at any depth; nothing is captured or allocated for them later."""
     requests = [request(50 + i, (9 + i, 5, 6, 7, 5, 6, 7), stops=(), max_tokens=90) for i in range(3)]
     later = {2 + 2 * i: request(i, range(i, 50 + 9 * i), max_tokens=6, stops=()) for i in range(6)}
@@ -59,7 +64,8 @@ def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int) -> No
 
     def lived(depth: int, **more: Any) -> tuple[Any, dict[str, int | float], Counter[int]]:
         found: Counter[int] = Counter()
-        with gpu_rig(depth=depth, prefill_buckets=buckets, mixed=MixedSteps(buckets), **LIMITS, **more) as engine:
+        how = LIMITS | more | ({"shape": SHAPES[layers]} if SHAPES[layers] else {})
+        with gpu_rig(depth=depth, prefill_buckets=buckets, mixed=MixedSteps(buckets), **how) as engine:
             launch = engine.executor.launch
 
             def counted(spec: LaunchSpec) -> None:

@@ -214,7 +214,7 @@ def causal_conv(
     _window_kernel[(count, triton.cdiv(channels, wide_c))](
         x_TC,
         window_SJC,
-        rows.slots_B,
+        rows.written_B,
         ends_B,
         rows.slots_B if rows.kept_B is None else rows.kept_B,
         rows.slots_B if rows.path_BW is None else rows.path_BW,

@@ -257,7 +257,10 @@ def delta_chunks(
     *,
     most: int,
 ) -> Tensor:
-    """S q of Kernels.gated_delta for rows of more than ``most`` tokens, into ``out_TV``; other rows are left alone."""
+    """S q of Kernels.gated_delta for rows of more than ``most`` tokens, into ``out_TV``; other rows are left alone.
+
+    None of these is undecided (``StateRows.writes_B``).
+    """
     tokens, count, device = len(qkv_TC), len(rows.slots_B), qkv_TC.device
     ragged = rows.ends_B is not None
     each = 1 if ragged else tokens // count

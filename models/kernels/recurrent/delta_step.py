@@ -84,6 +84,7 @@ def _step_kernel(
     norm_ptr,
     state_ptr,
     slots_ptr,
+    writes_ptr,
     ends_ptr,
     kept_ptr,
     path_ptr,  # [rows, PATH], with PATH
@@ -184,7 +185,9 @@ def _step_kernel(
                 where = out_ptr + token * (HV * V) + head * V + vs
                 tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
             if STORE:
-                tl.store(held + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :])
+                write = tl.load(writes_ptr + row)
+                written = state_ptr + (write * HV + head) * (V * K) + ks[None, :]
+                tl.store(written + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :] & (write != 0))
 
 
 def one_token_a_row(rows: StateRows, tokens: int) -> bool:
@@ -219,6 +222,7 @@ def conv_delta_step(
         rule.decay_bias_H,
         rule.norm_V,
         state_SHVK,
+        rows.slots_B,
         rows.slots_B,
         rows.slots_B,
         rows.slots_B,
@@ -284,6 +288,7 @@ def delta_steps(
         rule.norm_V,
         state_SHVK,
         rows.slots_B,
+        rows.written_B,
         rows.ends_B if rows.ends_B is not None else rows.slots_B,
         rows.slots_B if rows.kept_B is None else rows.kept_B,
         rows.slots_B if rows.path_BW is None else rows.path_BW,

@@ -94,7 +94,8 @@ def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tenso
         if tree is not None:
             tree.set(step, state_BHPM)
     if not rows.frozen:
-        bank_SHPM.index_copy_(0, rows.slots_B, state_BHPM.where(live_B111, bank_SHPM[rows.slots_B]))
+        kept_B111 = (rows.written_B != 0)[:, None, None, None]
+        bank_SHPM.index_copy_(0, rows.written_B, state_BHPM.where(kept_B111, bank_SHPM[rows.written_B]))
     return y_THP[:tokens].flatten(1)
 
 

@@ -143,6 +143,7 @@ def _mamba2_scan_kernel(
     dt_bias_ptr,
     state_ptr,  # [S, H, P, M]
     slots_ptr,
+    writes_ptr,
     ends_ptr,
     kept_ptr,
     path_ptr,  # [rows, PATH], with PATH
@@ -225,7 +226,9 @@ def _mamba2_scan_kernel(
                 added = tl.dot(tl.trans(weighed), b.to(tl.float32), input_precision=PRECISION)
                 state = tl.exp(total) * state + added
         if not FROZEN:
-            tl.store(where, state, mask=there)
+            written = tl.load(writes_ptr + row)
+            where = state_ptr + written * (H * P * M) + head * (P * M) + dims[:, None] * M + cols[None, :]
+            tl.store(where, state, mask=there & (written != 0))
 
 
 @triton.jit
@@ -322,13 +325,13 @@ def scan(
 ) -> Tensor:
     """Kernels.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
 
-    ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. In windows, whose tokens are few
-    and shall be those of single steps, none is by default.
+    ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. By default no window is, whose
+    tokens are few and shall be those of single steps.
     """
     slots_B, ends_B, kept_B = rows.slots_B, rows.ends_B, rows.kept_B
     window = rows.frozen or kept_B is not None
     if one_by_one is None:
-        one_by_one = 0 if projected_TZ.dtype == torch.float32 or window else _ONE_BY_ONE
+        one_by_one = 0 if projected_TZ.dtype == torch.float32 or window else max(_ONE_BY_ONE, rows.window)
     heads, dim = weights.heads, weights.head_dim
     gated_TX = gated_memory(projected_TZ, weights)
     if len(projected_TZ) == 0:
@@ -342,6 +345,7 @@ def scan(
         weights.dt_bias_H,
         state_SHPM,
         slots_B,
+        rows.written_B,
         slots_B if ends_B is None else ends_B,
         slots_B if kept_B is None else kept_B,
         slots_B if rows.path_BW is None else rows.path_BW,

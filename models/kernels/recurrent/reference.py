@@ -46,9 +46,9 @@ def causal_conv(
     for back in range(taps):
         there_B1 = (where.lengths_B > back).unsqueeze(1)
         tap_B = (positions_T[last_B] - back) % taps
-        old_BC = window_SJC[where.slots_B, tap_B]
+        old_BC = window_SJC[rows.written_B, tap_B]
         newer_BC = x_TC[where.token_B(where.lengths_B - 1 - back)]
-        window_SJC[where.slots_B, tap_B] = torch.where(there_B1, newer_BC, old_BC)
+        window_SJC[rows.written_B, tap_B] = torch.where(there_B1, newer_BC, old_BC)
     return F.silu(sum_TC).to(x_TC.dtype)
 
 
@@ -85,7 +85,7 @@ def gated_delta(
         if tree is not None:
             tree.set(step, now_BHVK)
     if not rows.frozen:
-        state_SHVK[where.slots_B] = now_BHVK
+        state_SHVK[rows.written_B] = now_BHVK
     return _normed_and_gated(out_THV[:tokens].to(qkv_TC.dtype), z_TV, rule)
 
 

@@ -7,12 +7,20 @@ other roles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
+from models.inputs import (
+    DecodeAttention,
+    MixedAttention,
+    PrefillAttention,
+    RepeatedPrefill,
+    StateRows,
+    StepInputs,
+    Undecided,
+)
 from models.row_buckets import LARGE_STEP
 from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
 from runtime.execute.role import RoleParts
@@ -156,11 +164,13 @@ class PrefillRole:
             attention=MixedAttention(decode, of_chunks) if mixed or split_keys else of_chunks,
             logit_rows_R=None if every_token or self._feed.reads_hidden else drawing_X,
             last_attention=self._attention_of_drawing(chunks, packed, longest) if drawing_alone else None,
-            state=chunks.state_rows(packed.ghosts_R) if self._parts.has_slot_state else None,
+            state=self.state_rows(chunks, packed) if self._parts.has_slot_state else None,
             exchange_rows=exchange_rows or None,
         )
         feed = self._feed
         hidden = self._parts.model.forward(inputs, self._parts.caches, feed.tap)
+        if inputs.state is not None and inputs.state.undecided:
+            self.keep(inputs.state.undecided)
         if not feed.on:
             return hidden, None
         feed.show_chunks(inputs, chunks, packed, hidden if feed.reads_hidden else None)
@@ -173,6 +183,13 @@ class PrefillRole:
     def gather(self, chunks: Chunks) -> Packed:
         """The step's tokens, those of rows that decode from their slots."""
         return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size)
+
+    def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
+        """Whose state each row continues; all of them take their tokens in."""
+        return chunks.state_rows(packed.ghosts_R)
+
+    def keep(self, undecided: Sequence[Undecided]) -> None:
+        """What layers made of tokens that their state has not taken in, until ``finish``. None are: nothing is kept."""
 
     def drawing(self, chunks: Chunks) -> Tensor:
         """int64 [R * W], row-major: where in T the tokens are behind which a row may draw."""

@@ -10,12 +10,13 @@ Layers with slot state follow a node's parent, and take the path's tokens in.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, StateRows, StateTree, StepInputs, TakeIn
+from models.inputs import DecodeAttention, StateRows, StateTree, StepInputs, Undecided
 from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.proposer import DrawingProposer, Proposed, Proposer
 from runtime.execute.role import RoleParts
@@ -71,7 +72,7 @@ class WindowRole(RowRole):
             tree_BQ=None if tree is None else tree.seen_BN,
         )
         # State takes tokens in when it is decided which of them are kept.
-        undecided: list[TakeIn] = []
+        undecided: list[Undecided] = []
         state = None
         if parts.has_slot_state:
             going_B = torch.where(columns.finished == 0, rows_B, PADDING_SLOT)
@@ -92,8 +93,10 @@ class WindowRole(RowRole):
         ):  # the path's entries go where those of single steps would be
             places_BN = window.kv_slots_BW
             self._mover.move(places_BN.gather(1, accepted.nodes_BW), places_BN[:, : self.width], accepted.count_B)
-        for take_in in undecided:
-            take_in(accepted.count_B, accepted.nodes_BW)
+        if state is not None:
+            kept = replace(state, undecided=None, kept_B=accepted.count_B, path_BW=accepted.nodes_BW)
+            for layer in undecided:
+                layer.advance(layer.made_TX, kept, inputs.positions_T)
         if self._feed.on:
             self._feed.show_window(inputs, window, hidden_TN, self._feed.features_TF, shown)
 

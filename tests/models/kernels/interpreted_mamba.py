@@ -122,6 +122,32 @@ def check_windows(weights: Mamba2Weights) -> None:
             assert torch.equal(form[0][1:4], alone[0][1:4])
 
 
+def check_windows_beside_chunks(weights: Mamba2Weights) -> None:
+    """Rows that are undecided leave state as it is, whatever the step's others take in."""
+    dtype = weights.norm_X.dtype
+    bound = TOLERANCE[dtype]
+    for size, chunk in ((4, 9), (18, 40)):
+        window, state = banks(weights, dtype)
+        window[1:4], state[1:4] = 0.5, 0.25
+        slots, ends = torch.tensor([1, 2, 0, 3]), torch.tensor([size, 2 * size, 3 * size, 3 * size + chunk])
+        lengths, windows = (size, size, size, chunk), 3 * size
+        projected = torch.randn(windows + chunk, width(weights), dtype=dtype)
+        projected[2 * size : windows] = math.nan
+        positions = torch.cat([torch.arange(8, 8 + length) for length in lengths])
+        rows = StateRows(slots, ends, writes_B=torch.tensor([0, 0, 0, 3]), window=size)
+        for run in (REFERENCE.mamba2, triton_form):
+            mixed, apart = (window.clone(), state.clone()), (window.clone(), state.clone())
+            out = run(projected, weights, *mixed, rows, positions)
+            looked_at, chunks = StateRows(slots[:3], frozen=True), StateRows(slots[3:])
+            of_windows = run(projected[:windows], weights, *apart, looked_at, positions[:windows])
+            of_chunk = run(projected[windows:], weights, *apart, chunks, positions[windows:])
+            check(out[: 2 * size], of_windows[: 2 * size], bound, "windows beside a chunk")
+            check(out[windows:], of_chunk, bound, "a chunk beside windows")
+            assert torch.equal(mixed[0][1:4], apart[0][1:4])
+            check(mixed[1][1:4], apart[1][1:4], bound, "state behind windows beside a chunk")
+            assert torch.equal(mixed[1][1:3], state[1:3])
+
+
 def check_trees(weights: Mamba2Weights, nodes: int, width_of_path: int) -> None:
     """Every node, state as it was; then the tokens of a path; NaN in a node, off the path and in a row of nobody."""
     parents, starts = [grown(nodes, seed) for seed in range(4)], [5, 0, 0, 2]  # the third row is nobody's
@@ -184,6 +210,8 @@ def main() -> None:
     check_scan(alone, torch.float32, 30, 16, 16)
     check_ghosts()
     check_windows(random_weights(4, 12, 2, 10, 4, torch.float32))
+    for dtype in TOLERANCE:
+        check_windows_beside_chunks(random_weights(4, 12, 2, 10, 4, dtype))
     for nodes, width_of_path in ((33, 9), (7, 4), (2, 2)):
         check_trees(random_weights(4, 12, 2, 10, 4, torch.float32), nodes, width_of_path)
     check_trees(replace(random_weights(2, 40, 1, 24, 3, torch.float32, bias=False), norm_groups=0), 12, 5)

@@ -144,6 +144,38 @@ def windows() -> None:
     assert torch.equal(made[1].window_SJC[1:4], whole.window_SJC[1:4])
 
 
+def windows_beside_chunks() -> None:
+    """Rows that are undecided leave state as it is, whatever the step's others take in."""
+    for width, chunk in ((4, 9), (18, 40)):  # rows of more than 16 tokens are taken by chunks, unless they are windows
+        case = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(30, 30, 60))
+        slots_B, ends_B = torch.tensor([1, 2, 0, 3]), torch.tensor([width, 2 * width, 3 * width, 3 * width + chunk])
+        for kernels in (REFERENCE, InterpretedRecurrent()):
+            made, apart = case.made(), case.made()
+            for m in (made, apart):
+                for sequence in range(3):
+                    given = (m.projected[sequence][:8], m.weight_CJ, m.window_SJC, m.rule, m.state_SHVK)
+                    REFERENCE.conv_gated_delta(*given, StateRows(torch.tensor([sequence + 1])), torch.arange(8))
+            lengths = (width, width, width, chunk)
+            of_row = [made.projected[sequence][8 : 8 + n] for sequence, n in zip((0, 1, 0, 2), lengths, strict=True)]
+            projected_TX, positions_T = torch.cat(of_row), torch.cat([torch.arange(8, 8 + n) for n in lengths])
+            of_windows = 3 * width
+            rows = StateRows(slots_B, ends_B, writes_B=torch.tensor([0, 0, 0, 3]), window=width)
+            outs, split = [], (slice(of_windows), slice(of_windows, None))
+            for m, tokens, its in (
+                (made, slice(None), rows),
+                (apart, split[0], StateRows(slots_B[:3], frozen=True)),
+                (apart, split[1], StateRows(slots_B[3:])),
+            ):
+                given = (projected_TX[tokens], m.weight_CJ, m.window_SJC, m.rule, m.state_SHVK)
+                outs.append(kernels.conv_gated_delta(*given, its, positions_T[tokens]))
+            expected = torch.cat(outs[1:])
+            real_T = torch.arange(len(positions_T)) // width != 2
+            close(outs[0][real_T], expected[real_T], f"windows of {width} beside a chunk")
+            assert torch.equal(made.window_SJC[1:4], apart.window_SJC[1:4])
+            close(made.state_SHVK[1:4], apart.state_SHVK[1:4], "state behind windows beside a chunk")
+            assert torch.equal(made.state_SHVK[1:3], apart.state_SHVK[1:3])
+
+
 def trees() -> None:
     """Nodes of trees of every size, and then the tokens of a path; NaN in a node, off the path, and in another row."""
     kernels = InterpretedRecurrent()
@@ -207,7 +239,7 @@ def main() -> None:
     assert all(module.BATCH_INVARIANT for module in (conv, delta_step, gates))
     assert not hasattr(delta_chunk, "BATCH_INVARIANT")
     began = time.perf_counter()
-    for part in (convolutions, recurrences, decode_steps, windows, trees, ends):
+    for part in (convolutions, recurrences, decode_steps, windows, windows_beside_chunks, trees, ends):
         part()
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s")
 

@@ -85,7 +85,7 @@ class Target:
         if proposer == "replay":
             how |= {"widths": (WIDTH,), "further_roles": window_roles((WIDTH,), limits.pop("script"), right=7)}
         elif proposer:
-            how |= {"proposer": self.proposer(proposer), "speculation": Speculation(WIDTH)}
+            how |= {"proposer": self.proposer(proposer), "speculation": Speculation(WIDTH, mixed_percent=100)}
         with rig(
             depth=depth, kernels=kernels(), dtype=torch.float64, folder=self.own.folder, **(how | limits)
         ) as engine:

@@ -7,11 +7,14 @@ and drafters (test_speculation.py, test_drafted.py), the rule (tests/runtime/sch
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from models.inputs import StateRows, Undecided
 from runtime.build import _windows_beside
 from runtime.config import EngineConfig
 from runtime.execute import executor
@@ -29,11 +32,11 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, prompt, unbroken
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.engine.test_speculation import ngram, repeating, speculating
+from tests.runtime.engine.test_speculation import repeating, speculating
 
 BUCKETS = (16, 24, 40, 56, 72, 96)
 
@@ -101,6 +104,38 @@ def test_a_script_is_for_rows_that_decode(buckets: tuple[int, ...]) -> None:
     assert {(ended.rounds, ended.accepted) for ended in life.finished.values()} == {(5, 15)}
 
 
+HYBRIDS = ("qwen3.5", "nemotron-h")
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "depth", "buckets"),
+    [
+        ("qwen3.5", 4, 2, BUCKETS),
+        ("qwen3.5", 16, 3, ()),
+        ("qwen3.5", 32, 1, ()),
+        ("nemotron-h", 4, 3, BUCKETS),
+        ("nemotron-h", 16, 0, ()),
+    ],
+)
+def test_recurrent_layers_take_in_what_is_kept(
+    family: str, width: int, depth: int, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_model(family, monkeypatch)
+    life = beside(width, depth=depth, prefill_buckets=buckets)
+    assert widths(life)[width] > 3
+    assert life.counters["forks"] > 0
+    if depth:
+        unbroken(life)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_two_ranks_of_recurrent_layers_give_what_one_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    over_model(family, monkeypatch)
+    several = beside(4, depth=2, over=lambda **limits: tensor_rig(2, **limits))
+    assert widths(several)[4] > 3
+    assert several.rounds == beside(4, depth=2).rounds
+
+
 def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[TwinGraph] = []
     replay, launch = TwinGraph.replay, executor.Executor.launch
@@ -134,6 +169,38 @@ class NothingProposed(MixedWindowRole):
     """Guesses of no step: the text stays right."""
 
     def propose(self, rows: int) -> None: ...
+
+
+class OfAnotherRow(MixedWindowRole):
+    """State takes in what belongs to a neighbour's window."""
+
+    def keep(self, undecided: Sequence[Undecided]) -> None:
+        super().keep([replace(layer, made_TX=layer.made_TX.roll(self.width, 0)) for layer in undecided])
+
+
+class AtOnce(MixedWindowRole):
+    """State takes in whole windows, and what is kept of them once more."""
+
+    def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
+        rows = super().state_rows(chunks, packed)
+        return replace(rows, writes_B=rows.slots_B)
+
+
+class Never(MixedWindowRole):
+    """State knows nothing of windows beside chunks."""
+
+    def _take_in(self, rows: StateRows, positions_X: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("mutant", [OfAnotherRow, AtOnce, Never])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_state_that_takes_in_other_tokens_is_seen_in_the_text(
+    family: str, mutant: type[MixedWindowRole], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    over_model(family, monkeypatch)
+    with pytest.raises(AssertionError, match="request"):
+        beside(4, depth=2)
 
 
 class OtherHiddenStates(MixedWindowRole):
@@ -219,12 +286,9 @@ def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, A
     )
 
 
-@pytest.mark.parametrize("limits", [{"tree": 8}, {"shape": FAMILIES["qwen3.5"]}], ids=["trees", "recurrent"])
-def test_trees_and_recurrent_layers_have_one_token_a_row(limits: dict[str, Any]) -> None:
-    how: dict[str, Any] = {"speculation": Speculation(4, mixed_percent=100), "proposer": ngram(4)}
-    if "tree" in limits:
-        keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 8, "synthetic_acceptance_length": 2.0}
-        how["proposer"] = proposer_for(speculative_config(keys))
-    with rig(**how, **limits) as engine:
+def test_trees_have_one_token_a_row() -> None:
+    keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 8, "synthetic_acceptance_length": 2.0}
+    proposer = proposer_for(speculative_config(keys))
+    with rig(speculation=Speculation(4, mixed_percent=100), proposer=proposer, tree=8) as engine:
         assert engine.executor.mixes
         assert not engine.executor.mixes_windows

@@ -145,7 +145,7 @@ def test_two_ranks_keep_a_half_of_each_snapshot() -> None:
 
 def guessing(width: int = 4) -> dict[str, Any]:
     """Limits of a life with n-gram windows; chunks of prompts may stand beside rows that decode."""
-    return {"proposer": ngram(width), "speculation": Speculation(width), "max_prefill_tokens": 20}
+    return {"proposer": ngram(width), "speculation": Speculation(width, mixed_percent=100), "max_prefill_tokens": 20}
 
 
 def repetitive(**sampling: Any) -> dict[str, Any]:
