@@ -151,9 +151,9 @@ class StateRows:
     past the last end are padding, of which a mixer may return anything. None where every row has as many, T / B.
 
     undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
-    A mixer then leaves state as it is, and adds an Undecided, for whoever decides. What mixers give to kernels has
-    one of the other two instead. frozen: state is read, never written. kept_B: of each row's new tokens only so many
-    count (any int; possibly none), and what is returned for the others is undefined.
+    A mixer then leaves state as it is, and hands an Undecided to whoever decides, who need not keep all of it. What
+    mixers give to kernels has one of the other two instead. frozen: state is read, never written. kept_B: of each row's
+    new tokens only so many count (any int; possibly none), and what is returned for the others is undefined.
 
     writes_B int64, with ``ends_B``: there where only some rows are undecided, windows of ``window`` tokens at most: the
     row of the banks that row i writes, which is 0 for those rows and that of slots_B for the others. None: slots_B.
@@ -166,7 +166,7 @@ class StateRows:
 
     slots_B: Tensor
     ends_B: Tensor | None = None
-    undecided: list[Undecided] | None = None
+    undecided: Callable[[Undecided], None] | None = None
     frozen: bool = False
     kept_B: Tensor | None = None
     tree: StateTree | None = None

@@ -43,7 +43,7 @@ class Mixer(nn.Module, Generic[View]):
         """``advance``; for rows that are undecided without taking anything in, which is left to whoever decides."""
         if rows.undecided is None:
             return self.advance(made_TX, rows, positions_T, cache)
-        rows.undecided.append(Undecided(self, made_TX, partial(self.advance, cache=cache)))
+        rows.undecided(Undecided(self, made_TX, partial(self.advance, cache=cache)))
         return self.advance(made_TX, rows.verifying, positions_T, cache)
 
     @property

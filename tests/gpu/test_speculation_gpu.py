@@ -57,7 +57,8 @@ SHAPES = {"attention": None, "gated delta": gated_delta("qwen3.5"), "mamba": MAM
 @pytest.mark.parametrize(("width", "layers"), [(2, "attention"), (5, "attention"), (5, "gated delta"), (4, "mamba")])
 def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int, layers: str) -> None:
     """From captured steps of every size, at any depth; nothing is captured or allocated for them later."""
-    requests = [request(50 + i, (9 + i, 5, 6, 7, 5, 6, 7), stops=(), max_tokens=90) for i in range(3)]
+    few: dict[str, Any] = {"max_tokens": 90, "allowed_token_ids": (5, 6, 7), "temperature": 0.5}
+    requests = [request(50 + i, (9 + i, 5, 6, 7, 5, 6, 7), stops=(), **few) for i in range(3)]
     later = {2 + 2 * i: request(i, range(i, 50 + 9 * i), max_tokens=6, stops=()) for i in range(6)}
 
     buckets = (16, 32, 48, 64, 80)

@@ -18,7 +18,6 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -93,14 +92,13 @@ class MixedWindowRole(PrefillRole):
     def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
         rows = chunks.state_rows(packed.ghosts_R)
         writes_R = torch.where(chunks.decodes_R != 0, PADDING_SLOT, rows.slots_B)
-        return replace(rows, undecided=[], writes_B=writes_R, window=self.width)
+        return replace(rows, undecided=self.keep, writes_B=writes_R, window=self.width)
 
-    def keep(self, undecided: Sequence[Undecided]) -> None:
-        """Of the first tokens: windows come before chunks."""
-        for layer in undecided:
-            made_XX = self._made[layer.layer]
-            first = min(len(made_XX), len(layer.made_TX))
-            made_XX[:first].copy_(layer.made_TX[:first])
+    def keep(self, undecided: Undecided) -> None:
+        """Of the first tokens: windows come before chunks, of which all layers together would keep gigabytes."""
+        made_XX, made_TX = self._made[undecided.layer], undecided.made_TX
+        first = min(len(made_XX), len(made_TX))
+        made_XX[:first].copy_(made_TX[:first])
 
     def drawing(self, chunks: Chunks) -> Tensor:
         """Of a row that decodes all its tokens, of others the last one again and again."""

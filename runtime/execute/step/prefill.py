@@ -7,7 +7,7 @@ other roles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from models.inputs import (
     RepeatedPrefill,
     StateRows,
     StepInputs,
-    Undecided,
 )
 from models.row_buckets import LARGE_STEP
 from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
@@ -169,8 +168,6 @@ class PrefillRole:
         )
         feed = self._feed
         hidden = self._parts.model.forward(inputs, self._parts.caches, feed.tap)
-        if inputs.state is not None and inputs.state.undecided:
-            self.keep(inputs.state.undecided)
         if not feed.on:
             return hidden, None
         feed.show_chunks(inputs, chunks, packed, hidden if feed.reads_hidden else None)
@@ -187,9 +184,6 @@ class PrefillRole:
     def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
         """Whose state each row continues; all of them take their tokens in."""
         return chunks.state_rows(packed.ghosts_R)
-
-    def keep(self, undecided: Sequence[Undecided]) -> None:
-        """What layers made of tokens that their state has not taken in, until ``finish``. None are: nothing is kept."""
 
     def drawing(self, chunks: Chunks) -> Tensor:
         """int64 [R * W], row-major: where in T the tokens are behind which a row may draw."""

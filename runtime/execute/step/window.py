@@ -76,7 +76,7 @@ class WindowRole(RowRole):
         state = None
         if parts.has_slot_state:
             going_B = torch.where(columns.finished == 0, rows_B, PADDING_SLOT)
-            state = StateRows(going_B, undecided=undecided, tree=tree)
+            state = StateRows(going_B, undecided=undecided.append, tree=tree)
         inputs = StepInputs(
             token_ids_T=window.tokens_BW.reshape(-1),
             positions_T=window.position_BW.reshape(-1),

@@ -6,8 +6,8 @@ and drafters (test_speculation.py, test_drafted.py), the rule (tests/runtime/sch
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,21 @@ def test_recurrent_layers_take_in_what_is_kept(
         unbroken(life)
 
 
+def test_no_layer_keeps_what_it_made_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a step is measured, and grows by all of that if it is kept until the step is over."""
+    over_model("qwen3.5", monkeypatch)
+    kept, made = MixedWindowRole.keep, list[weakref.ref[Tensor]]()
+
+    def keep(role: MixedWindowRole, undecided: Undecided) -> None:
+        assert not [one for one in made if one() is not None]
+        made[:] = [weakref.ref(undecided.made_TX)]
+        kept(role, undecided)
+
+    monkeypatch.setattr(MixedWindowRole, "keep", keep)
+    assert widths(beside(4, depth=2))[4] > 3
+    assert made
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_two_ranks_of_recurrent_layers_give_what_one_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     over_model(family, monkeypatch)
@@ -174,8 +189,8 @@ class NothingProposed(MixedWindowRole):
 class OfAnotherRow(MixedWindowRole):
     """State takes in what belongs to a neighbour's window."""
 
-    def keep(self, undecided: Sequence[Undecided]) -> None:
-        super().keep([replace(layer, made_TX=layer.made_TX.roll(self.width, 0)) for layer in undecided])
+    def keep(self, undecided: Undecided) -> None:
+        super().keep(replace(undecided, made_TX=undecided.made_TX.roll(self.width, 0)))
 
 
 class AtOnce(MixedWindowRole):
