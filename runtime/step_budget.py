@@ -45,14 +45,17 @@ def mixed_steps(
     rows, kv_tokens = config.decode_buckets, _kv_cells(executor.sizing.num_blocks * config.block_size)
 
     def make() -> str:
-        return json.dumps([budget_table(costs, kv_ms, rows, kv_tokens, config.itl_target_ms), calm_table(costs, rows)])
+        tables = budget_table(costs, kv_ms, rows, kv_tokens, config.itl_target_ms), calm_table(costs, rows)
+        return json.dumps([*tables, attention_wave(model)])
 
-    budgets, calm = json.loads(make() if share is None else share(make))
+    budgets, calm, (tile, wave) = json.loads(make() if share is None else share(make))
     mixed = MixedSteps(
         buckets,
         tuple((row, kv, total) for row, kv, total in budgets),
         tuple((row, chunk) for row, chunk in calm),
         costly_prefix=costly_prefix(model),
+        tile=tile,
+        wave=wave,
     )
     log.info("%s", _told(mixed, costs, config.itl_target_ms))
     return mixed
@@ -65,6 +68,13 @@ def costly_prefix(model: Decoder) -> int:
     attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
     a_key = sum(2 * mixer.heads * mixer.head_dim for mixer in attending)  # scores, and the sum of values
     return products // a_key if a_key else 0
+
+
+def attention_wave(model: Decoder) -> tuple[int, int]:
+    """MixedSteps.tile and .wave of the model's prefill attention; (0, 0) where they are not known."""
+    mixers = [cast(DecoderLayer, layer).mixer for layer in model.layers]
+    attending = next((mixer for mixer in mixers if isinstance(mixer, Attention)), None)
+    return (0, 0) if attending is None else attending.kernels.prefill_wave(attending.heads, attending.head_dim)
 
 
 def _multiplications(layer: DecoderLayer) -> int:

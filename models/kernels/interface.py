@@ -221,6 +221,12 @@ class Kernels(Protocol):
         """Whether ``decode_attention`` of rows with ``starts_B`` may be captured, with ``query_len`` PIECE."""
         return False
 
+    def prefill_wave(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """Of prefill attention: the tokens of a chunk that a program takes at once, and how many such tiles, of all of
+        ``heads``, run at the same time. (0, 0) where it is not known, or where work is not dealt out like this.
+        """
+        return 0, 0
+
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:

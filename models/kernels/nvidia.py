@@ -332,6 +332,9 @@ class NvidiaKernels(Kernels):
     def slower_prefill(self) -> str | None:
         return self._prefill.slower
 
+    def prefill_wave(self, heads: int, head_dim: int) -> tuple[int, int]:
+        return self._prefill.wave(heads, head_dim)
+
     def plan_prefill(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:

@@ -50,6 +50,11 @@ class TokenBudget:
             total = min(total, self.bucket(enough) or total)
         return min(max(self.floor(total), self.bucket(decoding + 1)) - decoding, self._most_chunk_tokens)
 
+    def most_beside(self, decoding: int) -> int:
+        """Tokens that chunks beside ``decoding`` others may have, whatever such a step takes."""
+        room = self._buckets[-1] - decoding if self._buckets else self._most_chunk_tokens
+        return min(room, self._most_chunk_tokens)
+
     def window_room(self, rows: int, kv_tokens: int, width: int) -> int:
         """Tokens that a step with chunks beside ``rows`` decode rows may have, of which these may take a share with
         ``width`` tokens each; 0 where no bucket would have room for a prompt beside them."""

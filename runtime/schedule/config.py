@@ -94,7 +94,8 @@ class MixedSteps:
     ``long_prompt``: prompts of more tokens wait in a lane of their own, where shorter ones may pass them while one
     before them is prefilled, and count as so many tokens of those that wait. ``costly_prefix``: behind so many tokens
     of its own prompt a chunk's token counts as two of the budget, since its attention costs as much as its products
-    (0: all count as one).
+    (0: all count as one). ``tile``: attention takes so many tokens of a chunk at once, and ``wave`` such tiles of all
+    chunks at the same time, so behind long prefixes chunks are cut to fill whole waves (shares.py; 0: they are not).
 
     The numbers are data: rank 0 measures and shares them, and the digest holds them, so ranks that differ are found
     out at the first step. Raises ValueError for numbers that do not ascend, or are not positive.
@@ -106,6 +107,8 @@ class MixedSteps:
     drain_steps: int = 6
     long_prompt: int = 2048
     costly_prefix: int = 0
+    tile: int = 0
+    wave: int = 0
 
     def __post_init__(self) -> None:
         if self.buckets and (self.buckets[0] < 1 or not _ascending(self.buckets)):
@@ -114,10 +117,11 @@ class MixedSteps:
             raise ValueError(f"budgets is {self.budgets}, but (rows, KV tokens) of its entries ascend from 0 on")
         if not _ascending([rows for rows, _ in self.calm]) or any(min(entry) < 0 for entry in self.calm):
             raise ValueError(f"calm is {self.calm}, but the rows of its entries ascend from 0 on")
-        if self.drain_steps < 1 or self.long_prompt < 1 or self.costly_prefix < 0:
+        if self.drain_steps < 1 or self.long_prompt < 1 or min(self.costly_prefix, self.tile, self.wave) < 0:
             raise ValueError(
-                f"drain_steps is {self.drain_steps}, long_prompt {self.long_prompt} and costly_prefix "
-                f"{self.costly_prefix}: numbers of steps and tokens, at least 1, 1 and 0"
+                f"drain_steps is {self.drain_steps}, long_prompt {self.long_prompt}, costly_prefix "
+                f"{self.costly_prefix}, tile {self.tile} and wave {self.wave}: numbers of steps, tokens and tiles, the "
+                "first two at least 1, the others 0"
             )
 
     @property
@@ -125,7 +129,12 @@ class MixedSteps:
         """Everything above as the digest folds it."""
         tables = (self.buckets, tuple(chain.from_iterable(self.budgets)), tuple(chain.from_iterable(self.calm)))
         lists = [number for table in tables for number in (len(table), *table)]
-        return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix)
+        return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix, self.tile, self.wave)
+
+    @property
+    def long_prefix(self) -> int:
+        """Behind so many tokens a chunk's attention takes a third of its time or more, so that it pays to fill waves."""
+        return max(1, self.costly_prefix // 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
-from runtime.schedule.shares import cost, gets_a_share, in_one_step, remaining, share_out
+from runtime.schedule.shares import cost, gets_a_share, in_one_step, remaining, share_out, whole_waves
 from runtime.schedule.speculation import SpeculationPolicy
 from runtime.schedule.states import State, Trigger
 
@@ -154,7 +154,7 @@ class Planner:
         """The next chunks, of ``tokens`` together, of scored prompts, of the others, or (None) of all.
 
         ``beside`` so many tokens of decode rows, whose wait the budget bounds, a token behind a long prefix counts more
-        than one. What fills the bucket then is for nothing.
+        than one. What fills the bucket then is for nothing, unless it would begin a wave of attention.
         """
         costly_prefix = self._mixed.costly_prefix if self._mixed is not None and beside else 0
         ours = [s for s in self._prefilling.values() if scored is None or s.scoring is scored]
@@ -164,12 +164,26 @@ class Planner:
             bought = sum(share_out(prefills, tokens, costly_prefix).values())
             tokens = min(tokens, self._budget.bucket(beside + bought) - beside)
         shares = share_out(prefills, tokens)
+        if costly_prefix and self._mixed is not None and self._mixed.wave:
+            shares = self._in_waves(self._mixed, shares, beside)
         rows: list[SequenceState] = []
         chunks: list[Chunk] = []
         for sequence in prefills:
             if sequence in shares:
                 self._cut_chunk(sequence, shares[sequence], rows, chunks)
         return rows, chunks
+
+    def _in_waves(self, mixed: MixedSteps, shares: dict[SequenceState, int], beside: int) -> dict[SequenceState, int]:
+        """``shares`` whose chunks behind long prefixes fill waves of attention, in the nearer of two buckets."""
+        long = [sequence for sequence in shares if sequence.prefilled >= mixed.long_prefix]
+        most = max(sum(shares.values()), self._budget.most_beside(beside))
+        shares = whole_waves(shares, long, mixed.tile, mixed.wave, most)
+        total = beside + sum(shares.values())
+        beyond = total - self._budget.floor(total)
+        last = next((sequence for sequence in reversed(shares) if sequence in long), None)
+        if last is not None and beyond < min(shares[last], self._budget.bucket(total) - total):
+            shares[last] -= beyond
+        return shares
 
     def _seat_whoever_gets_a_share(
         self, prefills: list[SequenceState], tokens: int, scored: bool | None, costly_prefix: int

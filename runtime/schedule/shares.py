@@ -36,6 +36,34 @@ def share_out(prefills: Sequence[SequenceState], tokens: int, costly_prefix: int
     return shares
 
 
+def whole_waves(
+    shares: dict[SequenceState, int], long: Sequence[SequenceState], tile: int, wave: int, tokens: int
+) -> dict[SequenceState, int]:
+    """``shares`` in which the chunks of ``long`` fill whole waves of attention, as far as their prompts go on.
+
+    Attention takes ``tile`` tokens of a chunk at a time and ``wave`` such tiles at once, and a wave takes as long as
+    any other, however few tiles it has. So a last wave that is not full is left out, or filled where three quarters of
+    it were there. Chunks that are not worth a wave together stay as they are. Tokens go first in line first, to what
+    each had, in whole tiles, before one has more; all shares together have ``tokens`` at most.
+    """
+    had = sum(shares[sequence] for sequence in long)
+    tiles = (4 * had + tile * wave) // (4 * tile * wave) * wave
+    if not tiles:
+        return shares
+    in_line = sorted(long, key=lambda sequence: sequence.order)
+    cut = shares | dict.fromkeys(in_line, 0)
+    left = tokens - sum(cut.values())
+    for whole_prompts in (False, True):
+        for sequence in in_line:
+            most = in_one_step(sequence)
+            wanted = most if whole_prompts else min(most, -(-shares[sequence] // tile) * tile)
+            more = min(wanted - cut[sequence], tiles * tile, left)
+            cut[sequence] += more
+            left -= more
+            tiles -= -(-more // tile)
+    return {sequence: share for sequence, share in cut.items() if share}
+
+
 def gets_a_share(
     candidate: SequenceState, prefills: Iterable[SequenceState], tokens: int, costly_prefix: int = 0
 ) -> bool:

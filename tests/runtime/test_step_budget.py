@@ -17,7 +17,7 @@ from runtime.execute.executor import Executor
 from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import PADDING_SLOT
-from runtime.step_budget import costly_prefix, mixed_steps
+from runtime.step_budget import attention_wave, costly_prefix, mixed_steps
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
@@ -72,7 +72,7 @@ def test_a_target_bounds_the_budgets(model: Decoder) -> None:
     assert max(total for _, _, total in mixed.budgets) < 300 < max(total for _, _, total in default.budgets)
 
 
-def test_all_ranks_have_the_tables_of_rank_0(model: Decoder) -> None:
+def test_all_ranks_have_the_tables_of_rank_0(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def leader(make: Callable[[], str]) -> str:
@@ -84,10 +84,15 @@ def test_all_ranks_have_the_tables_of_rank_0(model: Decoder) -> None:
         return said[0]
 
     slower = {tokens: 1.3 * ms + 0.01 * tokens for tokens, ms in COSTS.items()}
+    kernels = type(model.kernels)
+    monkeypatch.setattr(kernels, "prefill_wave", lambda self, heads, head_dim: (128, 132 // heads))
+    of_rank_0 = attention_wave(model)
     first = mixed_steps(CONFIG, model, measured(COSTS), leader)
+    monkeypatch.setattr(kernels, "prefill_wave", lambda self, heads, head_dim: (128, 78 // heads))
     second = mixed_steps(CONFIG, model, measured(slower), follower)
     assert first is not None
     assert first == second
+    assert (first.tile, first.wave) == of_rank_0 != attention_wave(model)
 
 
 def test_without_captured_steps_nothing_is_measured_or_rounded(model: Decoder) -> None:

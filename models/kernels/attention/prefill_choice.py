@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+_TILE = 128  # tokens of a program of fa3, measured on an H200 with as many features a head
 
 
 class Prefill:
@@ -121,6 +122,14 @@ class Prefill:
             self._build_in_background()
         elif self._reason is not None:
             self._warn_slower(self._reason)
+
+    def wave(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """Kernels.prefill_wave. Known of fa3 with 128 features a head: a program has 128 tokens of a head, and a
+        multiprocessor one program.
+        """
+        if self._paged is None or self._backend != "fa3" or head_dim != 128:
+            return 0, 0
+        return _TILE, max(1, self._traits.multiprocessors // heads)
 
     def plan(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor

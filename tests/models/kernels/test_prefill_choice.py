@@ -99,6 +99,16 @@ def test_what_is_built_is_taken_without_a_word(make: Make, caplog: pytest.LogCap
     assert (flashinfer.built_aside, caplog.records) == ([], [])
 
 
+def test_its_programs_of_128_tokens_of_a_head_are_one_a_multiprocessor(make: Make) -> None:
+    one = make(FlashInfer())
+    assert agreed(one) == "flashinfer"
+    assert [one.wave(heads, 128) for heads in (8, 32, 40, 200)] == [(128, 16), (128, 4), (128, 3), (128, 1)]
+    assert one.wave(32, 256) == (0, 0), "not measured"
+    ours = make(FlashInfer(), "triton")
+    assert agreed(ours) == "triton"
+    assert ours.wave(32, 128) == (0, 0)
+
+
 def test_what_is_not_built_is_built_for_the_next_start(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     flashinfer = FlashInfer(built=False)
     assert agreed(make(flashinfer)) == "triton"

@@ -209,8 +209,16 @@ def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
     budgets = tuple((rows, kv_tokens, draw.randrange(most + 8)) for rows, kv_tokens in some)
     calm = tuple((rows, draw.randrange(most)) for rows in sorted(draw.sample(range(8), draw.choice((0, 1, 4)))))
     steps = draw.choice((1, 3, 6))
+    tile, wave = draw.choice(((0, 0), (1, 3), (2, 2)))
     return MixedSteps(
-        buckets, budgets, calm, steps, long_prompt=draw.choice((3, 8, 100)), costly_prefix=draw.choice((0, 0, 6))
+        buckets,
+        budgets,
+        calm,
+        steps,
+        long_prompt=draw.choice((3, 8, 100)),
+        costly_prefix=draw.choice((0, 0, 6)),
+        tile=tile,
+        wave=wave,
     )
 
 

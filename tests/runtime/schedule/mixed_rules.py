@@ -70,7 +70,11 @@ class MixedRules:
         """``rows`` decode beside the step, or wait for it."""
         prefills = {**dict.fromkeys(self._scheduler.resources.by_state[State.PREFILL].values(), 0), **cut}
         given, most = sum(cut.values()), self._most(plan, rows, prefills)
-        if given > most:
+        wave = self._wave(plan)
+        room = self._scheduler.config.limits.max_prefill_tokens
+        if self._mixed.buckets:
+            room = min(room, self._mixed.buckets[-1] - plan.decode_rows * plan.width)
+        if given > max(most, min(most + wave // 4, room)):
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts, where {most} are allowed: {plan}")
         going = [s for s in prefills if not _waits_for_a_writer(s)]
         kind = [s for s in going if not rows or self._scores(s) is (plan.kind is StepKind.PREFILL)]
@@ -82,13 +86,21 @@ class MixedRules:
                 self._mixed.buckets
                 and total not in self._mixed.buckets
                 and given < self._scheduler.config.limits.max_prefill_tokens
+                and not wave
             ):
                 raise BrokenRule(f"step {plan.step} has {total} tokens, which is no bucket: {plan}")
         elif wanting and given != most:
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts; {most} would fill it: {plan}")
         first = min(kind, key=lambda s: s.order)
-        if first in wanting and cut.get(first, 0) < -(-given // 2):
+        if first in wanting and cut.get(first, 0) < min(-(-given // 2), wave or given):
             raise BrokenRule(f"step {plan.step}: the first in line gets {cut.get(first)} of {given} tokens: {plan}")
+
+    def _wave(self, plan: StepPlan) -> int:
+        """Tokens of a wave of attention, where chunks may be cut to such; else none."""
+        mixed = self._mixed
+        starts = [chunk.start for chunk in plan.chunks]
+        applies = plan.kind is StepKind.MIXED and mixed.costly_prefix and max(starts) >= mixed.long_prefix
+        return mixed.tile * mixed.wave if applies else 0
 
     def _most(self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int]) -> int:
         """Tokens of chunks where enough wait, found by looking at every total that a step may have."""

@@ -36,13 +36,16 @@ class StepCosts:
     """``step_ms``: (tokens, ms) of a forward pass and a draw that read no KV; beyond the last, the last slope goes on.
 
     ``kv_ms``: of reading one token's KV. ``attention_ms``: of one token of a prompt attending to one before it.
-    ``draft_ms``: of the guesses of a window, whatever its rows.
+    ``draft_ms``: of the guesses of a window, whatever its rows. ``tile`` and ``wave``: attention of prompts takes whole
+    waves of so many tiles of so many tokens (1: it takes what its tokens take).
     """
 
     step_ms: tuple[tuple[int, float], ...]
     kv_ms: float
     attention_ms: float
     draft_ms: float = 0.0
+    tile: int = 1
+    wave: int = 1
 
     def forward(self, tokens: int) -> float:
         for (low, low_ms), (high, high_ms) in pairwise(self.step_ms):
@@ -56,16 +59,21 @@ class StepCosts:
         if plan.kind is StepKind.MIXED:
             tokens = next((bucket for bucket in buckets if bucket >= tokens), tokens)
         prompts = sum(len(c.token_ids) * (c.start + len(c.token_ids) / 2) for c in plan.chunks)
-        return self.forward(tokens) + guesses + kv_tokens * self.kv_ms + prompts * self.attention_ms
+        tiles = sum(-(-len(c.token_ids) // self.tile) for c in plan.chunks)
+        full = -(-tiles // self.wave) * self.wave * self.tile / max(1, plan.prefill_tokens)
+        return self.forward(tokens) + guesses + kv_tokens * self.kv_ms + full * prompts * self.attention_ms
 
 
 # Decode steps of 1 to 256 rows without their KV reads (147,456 bytes a token at 4.0 TB/s), prefill beyond; attention of
-# 36 layers x 32 heads x 128 at 550 TFLOP/s. Guesses: three of an MTP layer.
+# 36 layers x 32 heads x 128 at 580 TFLOP/s where waves are full (FlashInfer's fa3: 512 tokens at once). Guesses: three
+# of an MTP layer.
 QWEN3_8B_H200 = StepCosts(
     step_ms=((1, 4.11), (8, 4.26), (32, 4.49), (128, 5.33), (256, 7.69), (2048, 48.0), (16384, 370.6)),
     kv_ms=147_456 / 4.0e9,
-    attention_ms=4 * 36 * 32 * 128 / 550e9,
+    attention_ms=4 * 36 * 32 * 128 / 580e9,
     draft_ms=0.6,
+    tile=128,
+    wave=4,
 )
 
 
@@ -242,6 +250,7 @@ LOADS: dict[str, Callable[[], Load]] = {
     "closed 256, 2048": lambda: (mixed_lengths(2048, seed=6), 256),
     "long prompts 64": lambda: (lengths(512, 1, prompt=1500, output=50, most=8000), 64),
     "long prompts at once": lambda: (lengths(512, 1, prompt=1500, output=50, most=8000), None),
+    "32k prompts at once": lambda: ([Arrival(32_000, 512)] * 64, None),
     "32k prompts 8": lambda: ([Arrival(32_000, 200)] * 32, 8),
     "32k prompts in chat": lambda: (chat_with_long_prompts(), None),
     "bursts": lambda: (bursts(), None),
@@ -282,12 +291,21 @@ ROOMY = SchedulerConfig(
 )
 
 
-def with_table(costs: StepCosts, target_ms: float | None = None) -> SchedulerConfig:
-    """The configuration whose budgets are made of ``costs``, as a start-up makes them of what it measures."""
+def with_table(costs: StepCosts, target_ms: float | None = None, waves: bool = True) -> SchedulerConfig:
+    """The configuration whose budgets are made of ``costs``, as a start-up makes them of what it measures. ``waves``:
+    chunks fill those of attention.
+    """
     step_ms = [(bucket, costs.forward(bucket)) for bucket in BUCKETS]
     budgets = budget_table(step_ms, costs.kv_ms, ROW_LIMITS, KV_LIMITS, target_ms)
     costly_prefix = int((costs.forward(2048) - costs.forward(1024)) / 1024 / costs.attention_ms)
-    mixed = MixedSteps(BUCKETS, budgets, calm_table(step_ms, ROW_LIMITS), costly_prefix=costly_prefix)
+    mixed = MixedSteps(
+        BUCKETS,
+        budgets,
+        calm_table(step_ms, ROW_LIMITS),
+        costly_prefix=costly_prefix,
+        tile=costs.tile,
+        wave=costs.wave if waves else 0,
+    )
     return replace(ROOMY, mixed=mixed)
 
 
@@ -302,13 +320,14 @@ def with_windows(config: SchedulerConfig, costs: StepCosts, width: int, mixed_pe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--separate", action="store_true", help="prefill and decode steps in turn, no mixed ones")
+    parser.add_argument("--ragged", action="store_true", help="chunks do not fill attention's waves")
     parser.add_argument("--itl-target-ms", type=float, help="how long a step with prompts may take")
     parser.add_argument("--depth", type=int, default=2, help="chain depth")
     parser.add_argument("--rates", nargs="*", type=float, default=[], help="share of windows that keep each guess")
     parser.add_argument("--mixed-percent", type=int, default=25, help="of a step's tokens beside chunks")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
     options = parser.parse_args()
-    config = ROOMY if options.separate else with_table(QWEN3_8B_H200, options.itl_target_ms)
+    config = ROOMY if options.separate else with_table(QWEN3_8B_H200, options.itl_target_ms, not options.ragged)
     config = config_with(config, depth=options.depth)
     if options.rates:
         config = with_windows(config, QWEN3_8B_H200, len(options.rates) + 1, options.mixed_percent)

@@ -104,7 +104,9 @@ def test_any_tables_give_what_a_search_through_all_totals_gives() -> None:
         ({"calm": ((2, 5), (2, 9))}, "ascend"),
         ({"drain_steps": 0}, "at least 1"),
         ({"long_prompt": 0}, "at least 1"),
-        ({"costly_prefix": -1}, "at least 1, 1 and 0"),
+        ({"costly_prefix": -1}, "at least 1, the others 0"),
+        ({"tile": -1}, "at least 1, the others 0"),
+        ({"wave": -4}, "at least 1, the others 0"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(fields: dict[str, object], says: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from runtime.schedule import planner
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Chunk, Fork, StepKind, StepOutput, StepPlan, StepResult
@@ -20,7 +21,7 @@ from runtime.schedule.planner import Cut, Planned, Planner
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
-from runtime.schedule.shares import remaining
+from runtime.schedule.shares import remaining, whole_waves
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.snapshots import SnapshotPool
 from runtime.schedule.states import State, Trigger
@@ -92,11 +93,18 @@ NAMES = (
 OF_SNAPSHOTS = ("snapshot_saves", "snapshot_restores", "snapshot_evictions", "snapshot_missed_tokens")
 
 
-def test_every_part_of_the_space_is_visited() -> None:
+def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traces do reach evictions, stalls, ghosts, prefix hits, fences, rows that fall short, forks of every kind and
-    prompts that leave before theirs, every depth and every pattern of widths.
+    prompts that leave before theirs, chunks cut to waves, every depth and every pattern of widths.
     """
     seen: Counter[object] = Counter()
+
+    def waves(shares: dict[SequenceState, int], *how: Any) -> dict[SequenceState, int]:
+        cut = whole_waves(shares, *how)
+        seen["waves"] += cut != shares
+        return cut
+
+    monkeypatch.setattr(planner, "whole_waves", waves)
 
     class CountingResources(Resources):
         def fall_short(self, sequence: SequenceState) -> None:
@@ -139,6 +147,7 @@ def test_every_part_of_the_space_is_visited() -> None:
     assert seen["distrusted"] > 10
     assert seen["found later"] > 5
     assert seen["early"] > 5
+    assert seen["waves"] > 5
     assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
     assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0
 

@@ -199,6 +199,23 @@ def test_a_chunk_behind_a_long_prefix_is_smaller_and_fills_a_bucket_all_the_same
     assert plans[-1].prefill_tokens == 7
 
 
+def test_chunks_behind_a_long_prefix_fill_waves_of_attention() -> None:
+    mixed = MixedSteps(tuple(range(8, 129, 8)), ((16, 1 << 20, 56),), costly_prefix=120, tile=8, wave=4)
+    engine = mixing(mixed, max_prefill_tokens=200)
+    engine.admit(0, prompt=2, max_tokens=80)
+    engine.turns(2)
+    engine.admit(1, prompt=300, max_tokens=2)
+    plans = [plan for plan in engine.real_turns(12) if plan.chunks]
+    chunks = [(plan.chunks[0].start, plan.prefill_tokens) for plan in plans]
+    assert chunks[:5] == [
+        (0, 55),
+        (55, 39),  # less than 60 tokens are no long prefix
+        (94, 31),  # they buy 31, which is nearly a wave; a token less than that, for the bucket's sake
+        (125, 31),
+        (156, 23),  # less than three quarters of a wave
+    ]
+
+
 def test_a_wide_step_has_w_tokens_a_row_and_one_a_chunk() -> None:
     engine = mixing(widths=(4,), depth=3, rows=4)
     engine.admit(0, prompt=3, max_tokens=30)

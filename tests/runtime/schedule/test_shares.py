@@ -8,7 +8,7 @@ import pytest
 
 from runtime.schedule.request import Request
 from runtime.schedule.sequence import SequenceState
-from runtime.schedule.shares import cost, gets_a_share, remaining, share_out
+from runtime.schedule.shares import cost, gets_a_share, remaining, share_out, whole_waves
 from tests.runtime.schedule.driver import prompt_of
 
 
@@ -113,3 +113,76 @@ def test_what_tokens_cost() -> None:
     assert cost(prefilling(0, 50, done=10), 6, 0) == 6
     assert cost(prefilling(0, 50, done=10), 6, 20) == 9
     assert cost(prefilling(0, 50, done=1), 1, 20) == 2, "rounded up"
+
+
+# ---- waves of attention ----
+
+
+def in_waves(had: dict[int, tuple[int, int]], tokens: int = 10_000, tile: int = 128, wave: int = 4) -> dict[int, int]:
+    """``had``: by arrival, the share of each long chunk and what is left of its prompt."""
+    long = {prefilling(i, 9000 + left, done=9000): share for i, (share, left) in had.items()}
+    return {s.request.request_id: n for s, n in whole_waves(long, [*long], tile, wave, tokens).items()}
+
+
+@pytest.mark.parametrize(
+    ("had", "given"),
+    [
+        (383, 383),  # not worth a wave
+        (384, 512),
+        (512, 512),
+        (740, 512),
+        (895, 512),
+        (896, 1024),
+        (1400, 1024),
+        (1408, 1536),
+    ],
+)
+def test_a_long_chunk_fills_waves(had: int, given: int) -> None:
+    assert in_waves({0: (had, 5000)}) == {0: given}
+
+
+def test_a_wave_ends_with_the_prompt_and_with_the_tokens_there_are() -> None:
+    assert in_waves({0: (400, 430)}) == {0: 430}
+    assert in_waves({0: (900, 5000)}, tokens=1000) == {0: 1000}
+
+
+def test_several_chunks_fill_a_wave_in_whole_tiles() -> None:
+    """First in line first; two of 370 tokens are six tiles, of which four fit."""
+    assert in_waves({0: (370, 5000), 1: (370, 5000)}) == {0: 384, 1: 128}
+    assert in_waves({1: (370, 5000), 0: (370, 5000)}) == {0: 384, 1: 128}
+    assert in_waves({0: (512, 5000), 1: (100, 100)}) == {0: 512}
+    assert in_waves({0: (100, 100), 1: (400, 5000)}) == {0: 100, 1: 384}
+
+
+def test_chunks_of_others_keep_what_they_had() -> None:
+    long, short = prefilling(0, 20_000, done=9000), prefilling(1, 300)
+    assert whole_waves({long: 740, short: 300}, [long], 128, 4, 2000) == {long: 512, short: 300}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whole_waves_of_any_chunks(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(200):
+        tile, wave = draw.choice(((1, 1), (2, 3), (4, 2), (8, 8), (128, 4)))
+        most = draw.choice((3, tile * wave, 5 * tile * wave))
+        had = {prefilling(i, 5000 + draw.randrange(1, 2 * most + 1), done=5000): 0 for i in range(draw.randrange(1, 5))}
+        shares = {s: draw.randrange(1, min(most, remaining(s)) + 1) for s in had}
+        long = draw.sample([*shares], draw.randrange(len(shares) + 1))
+        room = sum(shares.values()) + draw.choice((0, 0, 3, tile * wave))
+        given = whole_waves(shares, long, tile, wave, room)
+        assert sum(given.values()) <= room
+        assert all(0 < given[s] <= remaining(s) for s in given)
+        assert all(given[s] == share for s, share in shares.items() if s not in long)
+        if not long:
+            continue
+        before, after = sum(shares[s] for s in long), sum(given.get(s, 0) for s in long)
+        tiles = sum(-(-given.get(s, 0) // tile) for s in long)
+        first = min(long, key=lambda s: s.order)
+        if 4 * before < 3 * tile * wave:
+            assert given == shares
+            continue
+        assert 4 * (after - before) <= tile * wave
+        assert tiles <= wave * ((before + tile * wave // 4) // (tile * wave))
+        assert given[first] >= min(shares[first], tile * wave)
+        if tiles % wave:  # no prompt goes on, or no token is left
+            assert sum(given.values()) == room or all(given.get(s) == remaining(s) for s in long)
