@@ -133,7 +133,7 @@ class MixedSteps:
 
     @property
     def long_prefix(self) -> int:
-        """Behind so many tokens a chunk's attention takes a third of its time or more, so that it pays to fill waves."""
+        """Behind so many tokens a chunk's attention takes a third of its time or more: filling waves pays."""
         return max(1, self.costly_prefix // 2)
 
 
