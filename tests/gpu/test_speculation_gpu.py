@@ -12,6 +12,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, ProposerParts
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.slot_state import SlotColumns
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
@@ -65,7 +66,8 @@ def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int, layer
 
     def lived(depth: int, **more: Any) -> tuple[Any, dict[str, int | float], Counter[int]]:
         found: Counter[int] = Counter()
-        how = LIMITS | more | ({"shape": SHAPES[layers]} if SHAPES[layers] else {})
+        kinds = SamplingVariant(), SamplingVariant.covering([one.sampling for one in (*requests, *later.values())])
+        how = LIMITS | more | {"variants": kinds} | ({"shape": SHAPES[layers]} if SHAPES[layers] else {})
         with gpu_rig(depth=depth, prefill_buckets=buckets, mixed=MixedSteps(buckets), **how) as engine:
             launch = engine.executor.launch
 
