@@ -314,6 +314,7 @@ def a_drain_lets_streams_end(server: Server) -> None:
         )  # fmt: skip
         texts.extend(chunk.choices[0].delta.content or "" for chunk in stream)
 
+    until(lambda: server.metric("vllm:num_requests_running") == 0, "a request before it runs on")
     reader = threading.Thread(target=read)
     reader.start()
     until(lambda: server.metric("vllm:num_requests_running") == 1 or not reader.is_alive(), "it does not begin")
