@@ -117,11 +117,16 @@ class MixedSteps:
             raise ValueError(f"budgets is {self.budgets}, but (rows, KV tokens) of its entries ascend from 0 on")
         if not _ascending([rows for rows, _ in self.calm]) or any(min(entry) < 0 for entry in self.calm):
             raise ValueError(f"calm is {self.calm}, but the rows of its entries ascend from 0 on")
-        if self.drain_steps < 1 or self.long_prompt < 1 or min(self.costly_prefix, self.tile, self.wave) < 0:
+        if (
+            self.drain_steps < 1
+            or self.long_prompt < 1
+            or min(self.costly_prefix, self.tile, self.wave) < 0
+            or ((self.tile == 0) is not (self.wave == 0))
+        ):
             raise ValueError(
                 f"drain_steps is {self.drain_steps}, long_prompt {self.long_prompt}, costly_prefix "
                 f"{self.costly_prefix}, tile {self.tile} and wave {self.wave}: numbers of steps, tokens and tiles, the "
-                "first two at least 1, the others 0"
+                "first two at least 1, the others 0, and both of the last two or neither"
             )
 
     @property

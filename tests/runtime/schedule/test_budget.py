@@ -107,6 +107,8 @@ def test_any_tables_give_what_a_search_through_all_totals_gives() -> None:
         ({"costly_prefix": -1}, "at least 1, the others 0"),
         ({"tile": -1}, "at least 1, the others 0"),
         ({"wave": -4}, "at least 1, the others 0"),
+        ({"wave": 4}, "both of the last two or neither"),
+        ({"tile": 128}, "both of the last two or neither"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(fields: dict[str, object], says: str) -> None:
