@@ -303,7 +303,7 @@ def with_table(costs: StepCosts, target_ms: float | None = None, waves: bool = T
         budgets,
         calm_table(step_ms, ROW_LIMITS),
         costly_prefix=costly_prefix,
-        tile=costs.tile,
+        tile=costs.tile if waves else 0,
         wave=costs.wave if waves else 0,
     )
     return replace(ROOMY, mixed=mixed)
