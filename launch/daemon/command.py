@@ -22,13 +22,15 @@ from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
+from runtime.client_socket import listen
 from runtime.config import EngineConfig, require_real_texts
-from runtime.daemon.server import DaemonEngine, Endpoint, SlotServer, listen
+from runtime.daemon.server import DaemonEngine, Endpoint, SlotServer
 from runtime.daemon.session import Connection
 from runtime.frontend.tokenizer import Tokenizer
 
 DEFAULT_SOCKET = Path("lockstride.sock")
 _STDIN = 0
+_BACKLOG = 64
 
 log = logging.getLogger("lockstride")
 
@@ -111,6 +113,6 @@ def _ends(options: DaemonOptions) -> tuple[Endpoint | None, socket.socket | None
     if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
         raise UsageError(f"--socket {path} is a file that is no socket")
     try:
-        return None, listen(path), path
+        return None, listen(path, _BACKLOG), path
     except OSError as error:
         raise UsageError(f"--socket {path} cannot be listened on: {error}") from error

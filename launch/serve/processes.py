@@ -27,6 +27,7 @@ import msgspec
 
 from launch.errors import UsageError
 from launch.serve.settings import ServerSettings, encoded
+from runtime.client_socket import listen
 from runtime.frontend.engine_server import ApiLink
 from runtime.frontend.serve_messages import Setup
 
@@ -168,26 +169,8 @@ def _refuse_taken(family: int, host: str, port: int) -> None:
 
 
 def _unix_listeners(path: Path, processes: int) -> tuple[list[socket.socket], str]:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.is_socket() and not _answers(path):
-            path.unlink()  # of a server that was killed
-        before = os.umask(0o077)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen(_BACKLOG)
+        listener = listen(path, _BACKLOG)
     except OSError as error:
-        listener.close()
         raise UsageError(f"--uds {path} cannot be listened on: {error}") from error
     return [listener, *(listener.dup() for _ in range(processes - 1))], f"unix:{path}"
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True

@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Protocol
 
 from runtime.daemon.desk import Desk
@@ -31,7 +30,6 @@ MAX_LINE: Final = 1 << 24  # bytes
 _READ_BYTES: Final = 1 << 16
 _IDLE_SECONDS: Final = 0.25  # longest wait for a line before the engine is asked again
 _FLUSH_SECONDS: Final = 2.0  # for the last frames
-_BACKLOG: Final = 64
 _POLL_SECONDS: Final = 1e-3  # poll() waits for whole milliseconds
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -265,31 +263,3 @@ def _is_ours(peer: socket.socket) -> bool:
     """Whether the process at the other end is of this user."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return bool(_PEER.unpack(credentials)[1] == os.getuid())
-
-
-def listen(path: Path) -> socket.socket:
-    """A Unix socket that this user alone may open. One that a dead daemon left is replaced. Raises OSError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket() and not _answers(path):
-            path.unlink()
-        before = os.umask(0o077)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        path.chmod(0o700)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True

@@ -58,6 +58,8 @@ def prefilled(made: Case, q: Tensor, queries: tuple[int, ...], lengths: tuple[in
     _, _, page, kv_heads, _ = made.kv.shape
     expected = []
     for row, part in enumerate(torch.split(q, list(queries))):
+        if not len(part):
+            continue
         one = Case(1, heads, kv_heads, dim, page, max(lengths), q.dtype, query_len=part.shape[0])
         one.table, one.kv = made.table[row : row + 1], made.kv
         one.set_lengths([lengths[row]])
@@ -121,6 +123,63 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
         out.fill_(math.nan)
         replay()
         check(out[: sum(queries)], prefilled(made, q[: sum(queries)], queries, lengths, scale), BF16)
+
+
+@pytest.mark.parametrize("kernels", ["flashinfer"], indirect=True)
+def test_captured_prefill_copies_keys_where_that_pays(kernels: NvidiaKernels) -> None:
+    """One graph of 3,000 tokens: plans that copy and plans that do not, in every order, with NaN behind every row."""
+    heads, kv_heads, dim, page, tokens, most = 8, 2, 128, 64, 3000, 5000
+    made = Case(5, heads, kv_heads, dim, page, most, BF16)
+    lengths_of = [3000, 1, 4900, 1200, 130]
+    made.set_lengths(lengths_of)
+    made.poison_beyond()
+    q, scale = randn(tokens, heads, dim, dtype=BF16), dim**-0.5
+    repeated = kernels.repeat_prefill(made.table, tokens, heads, kv_heads, made.kv)
+    assert repeated is not None
+    inputs = PrefillAttention(made.table, (tokens,), (tokens,), repeated)
+    repeated.plan((tokens,), (tokens,))
+    kernels.prefill_attention(q, made.kv, inputs, scale)
+    replay, out = captured(lambda: kernels.prefill_attention(q, made.kv, inputs, scale))
+    copying = ((3000,), (1700, 0, 1300), (0, 0, 2500), (1200, 0, 1100, 500), (1999, 1, 0, 999, 1))
+    paged = ((1500,), (0, 1, 40), (100, 1, 100, 600, 130), (2047,))
+    gathered = repeated._gathered  # type: ignore[attr-defined]
+    both = set()
+    for seed in range(12):
+        pick = random.Random(seed)
+        queries = pick.choice(copying if seed % 3 else paged)
+        first = pick.choice([0, 0, tokens - sum(queries)])
+        lengths = tuple(length if query else 0 for query, length in zip(queries, lengths_of, strict=False))
+        both.add(gathered.pays(queries, lengths, first))
+        q.copy_(randn(tokens, heads, dim, dtype=BF16))
+        repeated.plan(queries, lengths, first)
+        out.fill_(math.nan)
+        replay()
+        end = first + sum(queries)
+        check(out[first:end], prefilled(made, q[first:end], queries, lengths, scale), BF16)
+        assert out[end:].isnan().all()
+        assert out[:first].isnan().all()
+    assert both == {True, False}
+
+
+@pytest.mark.parametrize("kernels", ["flashinfer"], indirect=True)
+def test_a_broken_row_leaves_rows_beside_it_alone(kernels: NvidiaKernels) -> None:
+    """Rows whose keys are copied side by side: those of the broken ones are NaN."""
+    heads, kv_heads, dim, page, rows, each = 8, 2, 128, 64, 4, 700
+    made = Case(rows, heads, kv_heads, dim, page, each, BF16)
+    made.set_lengths([each] * rows)
+    q, scale = randn(rows * each, heads, dim, dtype=BF16), dim**-0.5
+    repeated = kernels.repeat_prefill(made.table, rows * each, heads, kv_heads, made.kv)
+    assert repeated is not None
+    queries = (each,) * rows
+    assert repeated._gathered.pays(queries, queries, 0)  # type: ignore[attr-defined]
+    repeated.plan(queries, queries)
+    inputs = PrefillAttention(made.table, queries, queries, repeated)
+    expected = kernels.prefill_attention(q, made.kv, inputs, scale).clone().view(rows, -1)
+    for broken in (0, 2):
+        made.kv[:, made.table[broken].long()] = math.nan
+    found = kernels.prefill_attention(q, made.kv, inputs, scale).view(rows, -1)
+    assert torch.equal(found[1::2], expected[1::2])
+    assert found[::2].isnan().all()
 
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)

@@ -10,6 +10,10 @@ synchronisation).
 A captured prefill (RepeatedPaged) has one device buffer for its plan, which each replay's plan overwrites in stream
 order. Only fa3 can be captured: its launch is the same for every plan, while fa2 launches as many programs as a plan
 has.
+
+fa3 takes 13 to 20% less time over consecutive keys than over pages (H200, docs/measurements/attention.md). So captured
+steps of many tokens copy the keys first where that pays (gather_pages.py); they hold a launch of either kind, one of
+which has nothing to do.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention
 from models.kernels.attention.flashinfer_build import arguments
+from models.kernels.attention.gather_pages import LEAST_TOKENS, GatheredPages
 from models.kernels.pinned_ring import PinnedRing, event_of, ring_places
 
-_PREFILL_WORKSPACE = 256 << 20
+_PREFILL_WORKSPACE = 256 << 20  # fa2's; fa3 has no use for it but for copied keys
+_CAUSAL, _NHD = 1, 0  # FlashInfer's codes of a mask and a layout
 
 
 def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -115,8 +121,6 @@ class RepeatedPaged:
         self._rows = rows
         # Pages are read from the table in place: the plan gives fa3 each row's start and length.
         self._page_starts = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32)
-        self._most_tokens = max_tokens
-        self._shape = (heads, kv_heads, page, True, head_dim, head_dim, True, -1)
 
         def words(count: int) -> Tensor:
             return torch.empty(count, dtype=torch.int32, device=workspace.device)
@@ -150,38 +154,110 @@ class RepeatedPaged:
             seq_lens=ones * max_tokens,
             non_blocking=False,
         )
-        self._layout = list(self._wrapper._plan_info)
-        size = self._wrapper._pin_memory_int_workspace_buffer.shape
-        self.ring = PinnedRing(
-            [_pinned_bytes(size) for _ in range(ring_places(depth))],
-            event_of(workspace.device),
-        )
+        wrapper = self._wrapper
+        size = wrapper._pin_memory_int_workspace_buffer.shape
+
+        def place(of_device: Tensor, page_size: int, layout: list[int] | None) -> _PlanPlace:
+            numbers = (max_tokens, rows, heads, kv_heads, page_size, True, head_dim, head_dim, True, -1)
+            pinned = PinnedRing([_pinned_bytes(size) for _ in range(ring_places(depth))], event_of(workspace.device))
+            return _PlanPlace(wrapper._cached_module, of_device, pinned, numbers, layout)
+
+        self._paged = place(wrapper._int_workspace_buffer, page, list(wrapper._plan_info))
+        self.ring = self._paged.ring
+        self._gathered: GatheredPages | None = None
+        if max_tokens >= LEAST_TOKENS:
+            multiprocessors = torch.cuda.get_device_properties(workspace.device).multi_processor_count
+            group = heads // kv_heads
+            self._gathered = GatheredPages(workspace, page_table_BP, kv_layer, group, multiprocessors, depth)
+            self._consecutive = place(torch.empty_like(wrapper._int_workspace_buffer), 1, None)
+            self._copies = True  # in the plan of before: the first one fills both places
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """See RepeatedPrefill. Raises RuntimeError where FlashInfer's plan layout differs from the captured one."""
-        wrapper, rows = self._wrapper, self._rows
-        padding = (0,) * (rows - len(query_lengths))
-        pinned = self.ring.take()
-        layout = wrapper._cached_module.plan(
-            wrapper._float_workspace_buffer,
-            wrapper._int_workspace_buffer,
-            pinned,
-            torch.tensor(_starts((*query_lengths, *padding), first_token), dtype=torch.int32),
-            self._page_starts,
-            torch.tensor((*kv_lengths, *padding), dtype=torch.int32),
-            self._most_tokens,
-            rows,
-            *self._shape,
-        )
-        self.ring.queued()
-        if list(layout) != self._layout:
-            raise RuntimeError(f"FlashInfer laid a prefill plan out as {list(layout)}, the first was {self._layout}")
+        padding = (0,) * (self._rows - len(query_lengths))
+        rows = (*query_lengths, *padding), (*kv_lengths, *padding)
+        nobody = (0,) * self._rows, (0,) * self._rows
+        gathered = self._gathered
+        copies = gathered is not None and gathered.pays(query_lengths, kv_lengths, first_token)
+        if gathered is not None and (copies or self._copies):
+            queries, keys = rows if copies else nobody
+            self._consecutive.fill(queries, gathered.plan(keys), keys, first_token)
+            self._copies = copies
+        queries, keys = nobody if copies else rows
+        self._paged.fill(queries, self._page_starts, keys, first_token)
 
     def run(self, q_THD: Tensor, keys_values: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
         """Launches over ``q_THD``, which may have more tokens than the plan: the rest of ``out`` is left as it is."""
+        if self._gathered is not None and len(q_THD) >= LEAST_TOKENS:
+            self._consecutive.attend(q_THD, *self._gathered.copy(*keys_values), out)
         self._wrapper._qo_indptr_last = q_THD.shape[0]  # FlashInfer would refuse another number of tokens
         returned: Tensor = self._wrapper.run(q_THD, keys_values, out=out)
         return returned
+
+
+class _PlanPlace:
+    """One device buffer for fa3's plans. ``numbers``: what FlashInfer's plan takes besides the rows; ``layout``: of the
+    plan that was captured, None where the first one is."""
+
+    def __init__(
+        self,
+        module: Any,
+        on_device: Tensor,
+        ring: PinnedRing[Tensor],
+        numbers: tuple[int, ...],
+        layout: list[int] | None,
+    ) -> None:
+        self._module, self._on_device, self.ring, self._numbers, self._layout = module, on_device, ring, numbers, layout
+        self._unused = torch.empty(1, dtype=torch.uint8, device=on_device.device)  # where fa2 keeps what it splits
+        self._starts = torch.empty(2, dtype=torch.int32, device=on_device.device)  # fa3 reads the plan's instead
+
+    def fill(
+        self, query_lengths: tuple[int, ...], key_starts: Tensor | list[int], kv_lengths: tuple[int, ...], first: int
+    ) -> None:
+        """Enqueue a plan. RuntimeError where its layout differs from the captured one."""
+        starts = key_starts if isinstance(key_starts, Tensor) else torch.tensor(key_starts, dtype=torch.int32)
+        pinned = self.ring.take()
+        layout = list(
+            self._module.plan(
+                self._unused,
+                self._on_device,
+                pinned,
+                torch.tensor(_starts(query_lengths, first), dtype=torch.int32),
+                starts,
+                torch.tensor(kv_lengths, dtype=torch.int32),
+                *self._numbers,
+            )
+        )
+        self.ring.queued()
+        self._layout = self._layout or layout
+        if layout != self._layout:
+            raise RuntimeError(f"FlashInfer laid a prefill plan out as {layout}, the first was {self._layout}")
+
+    def attend(self, q_THD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, out: Tensor) -> None:
+        """Launch attention over consecutive keys."""
+        scale = q_THD.shape[-1] ** -0.5
+        self._module.ragged_run(
+            self._unused,
+            self._on_device,
+            self._layout,
+            q_THD,
+            keys_SKD,
+            values_SKD,
+            self._starts,
+            self._starts,
+            out,
+            None,  # log-sum-exp
+            _CAUSAL,
+            _NHD,
+            -1,  # no window
+            False,  # no dependent launch
+            *(None,) * 6,  # masks, slopes and items
+            0.0,  # no soft cap
+            scale,
+            1.0,
+            1e4,
+            0,
+        )
 
 
 def _pinned_bytes(size: torch.Size) -> Tensor:

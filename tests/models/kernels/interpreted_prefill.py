@@ -1,7 +1,8 @@
 """Prefill attention through Triton's interpreter, on a CPU: ``TRITON_INTERPRET=1 python -m ...``.
 
 Each step against the torch reference, with NaN wherever no row may look: planned for one launch, and planned anew into
-the place that captured launches read. Exits with an error where one differs.
+the place that captured launches read. And copies of keys out of their pages, bit for bit. Exits with an error where one
+differs.
 
 Knows: shapes that reach every branch of the kernel. Does not know: GPUs (tests/gpu/test_prefill_kernels.py), where the
 same kernel runs compiled, in bfloat16, and at real sizes.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention
 from models.kernels.attention import prefill
+from models.kernels.attention.gather_pages import TILE, GatheredPages
 from models.kernels.attention.prefill import Blocks, TiledPrefill
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import DeviceTraits
@@ -98,6 +100,30 @@ def repeated() -> None:
         check(out[:new], expected(one, cache, q[:new], 0.25), one.dtype, one)
 
 
+def gathered() -> None:
+    """Keys of rows copied out of pages full of NaN elsewhere, by more plans than the ring holds, over what was there:
+    each row's as they are, zeros up to the end of its last tile."""
+    for kv_heads, dim, page, dtype in (
+        (2, 16, 16, torch.float32),
+        (3, 24, 48, torch.float16),
+        (8, 128, 64, torch.float16),
+    ):
+        cache = Cache([300, 300, 300], kv_heads, dim, page, dtype)
+        room = torch.full((2 * 7 * TILE * kv_heads * dim,), float("nan"), dtype=dtype).view(torch.uint8)
+        copies = GatheredPages(room, cache.table, cache.kv, 4, multiprocessors=3)
+        assert copies.capacity == 7 * TILE, copies.capacity
+        for lengths in ((300, 0, 129), (1, 128, 300), (), (0, 0, 7), (300, 256, 127), (128, 128, 128)):
+            starts = copies.plan(lengths)
+            found = copies.copy(cache.kv[0], cache.kv[1])
+            for row, (length, start, end) in enumerate(zip(lengths, starts, starts[1:], strict=False)):
+                key = torch.arange(length)
+                pages = cache.table[row].long()[key // page]
+                for copied, layer in zip(found, cache.kv, strict=True):
+                    assert torch.equal(copied[start : start + length], layer[pages, key % page]), (lengths, row)
+                    assert not copied[start + length : end].any(), (lengths, row)
+                assert end == start + -(-length // TILE) * TILE
+
+
 def few_programs() -> None:
     """Several turns for each program, the last of which does not go round."""
     ordinary(dataclasses.replace(TRAITS, multiprocessors=1))
@@ -105,7 +131,7 @@ def few_programs() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for part in (ordinary, repeated, few_programs):
+    for part in (ordinary, repeated, few_programs, gathered):
         torch.manual_seed(0)
         began = time.perf_counter()
         part()

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.client_socket import listen
 from runtime.daemon.client import AsyncSlotClient, SlotClient, SlotError
 from runtime.daemon.frames import Frame, FrameReader, Kind, unpack_ids
-from runtime.daemon.server import Endpoint, SlotServer, listen
+from runtime.daemon.server import Endpoint, SlotServer
 from runtime.daemon.session import Connection
 from runtime.schedule.plan import StepOutput
 from tests.runtime.daemon.scripted import ScriptedEngine
@@ -36,7 +37,7 @@ def served(
 ) -> Iterator[SlotServer]:
     """A daemon at ``path`` until the block is left; then all is back."""
     engine = ScriptedEngine() if engine is None else engine
-    listener = listen(path)
+    listener = listen(path, 8)
     server = SlotServer(engine, listener=listener, unread_bytes=unread)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -165,7 +166,7 @@ def test_an_engine_that_fails_is_told_by_name(tmp_path: Path) -> None:
             return super().step()
 
     path = tmp_path / "slots.sock"
-    listener = listen(path)
+    listener = listen(path, 8)
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -193,12 +194,3 @@ def test_another_user_s_client_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             SlotClient(path, timeout=PATIENCE_S)
         monkeypatch.undo()
         SlotClient(path, timeout=PATIENCE_S).close()
-
-
-def test_a_socket_that_a_dead_daemon_left_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "slots.sock"
-    listen(path).close()
-    second = listen(path)
-    with pytest.raises(OSError, match="Address already in use"):
-        listen(path)
-    second.close()
