@@ -366,9 +366,12 @@ class Planner:
             if session is not None and session.revive:
                 session.revive = False
                 resources.update_slot(sequence, revive=True)
-        for sequence in [s for s in decoding.values() if s.planned_tokens >= s.wake_at]:
+        waking = [s for s in decoding.values() if s.planned_tokens >= s.wake_at]
+        for sequence in waking:
             if sequence.state is State.DECODE:  # it may just have been somebody's victim
                 self._wake(sequence)
+        if waking:
+            resources.reserve_ahead(decoding.values())
         if decoding and self._rows_version != resources.decode_version:
             self._collect_rows()
         return bool(decoding)

@@ -7,7 +7,7 @@ Does not know: which rows make a step (planner.py), results of steps (scheduler.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from runtime.schedule.blocks import ROOT, BlockPool
@@ -27,6 +27,7 @@ from runtime.schedule.states import State, Trigger
 
 LANES = 3  # of the waiting queue, with mixed steps
 LONG_LANE, SCORED_LANE = 1, 2
+_TOGETHER = 32  # rows that are given a block in one step: some 50 us of the host's time
 _IN_LINE = (State.WAITING, State.JOINING)
 
 
@@ -614,11 +615,29 @@ class Resources:
             if victim is sequence:
                 return False
         if wanted > 0:
-            held = len(sequence.blocks)
-            sequence.blocks += self.pool.take(wanted)
-            self._write_blocks(sequence, held)
+            self._take_blocks(sequence, wanted)
         self.set_wake(sequence)
         return True
+
+    def _take_blocks(self, sequence: SequenceState, wanted: int) -> None:
+        held = len(sequence.blocks)
+        sequence.blocks += self.pool.take(wanted)
+        self._write_blocks(sequence, held)
+
+    def reserve_ahead(self, decoding: Collection[SequenceState]) -> None:
+        """A block for each that needs one soon, while free ones are plenty.
+
+        For a step that changes block tables anyway: those behind it then change nothing, and send nothing to the
+        device. Soon is as many tokens as give blocks to about _TOGETHER rows of all lengths, half a block at most.
+        """
+        size, plenty = self.limits.block_size, len(decoding)
+        soon = min(size // 2, _TOGETHER * size // max(1, len(decoding)))
+        for sequence in decoding:
+            if sequence.planned_tokens + soon < sequence.wake_at or self.pool.free_count <= plenty:
+                continue
+            if self._wake_at_latest(sequence) < sequence.max_length:
+                self._take_blocks(sequence, 1)
+                self.set_wake(sequence)
 
     def _victim(self) -> SequenceState:
         """Who gives up blocks: somebody parked or paused if there is one, else the last in line."""
