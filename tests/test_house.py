@@ -54,7 +54,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/observe", "runtime/replicate", "runtime/watchdog"),
         ("runtime/speculate",),
         ("runtime/execute",),
-        ("runtime/config.py", "runtime/gc_freeze.py", "runtime/plan_late.py"),
+        ("runtime/client_socket.py", "runtime/config.py", "runtime/gc_freeze.py", "runtime/plan_late.py"),
         ("runtime/speculative_config.py",),
         ("runtime/schedule",),
     ),

@@ -164,7 +164,7 @@ def test_captured_prefill_copies_keys_where_that_pays(kernels: NvidiaKernels) ->
 @pytest.mark.parametrize("kernels", ["flashinfer"], indirect=True)
 def test_a_broken_row_leaves_rows_beside_it_alone(kernels: NvidiaKernels) -> None:
     """Rows whose keys are copied side by side: those of the broken ones are NaN."""
-    heads, kv_heads, dim, page, rows, each = 8, 2, 128, 64, 4, 700
+    heads, kv_heads, dim, page, rows, each = 8, 2, 128, 64, 4, 1100
     made = Case(rows, heads, kv_heads, dim, page, each, BF16)
     made.set_lengths([each] * rows)
     q, scale = randn(rows * each, heads, dim, dtype=BF16), dim**-0.5
