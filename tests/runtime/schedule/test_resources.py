@@ -254,7 +254,7 @@ def test_few_steps_give_blocks_to_rows_of_all_lengths(rows: int, most: float, wi
         block_size=64,
         max_model_len=800,
         max_prefill_tokens=1 << 16,
-        width=width,
+        widths=(width,),
     )
     for request_id in range(rows):
         engine.admit(request_id, prompt_of(20 + 37 * request_id % 64, request_id), max_tokens=700)
