@@ -5,6 +5,8 @@ Knows: counts. Does not know: time, or the device's own counters (runtime/observ
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -105,16 +107,18 @@ class ScheduleCounters:
     latest_break: str | None = None
     _why_void: str = "start"
 
-    def proposed(self, width: int, gained: int) -> None:
-        """A row of a window of ``width`` tokens landed: it gained one more than were kept of those proposed."""
-        kept = max(0, gained - 1)
-        self.spec_num_drafts += 1
-        self.spec_num_draft_tokens += width - 1
-        self.spec_num_accepted_tokens += kept
+    def proposed(self, width: int, gains: Sequence[int]) -> None:
+        """Rows of a step of windows of ``width`` tokens landed: each gained one more than it kept of those proposed."""
+        self.spec_num_drafts += len(gains)
+        self.spec_num_draft_tokens += (width - 1) * len(gains)
         positions = self.spec_accepted_per_position
         positions += [0] * (width - 1 - len(positions))
-        for position in range(kept):
-            positions[position] += 1
+        rows_that_gained = Counter(gains)
+        kept = 0  # rows, at this position and so at all before it
+        for position in reversed(range(width - 1)):
+            kept += rows_that_gained[position + 2]
+            positions[position] += kept
+            self.spec_num_accepted_tokens += kept
 
     def planned(self, plan: StepPlan | None, chain: Chain, why_void: str) -> None:
         """Count one planned step, before it joins the chain."""

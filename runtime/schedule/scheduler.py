@@ -7,6 +7,8 @@ It is a pure state machine: the same events and results in the same order give t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.plan import (
@@ -145,13 +147,16 @@ class Scheduler:
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
         if _ERROR in result.finish:
             self._distrust_broken(flight, plan, result)
-        if not wide and flight.slot_version == self.slots.version and not any(result.finish) and all(counts):
-            return self._apply_plain(flight, result)
+        if flight.slot_version == self.slots.version and not any(result.finish) and all(counts):
+            if not wide:
+                return self._apply_plain(flight, result)
+            if decode_rows == len(flight.rows):
+                return self._apply_windows(flight, width, result)
         rows: list[SequenceState | None] = list(flight.rows)
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
         done = []
-        rounds = gained = 0
+        gains: list[int] = []  # of live windows
         barren: list[tuple[SequenceState, int]] = []
         for i, (sequence, count, code) in enumerate(zip(rows, counts, result.finish, strict=True)):
             if sequence is None:
@@ -169,8 +174,7 @@ class Scheduler:
                 sequence.uncertain_tokens -= width - 1
                 sequence.rounds += 1
                 sequence.accepted += max(0, count - 1)
-                self.counters.proposed(width, count)
-                rounds, gained = rounds + 1, gained + count
+                gains.append(count)
             if code and self._parks(sequence, FinishReason(code)):
                 assert sequence.session is not None
                 self.sessions.over(sequence, sequence.session, FinishReason(code))
@@ -180,8 +184,8 @@ class Scheduler:
                 self._gained(sequence, plan, i)
         for sequence, hoped_for in barren:
             self._gained_nothing(sequence, hoped_for)
-        if rounds and self.planner.speculation is not None:
-            self.planner.speculation.landed(rounds, gained)
+        if gains:
+            self._windows_landed(width, gains)
         return StepOutput(
             step=flight.step,
             request_ids=[-1 if s is None else s.request.request_id for s in rows],
@@ -200,6 +204,32 @@ class Scheduler:
             tokens.append(token)
             if len(tokens) > sequence.publish_at:
                 self.resources.gained(sequence)
+        return self._told(flight, 1, result)
+
+    def _apply_windows(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
+        """The same for a step of windows of ``width`` tokens: every row is live, gained some and goes on."""
+        landed, counts, begin, hoped_for = result.tokens, result.counts, 0, width - 1
+        for sequence, count in zip(flight.rows, counts, strict=True):
+            tokens = sequence.tokens
+            tokens.extend(landed[begin : begin + count])
+            begin += width
+            sequence.planned_tokens += count - width
+            sequence.uncertain_tokens -= hoped_for
+            sequence.rounds += 1
+            sequence.accepted += count - 1
+            if len(tokens) > sequence.publish_at:
+                self.resources.gained(sequence)
+        self._windows_landed(width, counts)
+        return self._told(flight, width, result)
+
+    def _windows_landed(self, width: int, gains: Sequence[int]) -> None:
+        """Live windows gained so many tokens each."""
+        self.counters.proposed(width, gains)
+        if self.planner.speculation is not None:
+            self.planner.speculation.landed(len(gains), sum(gains))
+
+    def _told(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
+        """What a step gave whose rows are all live and go on."""
         if flight.rows is not self._rows_told:
             self._rows_told = flight.rows
             self._ids_told = [sequence.request.request_id for sequence in flight.rows]
@@ -208,6 +238,7 @@ class Scheduler:
             request_ids=self._ids_told,
             tokens=result.tokens,
             counts=result.counts,
+            width=width,
             logprobs=result.logprobs,
             prompt_logprobs=result.prompt_logprobs,
         )
