@@ -54,6 +54,13 @@ def test_more_guesses_than_a_block_has_are_refused() -> None:
     check_drafter(speculative_config(asking("mtp", EIGHT_B / "mtp", 16)), target)
 
 
+def test_drafters_in_shapes_are_those_of_their_targets() -> None:
+    drafters = [path.parent for path in sorted(SHAPES.glob("*/*/config.json"))]
+    assert SHAPES / "qwen3.5-27b/dflash" in drafters
+    for folder in drafters:
+        check_drafter(speculative_config(asking(folder.name, folder)), ModelConfig.from_folder(folder.parent))
+
+
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
 def test_methods_with_weights_ask_for_a_folder(method: str) -> None:
     if method == "dflash":

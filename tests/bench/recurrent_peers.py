@@ -1,0 +1,229 @@
+"""Recurrences of hybrid models beside those of FLA and FlashInfer, where these are installed.
+
+Run on one GPU:  python3 -m tests.bench.recurrent_peers --out FOLDER [--without flashinfer-prefill]
+Gated delta nets of Qwen3-Next (16 key and 32 value heads of 128): a token a row, and prompts. Mamba-2 of
+Nemotron-3-Nano (64 heads of 64, states of 128): a token a row. Prints microseconds of a layer; FOLDER gets
+recurrent-peers.json. What a peer lacks, or cannot compile, is named with its reason.
+
+Peers are favoured: theirs is the recurrence alone over states that lie in the order of the rows. Ours reads states by
+slot and has the gated norm with it, "whole" the convolution in front, too. Before a peer is timed, the state that it
+leaves is compared with ours.
+
+Knows: how each library wants its operands. Does not know: which of our kernels an engine runs (nvidia.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.inputs import StateRows
+from models.kernels.matmul import autotune
+from models.kernels.nvidia import NvidiaKernels
+from tests.bench.gated_delta import BF16, DEVICE, DIM, LAYERS, Layer
+from tests.bench.mamba import MambaBench
+from tests.models.kernels.recurrent.mamba_cases import width
+
+ROWS = (1, 8, 32, 128, 256)
+TOKENS = (512, 2048, 8192)
+K_HEADS, V_HEADS = 16, 32
+_MOST_OFF = 2e-2  # of the norm of a state, in bfloat16 inputs
+
+Launch = Callable[[int], object]  # of layer i
+
+
+def us_of(launch: Launch) -> float:
+    """Microseconds of a layer."""
+
+    def layers() -> None:
+        for number in range(LAYERS):
+            launch(number)
+
+    return autotune.median_graph_us(layers, DEVICE, 20) / LAYERS
+
+
+class DeltaCase:
+    """``rows`` rows of ``tokens`` new tokens each over random states, as each library takes them."""
+
+    def __init__(self, kernels: NvidiaKernels, rows: int, tokens: int) -> None:
+        self.kernels, self.rows, self.tokens = kernels, rows, tokens
+        total = rows * tokens
+        self.layers = [Layer(K_HEADS, V_HEADS, rows) for _ in range(LAYERS)]
+        self.rule = self.layers[0].rule
+        self.states = [torch.randn(rows, V_HEADS, DIM, DIM, device=DEVICE) * 0.1 for _ in range(LAYERS)]
+        self.projected = torch.randn(total, sum(self.rule.widths), dtype=BF16, device=DEVICE)
+        self.qkv, self.z, self.b, self.a = torch.split(self.projected, list(self.rule.widths), 1)
+        keys = K_HEADS * DIM
+        q, k, v = torch.split(self.qkv, [keys, keys, V_HEADS * DIM], 1)
+        shape = (1, total) if tokens > 1 else (rows, 1)
+        self.q, self.k = (x.contiguous().view(*shape, K_HEADS, DIM) for x in (q, k))
+        self.v = v.contiguous().view(*shape, V_HEADS, DIM)
+        self.gate, self.beta = (x.contiguous().view(*shape, V_HEADS) for x in (self.a, self.b))
+        ends = torch.arange(1, rows + 1, device=DEVICE) * tokens
+        self.starts = torch.cat([ends.new_zeros(1), ends])
+        self.positions = torch.arange(tokens, device=DEVICE).repeat(rows) + 100
+        self.slots = StateRows(torch.arange(1, rows + 1, device=DEVICE), None if tokens == 1 else ends)
+        self.reset()
+
+    def reset(self) -> None:
+        for layer, state in zip(self.layers, self.states, strict=True):
+            layer.state[1:] = state
+
+    def ours(self, number: int) -> Tensor:
+        rule, state = self.rule, self.layers[number].state
+        return self.kernels.gated_delta(self.qkv, self.z, self.b, self.a, rule, state, self.slots)
+
+    def whole(self, number: int) -> None:
+        self.layers[number].run(self.kernels, self.projected, self.slots, self.positions)
+
+    def fla(self) -> Callable[[int], Any]:
+        """The state behind the tokens."""
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+        run = fused_recurrent_gated_delta_rule if self.tokens == 1 else chunk_gated_delta_rule
+        options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        options |= {"use_gate_in_kernel": True, "A_log": self.rule.decay_log_H, "dt_bias": self.rule.decay_bias_H}
+        options |= {"state_v_first": True, "use_beta_sigmoid_in_kernel": True}
+        if self.tokens > 1:
+            options |= {"cu_seqlens": self.starts}
+
+        def launch(number: int) -> Any:
+            with torch.inference_mode():
+                state = self.states[number]
+                return run(self.q, self.k, self.v, g=self.gate, beta=self.beta, initial_state=state, **options)[1]
+
+        return launch
+
+    def flashinfer(self) -> Callable[[int], Any]:
+        if self.tokens > 1:
+            return self._flashinfer_prefill()
+        from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+
+        rule = self.rule
+        held = [state.clone() for state in self.states]
+
+        def launch(number: int) -> Any:
+            gated_delta_rule_decode_pretranspose(
+                self.q, self.k, self.v, held[number], rule.decay_log_H, self.gate, rule.decay_bias_H, self.beta
+            )
+            return held[number]
+
+        return launch
+
+    def _flashinfer_prefill(self) -> Callable[[int], Any]:
+        """Its gates are given as numbers and its q and k normed: what makes them is not timed."""
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+        rule = self.rule
+        decay = -rule.decay_log_H.exp() * torch.nn.functional.softplus(self.gate[0].float() + rule.decay_bias_H)
+        alpha, beta = decay.exp().contiguous(), self.beta[0].float().sigmoid().contiguous()
+        q, k = (torch.nn.functional.normalize(x[0].float(), dim=-1).to(BF16).contiguous() for x in (self.q, self.k))
+        v = self.v[0].contiguous()
+
+        def launch(number: int) -> Any:
+            state = self.states[number]
+            return chunk_gated_delta_rule(
+                q, k, v, alpha, beta, initial_state=state, output_final_state=True, cu_seqlens=self.starts
+            )[1]
+
+        return launch
+
+    def left_by_ours(self) -> Tensor:
+        self.reset()
+        self.ours(0)
+        return self.layers[0].state[1:].clone()
+
+
+def peer_us(make: Callable[[], Callable[[int], Any]], expected: Tensor) -> float | str:
+    """Microseconds of a layer, or why there are none."""
+    try:
+        launch = make()
+        found = launch(0)
+        off = float((found.float() - expected).norm() / expected.norm())
+        if not off < _MOST_OFF:
+            return f"its state differs from ours by {off:.2e} of the norm"
+        return us_of(launch)
+    except Exception as error:  # a library that is not there, a compiler that fails: no common class
+        return f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ")
+
+
+def delta(kernels: NvidiaKernels, rows: int, tokens: int, leave_out: set[str]) -> dict[str, object]:
+    case = DeltaCase(kernels, rows, tokens)
+    expected = case.left_by_ours()
+    found: dict[str, object] = {"rows": rows, "tokens": tokens}
+    for name, make in (("fla", case.fla), ("flashinfer", case.flashinfer)):
+        wanted = name if tokens == 1 else f"{name}-prefill"
+        if wanted not in leave_out:
+            found[name] = peer_us(make, expected)
+    return found | {"ours": us_of(case.ours), "whole": us_of(case.whole)}
+
+
+def mamba(bench: MambaBench, rows: int) -> dict[str, object]:
+    """Steps. Ours has the convolution and the gated norm with it."""
+    weights, kernels = bench.weights, bench.kernels
+    projected = torch.randn(rows, width(weights), device=DEVICE).to(BF16)
+    slots, positions = torch.arange(1, rows + 1, device=DEVICE), torch.full((rows,), 100, device=DEVICE)
+    heads, dim, groups, size = weights.heads, weights.head_dim, weights.groups, weights.state_size
+
+    def ours(number: int) -> None:
+        window, state = bench.banks[number % len(bench.banks)]
+        kernels.mamba2(projected, weights, window, state, StateRows(slots), positions)
+
+    def theirs() -> Callable[[int], Any]:
+        from flashinfer.mamba import selective_state_update
+
+        x = torch.randn(rows, heads, dim, dtype=BF16, device=DEVICE)
+        b, c = (torch.randn(rows, groups, size, dtype=BF16, device=DEVICE) for _ in range(2))
+        dt = torch.randn(rows, heads, dtype=BF16, device=DEVICE)[:, :, None].expand(rows, heads, dim)
+        decay = -torch.rand(heads, device=DEVICE)[:, None, None].expand(heads, dim, size)
+        skip, bias = (torch.rand(heads, dtype=BF16, device=DEVICE)[:, None].expand(heads, dim) for _ in range(2))
+        where = slots.int()
+
+        def launch(number: int) -> Any:
+            state = bench.banks[number % len(bench.banks)][1]
+            return selective_state_update(
+                state, x, dt, decay, b, c, skip, dt_bias=bias, dt_softplus=True, state_batch_indices=where
+            )
+
+        return launch
+
+    found: dict[str, object] = {"mamba rows": rows}
+    try:
+        found["flashinfer"] = us_of(theirs())
+    except Exception as error:  # as above
+        found["flashinfer"] = f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ")
+    return found | {"whole": us_of(ours)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--without", nargs="*", default=[], help="fla, fla-prefill, flashinfer, flashinfer-prefill")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    kernels, found = NvidiaKernels(DEVICE), list[dict[str, object]]()
+
+    def tell(one: dict[str, object]) -> None:
+        found.append(one)
+        rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in one.items()}
+        print(json.dumps(rounded), flush=True)
+        (options.out / "recurrent-peers.json").write_text(json.dumps(found, indent=1))
+
+    for rows in ROWS:
+        tell(delta(kernels, rows, 1, set(options.without)))
+    for tokens in TOKENS:
+        tell(delta(kernels, 1, tokens, set(options.without)))
+    bench = MambaBench(1, max(ROWS))
+    for rows in ROWS:
+        tell(mamba(bench, rows))
+
+
+if __name__ == "__main__":
+    main()
