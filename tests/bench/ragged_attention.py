@@ -1,6 +1,6 @@
 """Micro-benchmark of decode attention over rows of different lengths: the work list against splits by bucket alone.
 
-Run on one GPU:  python3 -m tests.bench.ragged_attention --out FOLDER --compile-workers 13
+Run on one GPU:  python3 -m tests.bench.ragged_attention --out FOLDER --compile-workers 13 [--only "one head" "16 x"]
 For every case (model, rows, lengths): a graph of 36 layers' attention, norm, rotation and cache write included, by the
 kernels' choice without a list, by their choice with one, and by other rules and launch shapes. All graphs of a case are
 replayed in turns. FOLDER/ragged-attention.md has a line a case, and which constants win; ragged-attention.json has
@@ -92,8 +92,13 @@ def lognormal(rows: int, seed: int = 6) -> tuple[int, ...]:
     return tuple(one(220, 1.0, 2000) + one(180, 0.9, 1000) // 2 for _ in range(rows))
 
 
-def cases(quick: bool) -> list[Case]:
-    """``quick``: the ones that decide."""
+def cases(quick: bool, only: Sequence[str] = ()) -> list[Case]:
+    """``quick``: the ones that decide. ``only``: those whose model or name has one of these words in it."""
+    found = _cases(quick)
+    return [case for case in found if any(word in f"{case.model} {case.name}" for word in only)] if only else found
+
+
+def _cases(quick: bool) -> list[Case]:
     found = [
         Case("8B", "[131072] + 63 x [1024]", (LONG, *[1024] * 63), LONG),
         Case("8B", "64 x 3055, pages for 131072", (3055,) * 64, LONG),
@@ -406,11 +411,11 @@ def as_dict(case: Case, us: dict[Candidate, float], left_out: dict[Candidate, st
     }
 
 
-def compile_share(index: int, share: int, quick: bool) -> None:
+def compile_share(index: int, share: int, quick: bool, only: Sequence[str]) -> None:
     """Run every ``share``-th launch once, so that Triton's cache on disk holds it."""
     kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
-    for case in cases(quick):
+    for case in cases(quick, only):
         heads, kv_heads = HEADS[case.model]
         shapes = torch.empty(pool_size([case]), dtype=BF16, device="meta")  # enough to choose candidates by
         for one in Bench(kernels, case, shapes).candidates(not quick):
@@ -430,14 +435,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="three buckets of 8B and the ragged extremes")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose model or name has it")
     parser.add_argument("--compile-workers", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begun = time.time()
     if args.compile_workers:
-        compile_all(compile_share, (args.quick,), args.compile_workers)
+        compile_all(compile_share, (args.quick, args.only), args.compile_workers)
     torch.manual_seed(0)
-    kernels, chosen, found = NvidiaKernels(DEVICE), cases(args.quick), []
+    kernels, chosen, found = NvidiaKernels(DEVICE), cases(args.quick, args.only), []
     pool = torch.empty(pool_size(chosen), dtype=BF16, device=DEVICE).normal_()
     lines = [HEADER]
     print(HEADER, flush=True)
