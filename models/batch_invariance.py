@@ -11,8 +11,8 @@ from typing import cast
 from models.kernels.interface import Kernels
 from models.layers.decoder import Decoder, DecoderLayer
 
-_OF_EXPERTS = ("route_top_k", "expert_mlp")
-_OF_SLOT_STATE = ("causal_conv", "gated_delta", "sigmoid_mul", "gated_add")  # and of what comes with it
+_OF_EXPERTS = ("route_top_k", "router_logits", "route_sigmoid", "expert_mlp")
+_OF_SLOT_STATE = ("causal_conv", "gated_delta", "mamba2", "sigmoid_mul", "gated_add")  # and of what comes with it
 
 
 def missing_invariance(model: Decoder) -> list[str]:

@@ -24,7 +24,9 @@ from models.kernels.interface import DeltaRule, Kernels, Rotation
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul import norm
 from models.kernels.nvidia import unsupported
-from models.kernels.recurrent import conv, delta_step, gates
+from models.kernels.recurrent import conv, delta_step, gates, mamba2_triton
+from models.kernels.recurrent.mamba2 import Mamba2Weights
+from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import DeviceTraits, traits_of
 
 _PRODUCT_BYTES = 64 << 20  # of sums of segments
@@ -90,6 +92,23 @@ class DeterministicKernels(Kernels):
         load_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return route.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
+
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        return self.linear(x_TN.float(), weight_EN.float())
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        routing: SigmoidRouting,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return route.route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E, self.pdl)
+
+    def relu2(self, x_TI: Tensor) -> Tensor:
+        return norm.relu2(x_TI, self.pdl)
 
     def expert_mlp(
         self,
@@ -196,6 +215,26 @@ class DeterministicKernels(Kernels):
         delta_step.delta_steps(*given, most=len(qkv_TC), each=each)
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
 
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """Token by token, and by paths, as gated_delta."""
+        if not mamba2_triton.supports(weights, state_SHPM):
+            shape, dtype = tuple(state_SHPM.shape), state_SHPM.dtype
+            raise RuntimeError(f"Mamba-2 with states of {shape} in {dtype} has no batch-invariant kernel")
+        _, xbc_TC, _ = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+        each, tree = None, rows.tree
+        if tree is not None and rows.frozen:
+            rows, each = _paths(rows.slots_B, tree.seen_BN), tree.seen_BN.shape[1]
+        return mamba2_triton.scan(projected_TZ, xbc_TC, weights, state_SHPM, rows, self.pdl, one_by_one=0, each=each)
+
     def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
         return gates.sigmoid_mul(x_TX, gate_TX, self.pdl)
 
@@ -212,9 +251,13 @@ _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "decode_attention": (attention,),
     "prefill_attention": (attention,),
     "route_top_k": (route,),
+    "router_logits": (matmul,),
+    "route_sigmoid": (route,),
     "expert_mlp": (grouped,),
+    "relu2": (norm,),
     "causal_conv": (conv,),
     "gated_delta": (delta_step, gates),
+    "mamba2": (conv, mamba2_triton),
     "sigmoid_mul": (gates,),
     "gated_add": (gates,),
 }

@@ -10,6 +10,7 @@ alignment, its bits are a function of what it is and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, StateRows, nodes_of_paths
 from models.kernels.interface import DeltaRule, Rotation
+from models.kernels.recurrent import reference as recurrent
+from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.recurrent.ragged import token_rows
 from models.kernels.reference import ReferenceKernels
+from models.kernels.sigmoid_routing import SigmoidRouting
 
 
 class DeterministicReferenceKernels(ReferenceKernels):
@@ -150,6 +154,33 @@ class DeterministicReferenceKernels(ReferenceKernels):
                     out_TN[token] += F.linear(inner_1I, down_GNI[expert])[0] * weights_TC[token, choice]
         return out_TN.to(x_TN.dtype)
 
+    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+        wide = torch.promote_types(x_TN.dtype, torch.float32)
+        out_TE = torch.empty(len(x_TN), len(weight_EN), dtype=wide)
+        return _one_by_one(
+            lambda x_1N: super(DeterministicReferenceKernels, self).router_logits(x_1N, weight_EN), x_TN, out_TE
+        )
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        routing: SigmoidRouting,
+        local_E: Tensor,
+        real_T: Tensor,
+        load_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores token by token; of what follows only the sum of a token's own weights is rounded."""
+        scored = [
+            super(DeterministicReferenceKernels, self).route_sigmoid(
+                logits_TE[t : t + 1].clone(), bias_E, routing, local_E, real_T[t : t + 1], load_E
+            )
+            for t in range(len(logits_TE))
+        ]
+        if not scored:
+            return super().route_sigmoid(logits_TE, bias_E, routing, local_E, real_T, load_E)
+        return torch.cat([weights for weights, _ in scored]), torch.cat([local for _, local in scored])
+
     def causal_conv(
         self,
         x_TC: Tensor,
@@ -159,8 +190,9 @@ class DeterministicReferenceKernels(ReferenceKernels):
         rows: StateRows,
         positions_T: Tensor,
     ) -> Tensor:
-        """A sum of products in one order, element by element; what a vectorised loop makes of them is rounded alike."""
-        return super().causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T)
+        """A sum of products in one order, each rounded by itself, and silu token by token."""
+        silu = partial(_one_by_one, F.silu)
+        return recurrent.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, silu)
 
     def gated_delta(
         self,
@@ -173,24 +205,34 @@ class DeterministicReferenceKernels(ReferenceKernels):
         rows: StateRows,
     ) -> Tensor:
         """Token by token, each a step of one row."""
-        where, out_TX = token_rows(rows, len(qkv_TC)), torch.zeros(z_TV.shape, dtype=z_TV.dtype)
-        tree = rows.tree.parents_BN.tolist() if rows.tree is not None and rows.frozen else None
-        written = rows.written_B.tolist()
-        tokens = [where.token_B(number).tolist() for number in range(int(where.lengths_B.max()))]
-        for row, (slot, count) in enumerate(zip(where.slots_B.tolist(), where.lengths_B.tolist(), strict=True)):
-            one = StateRows(torch.tensor([slot]))
-            before = state_SHVK[slot].clone()
-            behind: list[Tensor] = []  # each node of a tree
-            for number in range(count):
-                t = tokens[number][row]
-                qkv, z, b, a = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
-                if tree is not None and number:
-                    state_SHVK[slot] = behind[tree[row][number]]
-                out_TX[t : t + 1] = super().gated_delta(qkv, z, b, a, rule, state_SHVK, one)
-                if tree is not None:
-                    behind.append(state_SHVK[slot].clone())
-            if rows.frozen or (slot and not written[row]):
-                state_SHVK[slot] = before
+
+        def step(t: int, one: StateRows) -> Tensor:
+            qkv, z, b, a = (x[t : t + 1].clone() for x in (qkv_TC, z_TV, b_TH, a_TH))
+            return super(DeterministicReferenceKernels, self).gated_delta(qkv, z, b, a, rule, state_SHVK, one)
+
+        out_TX = torch.zeros(z_TV.shape, dtype=z_TV.dtype)
+        _token_by_token(step, rows, state_SHVK, out_TX)
+        return out_TX
+
+    def mamba2(
+        self,
+        projected_TZ: Tensor,
+        weights: Mamba2Weights,
+        window_SJC: Tensor,
+        state_SHPM: Tensor,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """Token by token, each a step of one row."""
+        z_TX, xbc_TC, dt_TH = weights.split(projected_TZ)
+        xbc_TC = self.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
+
+        def step(t: int, one: StateRows) -> Tensor:
+            z, xbc, dt = (x[t : t + 1].clone() for x in (z_TX, xbc_TC, dt_TH))
+            return gated_norm(scan(xbc, dt, weights, state_SHPM, one), z, weights)
+
+        out_TX = torch.zeros(z_TX.shape, dtype=z_TX.dtype)
+        _token_by_token(step, rows, state_SHPM, out_TX)
         return out_TX
 
     def gated_add(self, x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
@@ -199,6 +241,28 @@ class DeterministicReferenceKernels(ReferenceKernels):
             x, y, hidden = (part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN))
             found.append(super().gated_add(x, y, hidden, gate_N))
         return torch.cat(found) if found else x_TN
+
+
+def _token_by_token(step: Callable[[int, StateRows], Tensor], rows: StateRows, state: Tensor, out_TX: Tensor) -> None:
+    """``out_TX`` [t] = ``step`` (t, the row alone) for each token, a row after the other; what ``rows`` leaves of
+    ``state`` [S, ...] afterwards. A node of a tree begins from the state behind its parent."""
+    where = token_rows(rows, len(out_TX))
+    tree = rows.tree.parents_BN.tolist() if rows.tree is not None and rows.frozen else None
+    written = rows.written_B.tolist()
+    tokens = [where.token_B(number).tolist() for number in range(int(where.lengths_B.max()))]
+    for row, (slot, count) in enumerate(zip(where.slots_B.tolist(), where.lengths_B.tolist(), strict=True)):
+        one = StateRows(torch.tensor([slot]))
+        before = state[slot].clone()
+        behind: list[Tensor] = []  # each node of a tree
+        for number in range(count):
+            t = tokens[number][row]
+            if tree is not None and number:
+                state[slot] = behind[tree[row][number]]
+            out_TX[t : t + 1] = step(t, one)
+            if tree is not None:
+                behind.append(state[slot].clone())
+        if rows.frozen or (slot and not written[row]):
+            state[slot] = before
 
 
 def _one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:

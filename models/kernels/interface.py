@@ -102,9 +102,13 @@ class Kernels(Protocol):
         "decode_attention",
         "prefill_attention",
         "route_top_k",
+        "router_logits",
+        "route_sigmoid",
         "expert_mlp",
+        "relu2",
         "causal_conv",
         "gated_delta",
+        "mamba2",
         "sigmoid_mul",
         "gated_add",
     )

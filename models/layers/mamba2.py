@@ -47,6 +47,7 @@ class Mamba2(Mixer[StateBanks]):
         self.norm = norm
         split = GroupSplit(shape, context.rank, context.size)
         self.split = split
+        self.batch_invariant = split.ranks_a_group == 1  # the squares of several are summed by whatever serves the step
         self.in_proj = InProjection(config.hidden_size, split, context)
         self.conv = ConvState(shape.conv_channels, shape.taps, split.conv_parts(), context, bias=shape.conv_bias)
         self.ssm = SsmParameters(split, context)

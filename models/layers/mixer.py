@@ -27,7 +27,7 @@ class Mixer(nn.Module, Generic[View]):
     ``batch_invariant``: a token's result has the same bits whoever shares the step, if its kernels' have.
     """
 
-    batch_invariant: ClassVar[bool] = False
+    batch_invariant: bool = False
     replays: ClassVar[bool] = False
 
     @property

@@ -34,7 +34,7 @@ from models.inputs import StateRows
 from models.kernels.recurrent.conv import kept_token, row_bounds
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 
-BATCH_INVARIANT = False  # a token's sums depend on how its prompt was cut
+BATCH_INVARIANT = True  # the scan with ``one_by_one`` of 0: a row by itself, token by token
 _FEW_ROWS = 16  # up to here a head's channels are spread over more programs
 _CHUNK = 32  # tokens; with 64 the registers spill
 _ONE_BY_ONE = 3  # tokens of a row
@@ -322,11 +322,13 @@ def scan(
     chunk: int = _CHUNK,
     warps: int = 4,
     one_by_one: int | None = None,
+    each: int | None = None,
 ) -> Tensor:
     """Kernels.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
 
     ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. By default no window is, whose
-    tokens are few and shall be those of single steps.
+    tokens are few and shall be those of single steps. ``each``: row i's tokens, and its path, are counted from token
+    i * each on, where rows overlap; T / B otherwise.
     """
     slots_B, ends_B, kept_B = rows.slots_B, rows.ends_B, rows.kept_B
     window = rows.frozen or kept_B is not None
@@ -359,7 +361,7 @@ def scan(
         BLOCK_P=block_p,
         BLOCK_M=max(16, triton.next_power_of_2(weights.state_size)),
         ONE_BY_ONE=one_by_one,
-        EACH=1 if ends_B is not None else len(projected_TZ) // len(slots_B),
+        EACH=1 if ends_B is not None else each or len(projected_TZ) // len(slots_B),
         RAGGED=ends_B is not None,
         KEPT=kept_B is not None,
         PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
@@ -369,7 +371,7 @@ def scan(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    if kept_B is not None:  # the result is nobody's: it was read before it was decided
+    if kept_B is not None and not rows.frozen:  # the result is nobody's: it was read before it was decided
         return gated_TX
     return normed(gated_TX, weights, projected_TZ.dtype, pdl)
 

@@ -9,6 +9,8 @@ left out by selection, never by a product with zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,8 +29,9 @@ def causal_conv(
     window_SJC: Tensor,
     rows: StateRows,
     positions_T: Tensor,
+    silu: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
-    """See Kernels.causal_conv. A token's result does not depend, in any bit, on who shares the step."""
+    """See Kernels.causal_conv. If that holds of ``silu``, no bit of a token's result depends on who shares the step."""
     where, taps = token_rows(rows, len(x_TC)), weight_CJ.shape[1]
     wide = torch.promote_types(x_TC.dtype, torch.float32)
     slot_T = where.slots_B[where.row_T]
@@ -41,7 +44,7 @@ def causal_conv(
     if bias_C is not None:
         sum_TC = sum_TC + bias_C.to(wide)
     if rows.frozen:
-        return F.silu(sum_TC).to(x_TC.dtype)
+        return silu(sum_TC).to(x_TC.dtype)
     last_B = where.token_B(where.lengths_B - 1)
     for back in range(taps):
         there_B1 = (where.lengths_B > back).unsqueeze(1)
@@ -49,7 +52,7 @@ def causal_conv(
         old_BC = window_SJC[rows.written_B, tap_B]
         newer_BC = x_TC[where.token_B(where.lengths_B - 1 - back)]
         window_SJC[rows.written_B, tap_B] = torch.where(there_B1, newer_BC, old_BC)
-    return F.silu(sum_TC).to(x_TC.dtype)
+    return silu(sum_TC).to(x_TC.dtype)
 
 
 def gated_delta(

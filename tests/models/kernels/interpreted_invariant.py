@@ -28,8 +28,10 @@ from models.kernels.attention.prefill import RepeatedTiles
 from models.kernels.deterministic import DeterministicKernels
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul.invariant import Tile
+from models.kernels.sigmoid_routing import SigmoidRouting
 from tests.models.kernels.interpreted_kernels import REFERENCE, TRAITS, Cache, check, randn
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
+from tests.models.kernels.recurrent.mamba_cases import banks, random_weights, width
 from tests.models.kernels.recurrent.tree_cases import FORKED, along_ancestors, grown, path, positions, state_tree
 from tests.runtime.engine.rig import request, rig, run
 
@@ -297,6 +299,66 @@ def experts(kernels: InterpretedDeterministic) -> None:
         same(mlp(picked), together[picked], ("experts", count))
 
 
+def sigmoid_router(kernels: InterpretedDeterministic) -> None:
+    """Scores and choices of a token alone, and among others."""
+    tokens, experts, routing = 9, 8, SigmoidRouting(3, True, groups=4, top_groups=2, scale=1.5, shared=1)
+    x, router = randn(tokens, 48, dtype=torch.float16), randn(experts, 48, dtype=torch.float16)
+    bias, local = randn(experts, dtype=torch.float32), torch.arange(experts + 1, dtype=torch.int32)
+    real = torch.ones(tokens, dtype=torch.bool)
+
+    def route(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.route_sigmoid(kernels.router_logits(x[rows], router), bias, routing, local, real[rows])
+
+    together = route(torch.arange(tokens))
+    logits = REFERENCE.router_logits(x, router)
+    check(together[0], REFERENCE.route_sigmoid(logits, bias, routing, local, real)[0], torch.float32, "sigmoid router")
+    for token in range(tokens):
+        for found, expected in zip(route(torch.tensor([token])), together, strict=True):
+            same(found, expected[token : token + 1], ("sigmoid router", token))
+    x = randn(5, 24, dtype=torch.float16)
+    same(kernels.relu2(x), REFERENCE.relu2(x), "relu2")
+    kernels.check_counters()
+
+
+# -- slot state ----------------------------------------------------------------------------------------------------
+
+
+def mamba(kernels: InterpretedDeterministic) -> None:
+    """Rows of several lengths beside each other, and the same tokens of each alone, cut anywhere; nodes of a tree."""
+    dtype, lengths = torch.float16, (7, 1, 12)
+    weights = random_weights(2, 12, 1, 10, 4, dtype)
+    made = [randn(length, width(weights), dtype=dtype) for length in lengths]
+    together, alone = banks(weights, dtype, slots=5), banks(weights, dtype, slots=5)
+    for mine, theirs in zip(alone, together, strict=True):
+        mine.copy_(theirs)
+    at = torch.cat([torch.arange(length) for length in lengths])
+    rows = StateRows(torch.tensor([1, 2, 3]), torch.tensor(lengths).cumsum(0))
+    found = kernels.mamba2(torch.cat(made), weights, *together, rows, at)
+    begin = 0
+    for slot, tokens in enumerate(made, 1):
+        for start, end in ((0, 1), (1, 3), (3, len(tokens))):
+            if (count := min(end, len(tokens)) - start) <= 0:
+                continue
+            one = StateRows(torch.tensor([slot]), torch.tensor([count]))
+            part = kernels.mamba2(
+                tokens[start : start + count], weights, *alone, one, torch.arange(start, start + count)
+            )
+            same(found[begin + start : begin + start + count], part, ("mamba", slot, start))
+        begin += len(tokens)
+    for mine, theirs in zip(alone, together, strict=True):
+        same(mine[1:-1], theirs[1:-1], "mamba, banks")
+
+    parents = [grown(6, 2), FORKED[:6]]
+    tokens, tree = randn(12, width(weights), dtype=dtype), state_tree(parents)
+
+    def run_it(tokens_TX: Tensor, some: StateRows, positions_T: Tensor) -> Tensor:
+        return kernels.mamba2(tokens_TX, weights, *together, some, positions_T)
+
+    rows, at = StateRows(torch.tensor([1, 3]), frozen=True, tree=tree), positions(parents, (7, 12))
+    expected = along_ancestors(run_it, tokens, [1, 3], parents)(tokens, rows, at)
+    same(run_it(tokens, rows, at), expected, "mamba, nodes")
+
+
 # -- a whole engine ------------------------------------------------------------------------------------------------
 
 SHAPE: dict[str, object] = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "vocab_size": 64}
@@ -330,6 +392,8 @@ PARTS: tuple[Callable[[InterpretedDeterministic], None], ...] = (
     blocks,
     mixed,
     experts,
+    sigmoid_router,
+    mamba,
     engine,
 )
 
