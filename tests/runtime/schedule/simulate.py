@@ -1,6 +1,7 @@
 """What a schedule gives on a device whose step times are known: the real scheduler over a clock that is computed.
 
 python -m tests.runtime.schedule.simulate                 the loads and step costs of Qwen3-8B on one H200
+python -m tests.runtime.schedule.simulate --model 0.6b    those of Qwen3-0.6B
 python -m tests.runtime.schedule.simulate --separate      prefill and decode in steps of their own
 python -m tests.runtime.schedule.simulate --rates 0.75 0.5 0.33 --mixed-percent 25     with windows of 4 tokens
 
@@ -75,6 +76,15 @@ QWEN3_8B_H200 = StepCosts(
     tile=128,
     wave=4,
 )
+
+# The same of 0.6B (114,688 bytes a token, 28 layers of 16 heads): decode steps by docs/measurements/latency.md, prefill
+# by how much longer a batch's first tokens take with more of them (1.83 us a token).
+QWEN3_06B_H200 = StepCosts(
+    step_ms=((1, 0.653), (8, 0.793), (32, 1.005), (128, 1.117), (256, 1.138), (512, 1.5), (2048, 4.2), (8192, 15.4)),
+    kv_ms=114_688 / 4.0e9,
+    attention_ms=4 * 28 * 16 * 128 / 580e9,
+)
+MODELS = {"8b": QWEN3_8B_H200, "0.6b": QWEN3_06B_H200}
 
 
 # ---- loads ----
@@ -319,6 +329,7 @@ def with_windows(config: SchedulerConfig, costs: StepCosts, width: int, mixed_pe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="8b", help="whose step costs (default: %(default)s)")
     parser.add_argument("--separate", action="store_true", help="prefill and decode steps in turn, no mixed ones")
     parser.add_argument("--ragged", action="store_true", help="chunks do not fill attention's waves")
     parser.add_argument("--itl-target-ms", type=float, help="how long a step with prompts may take")
@@ -327,13 +338,14 @@ def main() -> None:
     parser.add_argument("--mixed-percent", type=int, default=25, help="of a step's tokens beside chunks")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
     options = parser.parse_args()
-    config = ROOMY if options.separate else with_table(QWEN3_8B_H200, options.itl_target_ms, not options.ragged)
+    costs = MODELS[options.model]
+    config = ROOMY if options.separate else with_table(costs, options.itl_target_ms, not options.ragged)
     config = config_with(config, depth=options.depth)
     if options.rates:
-        config = with_windows(config, QWEN3_8B_H200, len(options.rates) + 1, options.mixed_percent)
+        config = with_windows(config, costs, len(options.rates) + 1, options.mixed_percent)
     print(HEADER)
     for load in options.loads:
-        figures = simulate(config, QWEN3_8B_H200, *LOADS[load](), rates=options.rates)
+        figures = simulate(config, costs, *LOADS[load](), rates=options.rates)
         print(f"{load:<22} {figures.line()}", flush=True)
 
 
