@@ -97,7 +97,7 @@ class LatencyBench:
                 self._files.point(points[-1])
                 bar.write(table_row(points[-1], options.roofline))
                 if runs[-1].rounds is not None:
-                    bar.write(f"       round {_shown(points[-1].round_ms)} ms; {runs[-1].rounds.text()}")
+                    bar.write(round_text(points[-1], runs[-1].rounds, options.roofline))
             speculates = session.config.speculation is not None
             bar.write(SPECULATION_LEGEND if speculates else LEGENDS[options.protocol])
             if groups := groups_text(self._engine.counters):
@@ -173,6 +173,7 @@ class LatencyBench:
         tpot = statistics.median(tpots) if tpots else None
         idle = [run.device.idle_fraction for run in runs if run.device is not None]
         floor = session.floor(self._shape, batch, session.lengths.average)
+        of_round = session.round_floor(self._shape, batch, session.lengths.average)
         speculation = session.config.speculation
         lengths = [run.rounds.accepted_length for run in runs if run.rounds is not None and run.rounds.rounds]
         rounds = [run.round_s for run in runs if run.round_s is not None]
@@ -209,6 +210,7 @@ class LatencyBench:
             num_speculative_tokens=None if speculation is None else speculation.num_speculative_tokens,
             accepted_length=statistics.median(length for length in lengths if length) if lengths else None,
             round_ms=statistics.median(rounds) * 1e3 if rounds and not refused else None,
+            round_floor_ms=None if of_round is None else of_round.seconds * 1e3,
         )
 
 
@@ -291,6 +293,17 @@ def table_row(point: Point, roofline: bool) -> str:
         cells += [_percent(point.roofline_fraction), _percent(point.bandwidth_fraction)]
     columns = _columns(roofline)
     return "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
+
+
+def round_text(point: Point, rounds: Rounds, roofline: bool) -> str:
+    """What a round took and gained; with ``roofline`` its floor, and the share of it where all steps were rounds."""
+    words = f"       round {_shown(point.round_ms)} ms"
+    if roofline and point.round_floor_ms is not None and point.roofline_floor_ms:
+        words += f", floor {point.round_floor_ms:.4f} ms"
+        if point.round_ms is not None and rounds.rounds and not rounds.off:
+            words += f" ({point.round_floor_ms / point.round_ms:.1%} of it reached)"
+        words += f", {point.round_floor_ms / point.roofline_floor_ms:.2f} floors of a plain step"
+    return f"{words}; {rounds.text()}"
 
 
 def _columns(roofline: bool) -> tuple[tuple[str, int], ...]:

@@ -53,6 +53,7 @@ class Point(Measured):
 
     ``bandwidth_fraction``: bytes that a step must read, over its time and the device's bandwidth. ``round_ms``: of a
     decode step of the full batch, where it may gain several tokens; TPOT is that over the tokens that a row gained.
+    ``roofline_floor_ms`` is of a step of one token a row, also where rows gain several; ``round_floor_ms``: of a round.
     """
 
     framework: str = "lockstride"
@@ -60,6 +61,7 @@ class Point(Measured):
     roofline_floor_ms: float | None
     bandwidth_fraction: float | None
     round_ms: float | None = None
+    round_floor_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

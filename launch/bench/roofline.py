@@ -1,11 +1,18 @@
-"""The floor of a decode step: the time its bytes and its arithmetic need on a device, and nothing else.
+"""The floor of a decode step or of a round of speculation: the time its bytes and its arithmetic need on a device, and
+nothing else.
 
 Knows: how many weights and KV bytes a shape reads a step, and how they divide over ranks. Does not know: engines,
-kernels, communication (all-reduce is not counted), or how fast anything really is.
+kernels, communication (all-reduce is not counted), where shapes of drafters come from (drafter_shape.py), or how fast
+anything really is.
 
 Every weight is read once a step, the embedding left out and the language-model head in. Each group of GEMMs takes the
-larger of its byte time and its arithmetic time. Attention reads the KV of every row at the average length. Layers with
-state in slots read and write that of every row.
+larger of its byte time and its arithmetic time, and so does attention, which reads the KV of every row at the average
+length. Layers with state in slots read and write that of every row.
+
+A round verifies several tokens a row: weights and KV are read once for all of them, experts as all of them choose, and
+state once more, to be left alone in verification and to take in what was kept. A drafter comes on top: passes to guess,
+and one to be shown what the target made of a row's window. Left out everywhere: activations, KV that is written, a
+window's own KV, the arithmetic of recurrences and samplers.
 """
 
 from __future__ import annotations
@@ -25,8 +32,8 @@ from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
     layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers.
-    ``state_bytes``: what a row's recurrent state takes (float32), ``window_values``: values of its convolutions that a
-    step reads or writes; both over all layers."""
+    ``query_values``: of one token, over all layers that attend. ``state_bytes``: what a row's recurrent state takes
+    (float32), ``window_values``: values of its convolutions that a step reads or writes; both over all layers."""
 
     dense: int
     expert: int
@@ -36,6 +43,7 @@ class Shape:
     kv_per_head: int
     state_bytes: int = 0
     window_values: int = 0
+    query_values: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> Shape:
@@ -70,6 +78,7 @@ class Shape:
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
             kv_heads=kv_heads,
             kv_per_head=2 * attending * head_dim,
+            query_values=attending * heads * head_dim,
             state_bytes=0 if delta is None else 4 * len(delta.layers) * delta.values * delta.k_dim,
             window_values=0 if delta is None else len(delta.layers) * (2 * delta.keys + delta.values) * delta.taps,
         )
@@ -95,23 +104,93 @@ def _of_blocks(config: Mapping[str, Any]) -> Shape:
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
         kv_heads=kv_heads,
         kv_per_head=2 * attention_layers * head_dim,
+        query_values=attention_layers * config["num_attention_heads"] * head_dim,
         state_bytes=4 * mamba_layers * mamba.inner * mamba.state_size,
         window_values=mamba_layers * mamba.taps * mamba.conv_channels,
     )
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """Values of a drafter. A pass meets ``whole``, which every rank computes, ``dense``, of which each has a share, and
+    ``expert`` as in Shape, within a group of ranks; then the ``head`` for what it guesses: one token a row or, where it
+    is a ``block``, all of them at once. To be shown a row's tokens costs ``shown_whole`` and ``shown``, split likewise.
+    ``views``: of each layer that attends, how many tokens it sees at most; None: all. ``query_values``: of one token in
+    one layer; ``kv_per_head``: of one token in one head of one layer."""
+
+    dense: int
+    head: int
+    shown: int
+    kv_heads: int
+    kv_per_head: int
+    query_values: int = 0
+    whole: int = 0
+    shown_whole: int = 0
+    views: tuple[int | None, ...] = (None,)
+    block: bool = False
+    expert: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Floor:
-    """Of one decode step on one rank."""
+    """Of one decode step or round, or a part of it, on one rank."""
 
     weight_bytes: float
     kv_bytes: float
     seconds: float
     state_bytes: float = 0.0
+    flop: float = 0.0
 
     @property
     def bytes(self) -> float:
         return self.weight_bytes + self.kv_bytes + self.state_bytes
+
+    def __add__(self, other: Floor) -> Floor:
+        """Of both, one after the other."""
+        return Floor(
+            self.weight_bytes + other.weight_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.seconds + other.seconds,
+            self.state_bytes + other.state_bytes,
+            self.flop + other.flop,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """``ranks`` in ``groups`` that have rows of their own, the bytes of a value, and a device's rates. ``share``: ranks
+    of a group; ``rows``: those of a batch that the fullest group has."""
+
+    ranks: int
+    value_bytes: int
+    bytes_per_s: float
+    flop_per_s: float
+    groups: int = 1
+
+    @property
+    def share(self) -> int:
+        return self.ranks // self.groups
+
+    def rows(self, batch: int) -> int:
+        return -(-batch // self.groups)
+
+    def products(self, values: float, flop: float) -> Floor:
+        """GEMMs with so many weights."""
+        read = self.value_bytes * values
+        return Floor(read, 0.0, self._seconds(read, flop), flop=flop)
+
+    def attention(self, kv_values: float, flop: float) -> Floor:
+        read = self.value_bytes * kv_values
+        return Floor(0.0, read, self._seconds(read, flop), flop=flop)
+
+    def state(self, moved: float) -> Floor:
+        """Bytes of state, read and written."""
+        return Floor(0.0, 0.0, moved / self.bytes_per_s, moved)
+
+    def _seconds(self, moved: float, flop: float) -> float:
+        return max(moved / self.bytes_per_s, flop / self.flop_per_s)
 
 
 def decode_floor(
@@ -127,24 +206,75 @@ def decode_floor(
 ) -> Floor:
     """``length``: average tokens of KV a row. ``ranks`` share the experts whole, and each of ``groups`` of them every
     other weight matrix, for rows of its own: the fullest group counts."""
-    rows, tensor = -(-batch // groups), ranks // groups
-    gemms = [(shape.dense / tensor, 2 * shape.dense * rows / tensor)]
+    device = Ceilings(
+        ranks=ranks, value_bytes=value_bytes, bytes_per_s=bytes_per_s, flop_per_s=flop_per_s, groups=groups
+    )
+    return target_floor(shape, device, batch=batch, length=length)
+
+
+def target_floor(shape: Shape, device: Ceilings, *, batch: int, length: float, tokens: int = 1) -> Floor:
+    """Of a step of one token a row, or of the verification of ``tokens`` a row, with taking in those that are kept."""
+    rows, share = device.rows(batch), device.share
+    floor = device.products(shape.dense / share, 2 * shape.dense * rows * tokens / share)
     if shape.experts:
-        active = _experts_of_the_fullest_rank(shape, batch, ranks)
-        gemms.append((shape.expert * active, 2 * shape.expert * shape.experts_per_token * batch / ranks))
-    weight_bytes = value_bytes * sum(values for values, _ in gemms)
-    kv_heads = max(1.0, shape.kv_heads / tensor)
-    kv_bytes = value_bytes * rows * length * kv_heads * shape.kv_per_head
-    state_bytes = rows * (2 * shape.state_bytes + value_bytes * shape.window_values) / tensor
-    seconds = sum(max(value_bytes * values / bytes_per_s, flop / flop_per_s) for values, flop in gemms)
-    return Floor(weight_bytes, kv_bytes, seconds + (kv_bytes + state_bytes) / bytes_per_s, state_bytes)
+        active = _experts_of_the_fullest_rank(shape, batch * tokens, device.ranks)
+        flop = 2 * shape.expert * shape.experts_per_token * batch * tokens / device.ranks
+        floor += device.products(shape.expert * active, flop)
+    kv_heads = max(1.0, shape.kv_heads / share)
+    attended = rows * length
+    floor += device.attention(
+        attended * kv_heads * shape.kv_per_head, 4 * attended * tokens * shape.query_values / share
+    )
+    passes = 1 if tokens == 1 else 2  # over the recurrence; the last of them writes
+    moved = (passes + 1) * shape.state_bytes + passes * device.value_bytes * shape.window_values
+    return floor + device.state(rows * moved / share)
 
 
-def _experts_of_the_fullest_rank(shape: Shape, batch: int, ranks: int) -> float:
-    """Experts that at least one of ``batch`` tokens asks for, on the rank with most of them, expected under uniform
-    routing: the largest of ``ranks`` binomial counts."""
+def drafter_floor(drafter: DrafterShape, device: Ceilings, *, batch: int, length: float, guesses: int) -> Floor:
+    """Of ``guesses`` places behind every row, and of being shown a window of one token more."""
+    rows, share = device.rows(batch), device.share
+    passes, tokens, guessed = (1, guesses + 1, guesses) if drafter.block else (guesses, 1, 1)
+    shown = drafter.shown_whole + drafter.shown / share
+    floor = device.products(shown, 2 * shown * rows * (guesses + 1))
+    layers = drafter.whole + drafter.dense / share
+    kv_heads = max(1.0, drafter.kv_heads / share)
+    attended = rows * sum(length if view is None else min(length, view) for view in drafter.views)
+    for _ in range(passes):
+        floor += device.products(layers, 2 * layers * rows * tokens)
+        floor += device.products(drafter.head / share, 2 * drafter.head * rows * guessed / share)
+        if drafter.experts:
+            active = _experts_of_the_fullest_rank(drafter, rows * tokens, share)
+            flop = 2 * drafter.expert * drafter.experts_per_token * rows * tokens / share
+            floor += device.products(drafter.expert * active, flop)
+        floor += device.attention(
+            attended * kv_heads * drafter.kv_per_head, 4 * attended * tokens * drafter.query_values / share
+        )
+    return floor
+
+
+def round_floor(
+    shape: Shape,
+    drafter: DrafterShape | None,
+    device: Ceilings,
+    *,
+    batch: int,
+    length: float,
+    guesses: int,
+    tree: int | None = None,
+) -> Floor:
+    """Of a round with ``guesses`` places, of which a ``tree`` has so many tokens, root included. ``drafter`` None:
+    guesses cost nothing, as n-gram lookup."""
+    verified = target_floor(shape, device, batch=batch, length=length, tokens=tree or guesses + 1)
+    if drafter is None:
+        return verified
+    return verified + drafter_floor(drafter, device, batch=batch, length=length, guesses=guesses)
+
+
+def _experts_of_the_fullest_rank(shape: Shape | DrafterShape, tokens: int, ranks: int) -> float:
+    """Experts that at least one of ``tokens`` asks for, on the rank with most of them, expected under uniform routing:
+    the largest of ``ranks`` binomial counts."""
     here = shape.experts // ranks
-    asked = 1 - (1 - shape.experts_per_token / shape.experts) ** batch
+    asked = 1 - (1 - shape.experts_per_token / shape.experts) ** tokens
     at_most = expected = 0.0
     for count in range(here):
         at_most += comb(here, count) * asked**count * (1 - asked) ** (here - count)

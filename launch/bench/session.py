@@ -19,10 +19,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from launch.bench.drafter_shape import drafter_shape
 from launch.bench.environment import process_age
 from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.results import ResultFiles
-from launch.bench.roofline import Floor, Shape, decode_floor
+from launch.bench.roofline import Ceilings, Floor, Shape, round_floor, target_floor
 from launch.bench.trace import DecodeStep
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
@@ -118,10 +119,27 @@ class Session:
 
     def floor(self, shape: Shape, batch: int, length: float) -> Floor:
         """Of one decode step; ``length`` is the average KV of a row, in tokens."""
-        return decode_floor(
+        return target_floor(shape, self._ceilings, batch=batch, length=length)
+
+    def round_floor(self, shape: Shape, batch: int, length: float) -> Floor | None:
+        """Of one round of a batch whose rows all have a window; None without speculation."""
+        config = self.config.speculation
+        if config is None:
+            return None
+        drafter = drafter_shape(config, ModelConfig.from_folder(self.folder))
+        return round_floor(
             shape,
+            drafter,
+            self._ceilings,
             batch=batch,
             length=length,
+            guesses=config.num_speculative_tokens,
+            tree=config.tree_size,
+        )
+
+    @property
+    def _ceilings(self) -> Ceilings:
+        return Ceilings(
             ranks=self.ranks,
             value_bytes=self.value_bytes,
             bytes_per_s=self.options.bytes_per_s,

@@ -84,6 +84,21 @@ def test_latency_by_the_fixed_batch_protocol(tmp_path: Path, capsys: pytest.Capt
     assert [line.split()[0] for line in printed[1:]] == ["1", "4", "TTFT"]
 
 
+def test_a_round_has_a_floor_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = '{"method":"synthetic","num_speculative_tokens":3,"synthetic_acceptance_length":2.0}'
+    small = SMALL.replace("--output-len 9", "--output-len 33")
+    code = measure(tmp_path, f"latency {small} --batch-size 2 --roofline --speculative-config {spec}")
+    (point,) = result(tmp_path, "points.jsonl")
+    assert point["round_floor_ms"] > 0
+    assert point["roofline_fraction"] is None, "of a step of one token a row"
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("       round"))
+    assert f"floor {point['round_floor_ms']:.4f} ms" in told
+    ratio = point["round_floor_ms"] / point["roofline_floor_ms"]
+    assert f", {ratio:.2f} floors of a plain step; synthetic, k = 3" in told
+    if code == 0:  # no rate can be promised on a machine that is shared
+        assert f" ({point['round_floor_ms'] / point['round_ms']:.1%} of it reached)" in told
+
+
 def test_whole_answers_without_a_short_run(tmp_path: Path) -> None:
     assert measure(tmp_path, f"latency {SMALL} --protocol generation --batch-size 2 --chain-depth 0") == 0
     (point,) = result(tmp_path, "points.jsonl")

@@ -17,6 +17,7 @@ ADDED = {
     "num_speculative_tokens",
     "accepted_length",
     "round_ms",
+    "round_floor_ms",
 }  # None in older rows
 PUBLISHED = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.points.jsonl"))
 
