@@ -113,6 +113,7 @@ test-gpu:  ## on a machine with GPUs; uses the Python that holds its torch
 diagram: $(STAMP)  ## redraws what the documents show of the code
 	$(BIN)/python -m docs.draw_scheduling
 	$(BIN)/python -m docs.draw_speculation
+	$(BIN)/python -m docs.draw_recurrent
 	$(BIN)/python -m docs.draw_control
 	$(BIN)/python -m docs.draw_timeline
 	$(BIN)/python -m docs.draw_daemon

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from docs import draw_speculation
+from docs import draw_recurrent, draw_speculation
 from docs.draw_scheduling import DOCUMENT, redrawn
 from docs.draw_timeline import PICTURE, picture, play
 from runtime.schedule.counters import ScheduleCounters
@@ -24,6 +24,17 @@ def test_the_drawing_of_a_round_is_current() -> None:
     text = draw_speculation.DOCUMENT.read_text()
     assert draw_speculation.redrawn(text) == text, "run: make diagram"
     assert draw_speculation.redrawn(text.replace("draw --> accept", "draw --> commit")) == text
+
+
+def test_the_tables_of_recurrent_state_are_current() -> None:
+    text = draw_recurrent.PAGE.read_text()
+    assert draw_recurrent.redrawn(text) == text, "run: make diagram"
+    assert draw_recurrent.redrawn(text.replace("none: state is read only", "each live row's")) == text
+
+
+def test_a_step_whose_rows_of_state_are_not_understood_is_refused() -> None:
+    with pytest.raises(ValueError, match="makes no StateRows"):
+        draw_recurrent.state_rows_of(draw_recurrent.writes)
 
 
 def test_an_old_drawing_is_noticed() -> None:
