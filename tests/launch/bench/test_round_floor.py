@@ -31,17 +31,7 @@ TARGET = Shape(1000, 0, 0, 0, kv_heads=2, kv_per_head=5, state_bytes=50, window_
 CHAIN = DrafterShape(
     whole=30, dense=100, head=200, shown_whole=30, shown=40, kv_heads=2, kv_per_head=5, query_values=20
 )
-BLOCK = DrafterShape(
-    dense=100,
-    head=200,
-    shown_whole=30,
-    shown=40,
-    kv_heads=2,
-    kv_per_head=5,
-    query_values=20,
-    views=(None, 4),
-    block=True,
-)
+BLOCK = replace(CHAIN, whole=0, views=(None, 4), block=True)
 
 
 def test_weights_and_keys_are_read_once_for_all_tokens_of_a_window() -> None:
