@@ -1,7 +1,7 @@
 """Floors of rounds of speculation beside those of plain steps, without a GPU: ``python -m tests.bench.round_floors``.
 
 One line a kind of round, as docs/measurements/speculation.md times them: bytes and FLOPs that it needs on one rank,
-their time on an H200 (the rates of `bench latency --roofline`), and that over the floor of a step of one token a row.
+their time (at an H200's rates, as `bench latency --roofline`), and that over the floor of a step of one token a row.
 
 Knows: which rounds are measured. Does not know: what a floor is made of (launch/bench/roofline.py).
 """
@@ -41,15 +41,18 @@ OWN = {"own MTP, k = 3": {"method": "mtp", "num_speculative_tokens": 3}}  # of m
 
 def rounds_of(model: str) -> Mapping[str, Mapping[str, Any]]:
     """Those that the shapes have drafters for."""
-    return ROUNDS if model == _BESIDE.name else OWN
+    if model == _BESIDE.name:
+        return ROUNDS
+    beside = SHAPES / model / "dflash"
+    block = {"method": "dflash", "model": str(beside), "num_speculative_tokens": 15}
+    return {**OWN, "DFlash, block 16": block} if beside.is_dir() else OWN
 
 
 def floors(
-    model: str, rounds: Mapping[str, Mapping[str, Any]], batch: int, length: float, ranks: int
+    model: str, rounds: Mapping[str, Mapping[str, Any]], batch: int, length: float, device: Ceilings
 ) -> tuple[Floor, list[Floor]]:
-    """Of a plain step, and of each of ``rounds``; bfloat16."""
+    """Of a plain step, and of each of ``rounds``."""
     shape, target = Shape.from_folder(SHAPES / model), ModelConfig.from_folder(SHAPES / model)
-    device = Ceilings(ranks=ranks, value_bytes=2, bytes_per_s=H200_BYTES_PER_S, flop_per_s=H200_FLOP_PER_S)
     found = []
     for keys in rounds.values():
         config = speculative_config(keys)
@@ -60,10 +63,13 @@ def floors(
     return target_floor(shape, device, batch=batch, length=length), found
 
 
-def table(model: str, rows: Sequence[int], length: float, ranks: int) -> list[str]:
-    """Lines of a Markdown table."""
+def table(
+    model: str, rows: Sequence[int], length: float, ranks: int, bytes_per_s: float = H200_BYTES_PER_S
+) -> list[str]:
+    """Lines of a Markdown table; bfloat16."""
     rounds = rounds_of(model)
-    columns = [floors(model, rounds, batch, length, ranks) for batch in rows]
+    device = Ceilings(ranks=ranks, value_bytes=2, bytes_per_s=bytes_per_s, flop_per_s=H200_FLOP_PER_S)
+    columns = [floors(model, rounds, batch, length, device) for batch in rows]
     what = f"{model}, {length:g} tokens, {ranks} rank{'s' * (ranks > 1)}"
     at = f"{' / '.join(map(str, rows))} row{'s' * (rows[-1] > 1)}"
     lines = [
@@ -94,9 +100,10 @@ def main() -> int:
     parser.add_argument("--rows", default="1,8,32", help="rows that decode together [1,8,32]")
     parser.add_argument("--length", type=float, default=1152, help="average tokens of KV a row [1152]")
     parser.add_argument("--ranks", type=int, default=1, help="a tensor-parallel group [1]")
+    parser.add_argument("--bytes-per-s", type=float, default=H200_BYTES_PER_S, help="bandwidth of a device [4.29e12]")
     options = parser.parse_args()
     rows = [int(part) for part in options.rows.split(",")]
-    print("\n".join(table(options.model, rows, options.length, options.ranks)))
+    print("\n".join(table(options.model, rows, options.length, options.ranks, options.bytes_per_s)))
     return 0
 
 

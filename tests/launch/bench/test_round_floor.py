@@ -151,11 +151,15 @@ def test_sliding_layers_see_their_window() -> None:
 
 
 def test_the_documented_floors_are_those_of_today() -> None:
-    pages = [Path(__file__).parents[3] / "docs" / "measurements" / f"{page}.md" for page in ("speculation", "hybrid")]
+    pages = [
+        Path(__file__).parents[3] / "docs" / "measurements" / f"{page}.md" for page in ("speculation", "hybrid", "h100")
+    ]
     documented = "\n".join(page.read_text() for page in pages)
     found = round_floors.table("qwen3-8b", (1, 8, 32), 1152, 1) + round_floors.table("qwen3-8b", (1, 8, 32), 1152, 2)
     found += round_floors.table("qwen3-8b", (1,), 16128, 1) + round_floors.table("qwen3-8b", (1,), 32128, 1)
     for model in ("qwen3.5-27b", "qwen3.5-35b-a3b"):
         found += round_floors.table(model, (1,), 1152, 1)
+    h100 = round_floors.table("qwen3-8b", (1, 8, 32), 1152, 2, bytes_per_s=3.14e12)
+    found += [line for line in h100 if line.startswith(("| plain step", "| DFlash, block 16", "| MTP, k = 3 |"))]
     missing = [line for line in found if not line.startswith("| ---") and line not in documented]
     assert not missing, "python -m tests.bench.round_floors"
