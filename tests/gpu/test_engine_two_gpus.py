@@ -24,9 +24,9 @@ ROUNDS, SERIAL_ROUNDS = "rounds, mixed steps", "rounds at depth 0"
 JOBS = {
     SYMMETRIC: Job(),
     SERIAL: Job(depth=0),
-    NCCL: Job(symmetric=False, mixed_steps=True),
     ROUNDS: Job(speculates=True, mixed_steps=True),
     SERIAL_ROUNDS: Job(speculates=True, depth=0),
+    NCCL: Job(symmetric=False, mixed_steps=True),
 }
 
 # ---- two GPUs ----

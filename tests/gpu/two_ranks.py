@@ -74,7 +74,7 @@ class Job:
 
     def batch(self, device: Device) -> list[Request]:
         """Of all kinds."""
-        return mixture(SEED, 5 if self.speculates and device == "cpu" else 14)
+        return mixture(SEED, 3 if self.speculates and device == "cpu" else 14)
 
     def config(self, place: Place) -> EngineConfig:
         """One decode bucket: bfloat16 products round by their number of rows, and depths differ in that, and in what
