@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.steady_steps import check_mixed
 from tests.gpu.two_ranks import BLOCK, BLOCKS, GOLDEN, LENGTH, SEED, STEADY, Found, Job, both_ranks, check_device
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
@@ -108,3 +109,24 @@ def test_a_breach_is_found(seen: dict[str, int]) -> None:
     check_device(Counter(WELL), grown, symmetric=True)
     with pytest.raises(AssertionError):
         check_device(Counter(WELL | seen), grown, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"cudaGraphLaunch": 116},
+        {"Memcpy HtoD (Pinned -> Device)": 36},
+        {"Memcpy HtoD (Pageable -> Device)": 1},
+        {"Memcpy DtoH (Device -> Pinned)": 95},
+        {"cudaStreamSynchronize": 1},
+        {"cudaMallocAsync": 1},
+    ],
+    ids=str,
+)
+def test_a_breach_of_steps_with_chunks_is_found(seen: dict[str, int]) -> None:
+    """Of 90 steps, of which 11 have chunks, 3 of these beside windows."""
+    grown = {"steps": 90, "prefill_steps": 1, "mixed_steps": 10, "host_to_device_copies": 24}
+    well = {"cudaGraphLaunch": 104, "Memcpy HtoD (Pinned -> Device)": 35, "Memcpy DtoH (Device -> Pinned)": 90}
+    check_mixed(Counter(well), grown, windows=3)
+    with pytest.raises(AssertionError):
+        check_mixed(Counter(well | seen), grown, windows=3)
