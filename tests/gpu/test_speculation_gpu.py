@@ -138,6 +138,8 @@ def test_every_token_is_shown_once_from_captured_steps() -> None:
 
 def test_a_steady_round_is_one_launch_without_a_sync() -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=80, stops=()) for i in range(8)]
-    with gpu_rig(depth=2, block_size=64, **LIMITS, **ngram(4)) as engine:
+    buckets = (16, 32, 48, 64, 80)
+    how: dict[str, Any] = {"prefill_buckets": buckets, "mixed": MixedSteps(buckets), "block_size": 64}
+    with gpu_rig(depth=2, **how, **LIMITS, **ngram(4)) as engine:
         count_steady_steps(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1

@@ -23,6 +23,7 @@ from tests.runtime.engine.rig import request, run
 pytestmark = pytest.mark.gpu
 HYBRIDS = ("gated delta", "mamba")
 BUCKETS = (16, 32, 48, 64, 80)
+CAPTURED: dict[str, Any] = {"prefill_buckets": BUCKETS, "mixed": MixedSteps(BUCKETS)}  # all steps with chunks
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -30,8 +31,9 @@ BUCKETS = (16, 32, 48, 64, 80)
 def test_a_steady_step_of_a_hybrid_is_one_launch(layers: str, width: int) -> None:
     """A token a row, and rounds of n-gram guesses."""
     requests = [request(i, range(3 + i, 20 + i), max_tokens=80, stops=()) for i in range(8)]
-    speculating = ngram(width) if width > 1 else {}
-    with gpu_rig(depth=2, block_size=64, shape=SHAPES[layers], **LIMITS, **speculating) as engine:
+    how: dict[str, Any] = LIMITS | CAPTURED | {"block_size": 64, "shape": SHAPES[layers]}
+    how |= ngram(width) if width > 1 else {}
+    with gpu_rig(depth=2, **how) as engine:
         count_steady_steps(engine, requests)
         assert (engine.counters["spec_num_drafts"] > 0) is (width > 1)
 
@@ -50,10 +52,10 @@ def test_steps_with_chunks_are_two_launches_or_three(layers: str, width: int) ->
     """Beside windows three. The second time nothing is captured or compiled any more."""
     requests, later = arriving(0)
     kinds = SamplingVariant(), SamplingVariant.covering([one.sampling for one in (*requests, *later.values())])
-    how: dict[str, Any] = LIMITS | {"variants": kinds, "prefix_caching": False}
+    how: dict[str, Any] = LIMITS | CAPTURED | {"variants": kinds, "prefix_caching": False}
     how |= {"shape": SHAPES[layers]} if SHAPES[layers] else {}
     how |= ngram(width, 100) if width > 1 else {}
-    with gpu_rig(depth=2, prefill_buckets=BUCKETS, mixed=MixedSteps(BUCKETS), **how) as engine:
+    with gpu_rig(depth=2, **how) as engine:
 
         def live(requests: list[Request], later: dict[int, Request]) -> None:
             def arrive(engine: Engine, turn: int) -> None:

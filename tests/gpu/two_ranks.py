@@ -87,7 +87,8 @@ class Job:
         if self.speculates:
             guesses = {"method": "mtp", "model": str(DEMO / "mtp"), "num_speculative_tokens": WIDEST["mtp"]}
             model = {"model": str(DEMO), "dtype": "float32"}
-            model["speculative_config"] = guesses | {"disable_by_batch_size": STEADY_ROWS}
+            always = {"disable_by_batch_size": STEADY_ROWS, "mixed_step_percent": 100}
+            model["speculative_config"] = guesses | always
         return EngineConfig(
             **model,
             device=place.device,
