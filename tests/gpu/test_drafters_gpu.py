@@ -23,7 +23,7 @@ from runtime.execute.proposer import MakeProposer
 from runtime.schedule.request import Request
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.gpu.steady_steps import run_without_a_sync
+from tests.gpu.steady_steps import count_steady_steps
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_gdn_gpu import shape
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
@@ -142,8 +142,8 @@ def test_bfloat16_keeps_about_as_many_guesses(method: str) -> None:
 @pytest.mark.parametrize("method", WIDEST)
 def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=100, stops=()) for i in range(8)]
-    with rig_of(method, torch.bfloat16, depth=2) as engine:
-        run_without_a_sync(engine, requests)
+    with rig_of(method, torch.bfloat16, depth=2, block_size=64) as engine:
+        count_steady_steps(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1
 
 
@@ -164,13 +164,13 @@ def test_an_eagle3_head_without_weights_leaves_the_golden_tokens(depth: int, tmp
     assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
 
 
-def own_layer(family: str, dtype: torch.dtype, depth: int = 2) -> Any:
+def own_layer(family: str, dtype: torch.dtype, depth: int = 2, **more: Any) -> Any:
     """A hybrid and its own MTP layer, k = 3; both with dummy weights."""
     keys = {"method": "mtp", "num_speculative_tokens": 3}
     proposer = proposer_for(speculative_config(keys), load_format="dummy")
     model = NEMOTRON if family == "nemotron-h" else shape(family)
     has_layer = {**model, "num_nextn_predict_layers": 1}
-    return gpu_rig("triton", depth=depth, dtype=dtype, shape=has_layer, widths=(4,), proposer=proposer)
+    return gpu_rig("triton", depth=depth, dtype=dtype, shape=has_layer, widths=(4,), proposer=proposer, **more)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "nemotron-h"])
@@ -185,10 +185,10 @@ def test_a_hybrids_own_layer_gives_the_same_tokens_at_every_depth(family: str) -
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "nemotron-h"])
-def test_a_round_with_a_hybrids_own_layer_does_not_synchronise(family: str) -> None:
+def test_a_round_with_a_hybrids_own_layer_is_one_launch_without_a_sync(family: str) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
-    with own_layer(family, torch.bfloat16) as engine:
-        run_without_a_sync(engine, requests)
+    with own_layer(family, torch.bfloat16, block_size=64) as engine:
+        count_steady_steps(engine, requests)
 
 
 @pytest.mark.parametrize("method", WIDEST)

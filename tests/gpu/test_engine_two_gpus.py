@@ -1,4 +1,4 @@
-"""The engine on each of two GPUs: no hidden sync, one launch a step, and depths agree, whichever way sums go.
+"""The engine on each of two GPUs: no hidden sync, one launch a step or round, and depths agree, whichever way sums go.
 
 Both ranks of two_ranks.py check themselves; what they found comes back here. On a CPU the same ranks run over gloo.
 
@@ -8,50 +8,75 @@ Run: python3 -m pytest -m multigpu tests/gpu/test_engine_two_gpus.py
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gpu.two_ranks import BLOCK, BLOCKS, LENGTH, RANKS, SEED, STEADY, Found, both_ranks, check_device
+from tests.gpu.steady_steps import check_mixed
+from tests.gpu.two_ranks import BLOCK, BLOCKS, GOLDEN, LENGTH, SEED, STEADY, Found, Job, both_ranks, check_device
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.speculate.demo_acceptance import golden_rows
+
+SYMMETRIC, SERIAL, NCCL = "symmetric all-reduce", "depth 0", "NCCL, mixed steps"
+ROUNDS, SERIAL_ROUNDS = "rounds, mixed steps", "rounds at depth 0"
+JOBS = {
+    SYMMETRIC: Job(),
+    SERIAL: Job(depth=0),
+    ROUNDS: Job(speculates=True, mixed_steps=True),
+    SERIAL_ROUNDS: Job(speculates=True, depth=0),
+    NCCL: Job(symmetric=False, mixed_steps=True),
+}
 
 # ---- two GPUs ----
 
 
 @pytest.fixture(scope="module")
-def symmetric(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return both_ranks(tmp_path_factory.mktemp("symmetric"), "cuda")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    """Of both ranks, by job. What they say is not captured: it tells where they were, should nobody wait for them."""
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+    with nullcontext() if capture is None else capture.global_and_fixture_disabled():
+        return both_ranks(tmp_path_factory.mktemp("ranks"), "cuda", JOBS)
 
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-def test_both_ranks_with_the_symmetric_all_reduce(symmetric: list[Found]) -> None:
-    assert len(symmetric) == RANKS
+@pytest.mark.parametrize("job", JOBS)
+def test_both_ranks_find_what_they_should(found: dict[str, list[Found]], job: str) -> None:
+    assert [one["rank"] for one in found[job]] == [0, 1]
 
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-def test_both_ranks_with_nccl(tmp_path: Path) -> None:
-    assert len(both_ranks(tmp_path, "cuda", symmetric=False, mixed_steps=True)) == RANKS
+def test_depths_agree(found: dict[str, list[Found]]) -> None:
+    assert found[SYMMETRIC][0]["tokens"] == found[SERIAL][0]["tokens"]
 
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-def test_depths_agree(symmetric: list[Found], tmp_path: Path) -> None:
-    serial = both_ranks(tmp_path, "cuda", depth=0)
-    assert symmetric[0]["tokens"] == serial[0]["tokens"]
+def test_rounds_give_the_tokens_of_single_steps_at_either_depth(found: dict[str, list[Found]]) -> None:
+    """In float32; as many guesses are kept on both ranks, which two_ranks.py compares request by request."""
+    for job in (ROUNDS, SERIAL_ROUNDS):
+        assert found[job][0]["golden"] == golden("cuda")
 
 
 # ---- no GPU ----
 
 
+def golden(device: str) -> list[list[int]]:
+    """What the demo model says in steps of one token, on one rank."""
+    return [row["token_ids"] for row in golden_rows()[: GOLDEN[device]]]
+
+
 @pytest.mark.multiprocess
 def test_the_same_ranks_on_a_cpu(tmp_path: Path) -> None:
-    found = both_ranks(tmp_path, "cpu")
+    found = both_ranks(tmp_path, "cpu", {name: JOBS[name] for name in (SYMMETRIC, ROUNDS)})
     with rig(depth=0, block_size=BLOCK, blocks=BLOCKS, max_model_len=LENGTH) as engine:
         alone = outcome(run(engine, mixture(SEED)))
-    assert found[1]["tokens"] == [[i, *tokens] for i, (tokens, _) in sorted(alone.items())]
+    assert found[SYMMETRIC][1]["tokens"] == [[i, *tokens] for i, (tokens, _) in sorted(alone.items())]
+    assert found[ROUNDS][1]["golden"] == golden("cpu")
 
 
 WELL = {
@@ -72,6 +97,7 @@ WELL = {
         {"cudaStreamSynchronize": 1},
         {"cudaDeviceSynchronize": 3},
         {"cudaMallocAsync": 1},
+        {"cudaLaunchKernel": 200},
         {"cudaStreamBeginCapture": 1},
         {"ncclDevKernel_AllReduce_Sum_bf16_RING_LL": 1},
         {"_all_reduce_kernel": 0},
@@ -83,3 +109,24 @@ def test_a_breach_is_found(seen: dict[str, int]) -> None:
     check_device(Counter(WELL), grown, symmetric=True)
     with pytest.raises(AssertionError):
         check_device(Counter(WELL | seen), grown, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"cudaGraphLaunch": 116},
+        {"Memcpy HtoD (Pinned -> Device)": 36},
+        {"Memcpy HtoD (Pageable -> Device)": 1},
+        {"Memcpy DtoH (Device -> Pinned)": 95},
+        {"cudaStreamSynchronize": 1},
+        {"cudaMallocAsync": 1},
+    ],
+    ids=str,
+)
+def test_a_breach_of_steps_with_chunks_is_found(seen: dict[str, int]) -> None:
+    """Of 90 steps, of which 11 have chunks, 3 of these beside windows."""
+    grown = {"steps": 90, "prefill_steps": 1, "mixed_steps": 10, "host_to_device_copies": 24}
+    well = {"cudaGraphLaunch": 104, "Memcpy HtoD (Pinned -> Device)": 35, "Memcpy DtoH (Device -> Pinned)": 90}
+    check_mixed(Counter(well), grown, windows=3)
+    with pytest.raises(AssertionError):
+        check_mixed(Counter(well | seen), grown, windows=3)

@@ -25,7 +25,7 @@ from models.kernels.select import select_kernels
 from runtime.execute.device.cuda import CudaDevice
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.gpu.steady_steps import run_without_a_sync
+from tests.gpu.steady_steps import count_steady_steps
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
@@ -204,18 +204,19 @@ def test_float32_gives_the_golden_tokens(depth: int) -> None:
     assert found["accepted_length"] > 3.4  # 3.57 on a CPU
 
 
-def synthetic(dtype: torch.dtype) -> Any:
+def synthetic(dtype: torch.dtype, **more: Any) -> Any:
     """A tiny Nemotron-H with scripted acceptance."""
     keys = {"method": "synthetic", "num_speculative_tokens": 7, "tree_size": 32, "synthetic_acceptance_length": 4}
     proposer = proposer_for(speculative_config(keys), load_format="dummy")
-    return gpu_rig("triton", depth=2, dtype=dtype, shape=NEMOTRON, widths=(8,), proposer=proposer, tree=32, blocks=400)
+    limits: dict[str, Any] = {"shape": NEMOTRON, "widths": (8,), "proposer": proposer, "tree": 32, "blocks": 400}
+    return gpu_rig("triton", depth=2, dtype=dtype, **(limits | more))
 
 
 @pytest.mark.parametrize("make", [partial(hybrid, depth=2), synthetic], ids=["gated delta nets", "Mamba-2"])
-def test_a_round_is_one_captured_launch_without_a_sync(make: Callable[[torch.dtype], Any]) -> None:
+def test_a_round_is_one_captured_launch_without_a_sync(make: Callable[..., Any]) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=90, stops=()) for i in range(8)]
-    with make(torch.bfloat16) as engine:
-        run_without_a_sync(engine, requests)
+    with make(torch.bfloat16, block_size=64) as engine:
+        count_steady_steps(engine, requests)
         assert engine.counters["spec_num_accepted_tokens"] > 0
 
 

@@ -170,10 +170,10 @@ def test_float32_gives_the_golden_tokens(method: str, size: int, depth: int) -> 
 @ENGINES
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
 def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
-    from tests.gpu.steady_steps import run_without_a_sync
+    from tests.gpu.steady_steps import count_steady_steps
     from tests.runtime.engine.rig import request
 
     requests = [request(i, range(3 + i, 20 + i), max_tokens=100, stops=()) for i in range(8)]
-    with rig_of(method, 32, torch.bfloat16, depth=2) as engine:
-        run_without_a_sync(engine, requests)
+    with rig_of(method, 32, torch.bfloat16, depth=2, block_size=64) as engine:
+        count_steady_steps(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1

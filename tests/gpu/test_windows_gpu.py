@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.schedule.request import Request
-from tests.gpu.steady_steps import run_without_a_sync
+from tests.gpu.steady_steps import count_steady_steps
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.runtime.engine.lives import Life
 from tests.runtime.engine.replay_proposer import script_of, window_roles
@@ -65,6 +65,7 @@ def test_a_window_step_is_one_captured_launch_without_a_sync() -> None:
     """Greedy rows, whose variant was warmed up: nothing is captured or allocated, and no step waits for the device."""
     requests = [request(i, range(3 + i, 20 + i), max_tokens=60, stops=()) for i in range(8)]
     script = {one.sampling.seed or 0: (*one.prompt_token_ids, *([5] * 60)) for one in requests}
-    with gpu_rig(depth=2, widths=(4,), further_roles=window_roles((4,), script), **LIMITS) as engine:
-        run_without_a_sync(engine, requests)
+    roles = window_roles((4,), script)
+    with gpu_rig(depth=2, block_size=64, widths=(4,), further_roles=roles, **LIMITS) as engine:
+        count_steady_steps(engine, requests)
         assert engine.counters["chain_breaks{start}"] == 1

@@ -18,7 +18,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
-from tests.runtime.engine.lives import live
+from tests.runtime.engine.lives import live, unbroken
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
@@ -79,8 +79,8 @@ def test_every_rank_of_a_group_mixes() -> None:
     assert together == alone
 
 
-def test_a_mixed_step_is_two_launches_and_sends_what_was_staged() -> None:
-    """After warm-up nothing is captured or allocated, and each step is chained to the one before it."""
+def test_mixed_steps_have_captured_sizes_and_leave_the_chain_whole() -> None:
+    """After warm-up nothing is captured or allocated. What such a step launches and sends: test_steady_steps.py."""
     requests = [request(i, range(3 + i, 20 + 3 * i), max_tokens=12, temperature=0.0) for i in range(12)]
     life = live(requests, depth=2, prefill_buckets=BUCKETS, mixed=MIXED, rows=4, buckets=(1, 2, 4))
     mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED]
@@ -90,6 +90,7 @@ def test_a_mixed_step_is_two_launches_and_sends_what_was_staged() -> None:
     assert len({spec.plan.decode_rows for spec in mixed}) > 1
     assert life.counters["graph_captures_after_warmup"] == 0
     assert life.counters["device_allocs_after_warmup"] == 0
+    unbroken(life)
 
 
 def test_sampling_and_penalties_of_mixed_rows_are_those_of_separate_ones() -> None:
