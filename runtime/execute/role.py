@@ -28,7 +28,7 @@ from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.config import StepLimits
-from runtime.schedule.plan import StepPlan
+from runtime.schedule.plan import StepKind, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class Role(Protocol):
         """Of the role, in launch specs, timelines and errors."""
         ...
 
-    def serves(self, plan: StepPlan) -> bool:
-        """Whether steps with such a plan are this role's."""
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        """Whether such a plan, launched as a step of ``kind``, is this role's."""
         ...
 
     def rehearse(self) -> None:

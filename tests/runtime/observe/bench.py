@@ -21,7 +21,7 @@ STEPS = 20_000
 def nanoseconds_a_step(observe: StepObserver) -> float:
     """The quickest of some runs."""
     plan = StepPlan(0, StepKind.DECODE, tuple(range(256)), (0,) * 256, 1)
-    spec = LaunchSpec(plan, "decode", 256)
+    spec = LaunchSpec(plan, plan.kind, "decode", 256)
     took = []
     for _ in range(10):
         started = time.perf_counter_ns()

@@ -54,7 +54,7 @@ def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
             observe.plan()
             plan = StepPlan(step, StepKind.DECODE, (1, 2, 3), (0, 0, 0), 1)
             observe.launch(plan, None)
-            observe.resolved(LaunchSpec(plan, "decode", 4))
+            observe.resolved(LaunchSpec(plan, plan.kind, "decode", 4))
             observe.launched()
         if step >= depth:
             observe.wait(step - depth)
