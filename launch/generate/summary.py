@@ -23,6 +23,7 @@ from runtime.frontend.outputs import RequestOutput
 _PERCENTILES = (50, 90, 99)
 _LABELLED = re.compile(r"(\w+)\{(.*)\}")
 _LIFECYCLE = ("admissions", "deferred_admissions", "evictions", "pauses", "resumes", "cancels")
+_BY_POSITION = ("accepted", "compared")
 _ORDINARY = ("admissions", "cancels")  # a stop string that the host finds is a cancel, too
 _ORDINARY_ENDS = ("stop", "length")
 
@@ -130,9 +131,9 @@ class Summary:
         if "speculation" in f:
             s = f["speculation"]
             length = "no round" if s["accepted_length"] is None else f"{s['accepted_length']:.2f} tokens a round"
-            lines.append(
-                f"speculation   {length}, {s['num_accepted_tokens']} of {s['num_draft_tokens']} proposals kept"
-            )
+            kept = f"{s['num_accepted_tokens']} of {s['num_draft_tokens']} proposals kept"
+            recall = " ".join("n/a" if share is None else f"{share:.2f}" for share in s["recall_per_position"])
+            lines.append(f"speculation   {length}, {kept}" + (f"; recall@1 {recall}" if recall else ""))
         lines += _out_of_the_ordinary(f)
         if groups := groups_text(counters):
             lines.append(f"groups        {groups}; from the steps on, figures are group 0's")
@@ -167,12 +168,15 @@ def _speculation(counters: Mapping[str, int | float]) -> dict[str, Any]:
     off = _labelled("speculation_off", counters)
     if not rounds and not off:
         return {}
+    accepted, compared = (list(_labelled(f"spec_{name}_per_position", counters).values()) for name in _BY_POSITION)
     figures = {
         "num_drafts": rounds,
         "num_draft_tokens": counters.get("spec_num_draft_tokens", 0),
         "num_accepted_tokens": kept,
         "accepted_length": 1 + kept / rounds if rounds else None,
-        "accepted_per_position": list(_labelled("spec_accepted_per_position", counters).values()),
+        "accepted_per_position": accepted,
+        "compared_per_position": compared,
+        "recall_per_position": [right / all_ if all_ else None for right, all_ in zip(accepted, compared, strict=True)],
         "off": off,
     }
     return {"speculation": figures}

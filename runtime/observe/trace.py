@@ -100,14 +100,17 @@ def _events(part: Part, shift_ns: int) -> Iterator[dict[str, Any]]:
     timed = [step for step in part.steps if step.device_ended_ms is not None]
     for step, (started_ns, ended_ns) in zip(timed, device_times_ns(timed), strict=True):
         name = f"{step.role} {step.bucket}"
-        yield _slice(part.rank, DEVICE_THREAD, name, started_ns + shift_ns, ended_ns - started_ns, _described(step))
+        gain = {"width": step.width, "gained": step.gained}
+        yield _slice(
+            part.rank, DEVICE_THREAD, name, started_ns + shift_ns, ended_ns - started_ns, _described(step) | gain
+        )
     free_ns = 0
     for step in timed:  # the worker takes up a step when it is launched and the one before it is read
         taken_up_ns, seen_ns = min(max(step.launched_at_ns, free_ns), step.seen_at_ns), step.seen_at_ns
-        free_ns, described = step.read_at_ns, _described(step)
-        yield _slice(part.rank, LANDING_THREAD, "wait", taken_up_ns + shift_ns, seen_ns - taken_up_ns, described)
+        free_ns, number = step.read_at_ns, {"step": step.step}  # the device's slice has the rest
+        yield _slice(part.rank, LANDING_THREAD, "wait", taken_up_ns + shift_ns, seen_ns - taken_up_ns, number)
         name = f"results of {step.role}"  # as NVTX calls both together
-        yield _slice(part.rank, LANDING_THREAD, name, seen_ns + shift_ns, free_ns - seen_ns, described)
+        yield _slice(part.rank, LANDING_THREAD, name, seen_ns + shift_ns, free_ns - seen_ns, number)
 
 
 def _names(part: Part) -> Iterator[dict[str, Any]]:
@@ -144,8 +147,6 @@ def _described(step: StepRecord) -> dict[str, Any]:
         "bucket": step.bucket,
         "rows": step.rows,
         "ghosts": step.ghosts,
-        "width": step.width,
-        "gained": step.gained,
         **exchange,
         "chained": step.chained,
         "break": step.break_reason,

@@ -35,9 +35,13 @@ def test_a_drafted_run_says_how_many_tokens_a_round_gained() -> None:
         lines, figures = lines_of(engine), Summary().figures(engine.counters)["speculation"]
     assert list(lines) == [*PLAIN, "speculation"]
     rounds, kept, proposed = 2 * 10, 2 * (9 * 2 + 1), 2 * 10 * 3
-    assert lines["speculation"] == f"{1 + kept / rounds:.2f} tokens a round, {kept} of {proposed} proposals kept"
+    assert lines["speculation"] == (
+        f"{1 + kept / rounds:.2f} tokens a round, {kept} of {proposed} proposals kept; recall@1 1.00 1.00 0.00"
+    )
     assert (figures["num_drafts"], figures["accepted_length"]) == (rounds, 1 + kept / rounds)
     assert figures["accepted_per_position"] == [20, 18, 0]
+    assert figures["compared_per_position"] == [20, 18, 18], "of the two last rounds the first place only"
+    assert figures["recall_per_position"] == [1, 1, 0]
 
 
 def test_a_drafter_that_never_got_a_round_says_so() -> None:

@@ -29,8 +29,8 @@ from tests.runtime.observe.windows import speculative_rig
 from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[3]
-ARGS = {"step", "role", "bucket", "rows", "ghosts", "width", "gained", "chained", "break"}
-THREADS = ("host", "device", "landing")
+HOST_ARGS = {"step", "role", "bucket", "rows", "ghosts", "chained", "break"}
+ARGS = {"host": HOST_ARGS, "device": HOST_ARGS | {"width", "gained"}, "landing": {"step"}}
 ROUNDING_US = 0.002
 
 
@@ -54,7 +54,7 @@ def checked(trace: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]
             assert event["ph"] == "X"
             assert event["ts"] >= 0
             assert event["dur"] >= 0
-            assert event["args"].keys() == ARGS
+            assert event["args"].keys() == ARGS[threads[pid, tid]]
             slices[pid, tid].append(event)
     assert {pid for pid, _ in slices} <= processes.keys()
     assert slices.keys() <= threads.keys()
@@ -79,7 +79,7 @@ def test_a_run_as_a_trace(depth: int, tmp_path: Path) -> None:
     threads = checked(json.loads(path.read_text()))
     records = observe.recent()
     real = [step for step in records if step.role != VOID]
-    assert threads.keys() == {(0, thread) for thread in THREADS}
+    assert threads.keys() == {(0, thread) for thread in ARGS}
     expected = {"agree": len(records), "plan": len(records), "launch": len(real), "wait": len(real)}
     assert phases(0, threads) == expected | {"land": len(records)}
     device = threads[0, "device"]
@@ -105,7 +105,8 @@ def test_a_run_as_a_trace(depth: int, tmp_path: Path) -> None:
     assert [event["name"] for event in landing] == [
         name for step in real for name in ("wait", f"results of {step.role}")
     ]
-    assert [event["args"] for event in landing[::2]] == [event["args"] for event in device]
+    assert [event["args"]["step"] for event in landing[::2]] == [step.step for step in real]
+    assert [event["args"]["step"] for event in landing[1::2]] == [step.step for step in real]
     for waited, read, run_there in zip(landing[::2], landing[1::2], device, strict=True):
         assert read["ts"] == pytest.approx(waited["ts"] + waited["dur"], abs=ROUNDING_US)
         assert run_there["ts"] + run_there["dur"] <= read["ts"] + ROUNDING_US, "results are there when the step ended"
@@ -323,7 +324,7 @@ def test_generate_on_two_ranks_writes_one_timeline(tmp_path: Path) -> None:
     assert "of 2 ranks are in" in ran.said
     assert [found.name for found in (tmp_path / "trace").iterdir()] == ["t.json"], "the parts are gone"
     threads = checked(json.loads((tmp_path / "trace" / "t.json").read_text()))
-    assert threads.keys() == {(rank, thread) for rank in range(2) for thread in THREADS}
+    assert threads.keys() == {(rank, thread) for rank in range(2) for thread in ARGS}
     assert phases(0, threads) == phases(1, threads)
     steps = [[(event["name"], event["args"]) for event in threads[rank, "device"]] for rank in range(2)]
     assert steps[0] == steps[1], "both ranks ran the same steps"
