@@ -336,8 +336,9 @@ class Executor:
         if self._make_proposer is not None:
             of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
             proposer = self._make_proposer(of_it)
-        own = self._config, self.fallbacks, proposer, self._part_range
-        return RoleParts(self.device, self._model, caches, pool, *memory, *own)
+        return RoleParts(
+            self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer, self._part_range
+        )
 
     def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
