@@ -158,6 +158,7 @@ def build_engine(
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),
+            part_range=partial(around, ranges),
         )
         log.info(
             "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",

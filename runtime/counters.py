@@ -76,8 +76,9 @@ def engine_counters(
     counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.late_captures.items()}
     counted |= {f"fallbacks{{{name}}}": count for name, count in executor.fallbacks.counts.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
-    kept = schedule.spec_accepted_per_position
+    kept, compared = schedule.spec_accepted_per_position, schedule.spec_compared_per_position
     counted |= {f"spec_accepted_per_position{{{position}}}": count for position, count in enumerate(kept)}
+    counted |= {f"spec_compared_per_position{{{position}}}": count for position, count in enumerate(compared)}
     if scheduler.planner.speculation is not None:
         counted |= {f"speculation_off{{{why}}}": count for why, count in scheduler.planner.speculation.off.items()}
     if router is not None:

@@ -64,7 +64,7 @@ def replay_spec(engine: Engine, plan: StepPlan, variant: SamplingVariant) -> Lau
     buckets = engine.config.decode_buckets
     bucket = buckets[bisect_left(buckets, len(plan.slots))]
     rows = bucket if engine.config.data_parallel > 1 else 0
-    return LaunchSpec(plan, engine.executor.decode.name, bucket, variant, exchange_rows=rows)
+    return LaunchSpec(plan, plan.kind, engine.executor.decode.name, bucket, variant, exchange_rows=rows)
 
 
 def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:

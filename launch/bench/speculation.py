@@ -20,7 +20,8 @@ FEWEST_STEPS = 4  # of a full batch, between which a step's time is taken
 class Rounds:
     """``label``: the method, and whether acceptance was synthetic. ``rounds``: live rows of windows; ``proposed``:
     tokens in them, of which ``accepted`` were kept; ``kept_by_place``: in how many rounds the first, the second, ...
-    was kept. ``off``: decode steps that were no windows, by reason.
+    was kept; ``compared_by_place``: in how many it stood behind kept ones only. ``off``: decode steps that were no
+    windows, by reason.
     """
 
     label: str
@@ -29,6 +30,7 @@ class Rounds:
     proposed: int
     accepted: int
     kept_by_place: tuple[int, ...]
+    compared_by_place: tuple[int, ...]
     off: Mapping[str, int]
 
     @property
@@ -36,8 +38,14 @@ class Rounds:
         """Tokens that a round gained on average, the one that the target drew itself included."""
         return 1 + self.accepted / self.rounds if self.rounds else None
 
+    @property
+    def recall(self) -> list[float | None]:
+        """Recall@1 by place: how often the guess was what the model drew there, where all before it were."""
+        both = zip(self.kept_by_place, self.compared_by_place, strict=True)
+        return [kept / compared if compared else None for kept, compared in both]
+
     def figures(self) -> dict[str, Any]:
-        """Under vLLM's names, as its bench serve has them."""
+        """Under vLLM's names, as its bench serve has them; it has no recall."""
         return {
             "speculation": self.label,
             "num_speculative_tokens": self.num_speculative_tokens,
@@ -49,6 +57,7 @@ class Rounds:
             "spec_decode_per_position_acceptance_rates": [
                 kept / self.rounds if self.rounds else 0.0 for kept in self.kept_by_place
             ],
+            "spec_decode_per_position_recall": self.recall,
             "speculation_off": dict(self.off),
         }
 
@@ -57,9 +66,10 @@ class Rounds:
         if not self.rounds:
             return f"{self.label}, k = {self.num_speculative_tokens}: no round; steps without: {_listed(self.off)}"
         kept = " ".join(f"{kept / self.rounds:.2f}" for kept in self.kept_by_place)
+        recall = " ".join("n/a" if share is None else f"{share:.2f}" for share in self.recall)
         return (
             f"{self.label}, k = {self.num_speculative_tokens}: {self.accepted_length:.2f} tokens a round, kept by "
-            f"place {kept}; steps without: {_listed(self.off)}"
+            f"place {kept}, recall@1 {recall}; steps without: {_listed(self.off)}"
         )
 
 
@@ -82,6 +92,7 @@ def rounds_between(
         grown("spec_num_draft_tokens"),
         grown("spec_num_accepted_tokens"),
         tuple(grown(f"spec_accepted_per_position{{{place}}}") for place in range(k)),
+        tuple(grown(f"spec_compared_per_position{{{place}}}") for place in range(k)),
         {name: count for name, count in off.items() if count},
     )
 

@@ -22,6 +22,10 @@ from runtime.frontend.outputs import RequestOutput
 
 _PERCENTILES = (50, 90, 99)
 _LABELLED = re.compile(r"(\w+)\{(.*)\}")
+_LIFECYCLE = ("admissions", "deferred_admissions", "evictions", "pauses", "resumes", "cancels")
+_BY_POSITION = ("accepted", "compared")
+_ORDINARY = ("admissions", "cancels")  # a stop string that the host finds is a cancel, too
+_ORDINARY_ENDS = ("stop", "length")
 
 
 def percentile(values: array[float], percent: float) -> float | None:
@@ -95,6 +99,12 @@ class Summary:
                 "ghost_rows": counters.get("ghost_rows", 0),
                 "wasted_tokens": counters.get("wasted_tokens", 0),
             }
+            | {name: counters.get(name, 0) for name in _LIFECYCLE}
+            | {
+                "finish_reasons": _labelled("finished", counters),
+                "late_captures": _labelled("late_captures", counters),
+                "fallbacks": _labelled("fallbacks", counters),
+            }
             | _speculation(counters)
             | ({"group_requests": list(requests.values()), "group_idle_steps": list(idle.values())} if requests else {})
         )
@@ -108,7 +118,7 @@ class Summary:
         f = self.figures(counters)
         others = [f"{f[name]} {name}" for name in ("failed", "skipped", "unfinished") if f[name]]
         ratio = "n/a" if f["chained_step_ratio"] is None else f"{f['chained_step_ratio']:.1%}"
-        breaks = ", ".join(f"{reason} {count}" for reason, count in f["chain_breaks"].items()) or "none"
+        breaks = _counts(f["chain_breaks"]) or "none"
         lines = [
             f"requests      {', '.join([f'{self.finished} finished', *others])} in {self.seconds:.2f} s",
             f"tokens        {self.generated_tokens} generated, {self.prompt_tokens} in prompts",
@@ -121,12 +131,35 @@ class Summary:
         if "speculation" in f:
             s = f["speculation"]
             length = "no round" if s["accepted_length"] is None else f"{s['accepted_length']:.2f} tokens a round"
-            lines.append(
-                f"speculation   {length}, {s['num_accepted_tokens']} of {s['num_draft_tokens']} proposals kept"
-            )
+            kept = f"{s['num_accepted_tokens']} of {s['num_draft_tokens']} proposals kept"
+            recall = " ".join("n/a" if share is None else f"{share:.2f}" for share in s["recall_per_position"])
+            lines.append(f"speculation   {length}, {kept}" + (f"; recall@1 {recall}" if recall else ""))
+        lines += _out_of_the_ordinary(f)
         if groups := groups_text(counters):
-            lines.append(f"groups        {groups}; the two lines above are group 0's")
+            lines.append(f"groups        {groups}; from the steps on, figures are group 0's")
         return "\n".join(lines)
+
+
+def _out_of_the_ordinary(figures: Mapping[str, Any]) -> list[str]:
+    """Lines of a summary that a run has where requests were put off or ended otherwise than by their own limits, and
+    where something took longer than it need have."""
+    lines = []
+    ends = {reason: count for reason, count in figures["finish_reasons"].items() if count}
+    if any(reason not in _ORDINARY_ENDS for reason in ends):
+        lines.append(f"ends          {_counts(ends)}")
+    lives = {name: figures[name] for name in _LIFECYCLE if figures[name]}
+    if any(name not in _ORDINARY for name in lives):
+        lines.append(f"lifecycle     {_counts({name.replace('_', ' '): count for name, count in lives.items()})}")
+    if figures["late_captures"]:
+        each = "; ".join(f"{variant}: {count}" for variant, count in figures["late_captures"].items())
+        lines.append(f"late graphs   {each} (--warm captures them at the start)")
+    if figures["fallbacks"]:
+        lines.append(f"fallbacks     {_counts(figures['fallbacks'])}")
+    return lines
+
+
+def _counts(values: Mapping[str, int | float]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in values.items())
 
 
 def _speculation(counters: Mapping[str, int | float]) -> dict[str, Any]:
@@ -135,12 +168,15 @@ def _speculation(counters: Mapping[str, int | float]) -> dict[str, Any]:
     off = _labelled("speculation_off", counters)
     if not rounds and not off:
         return {}
+    accepted, compared = (list(_labelled(f"spec_{name}_per_position", counters).values()) for name in _BY_POSITION)
     figures = {
         "num_drafts": rounds,
         "num_draft_tokens": counters.get("spec_num_draft_tokens", 0),
         "num_accepted_tokens": kept,
         "accepted_length": 1 + kept / rounds if rounds else None,
-        "accepted_per_position": list(_labelled("spec_accepted_per_position", counters).values()),
+        "accepted_per_position": accepted,
+        "compared_per_position": compared,
+        "recall_per_position": [right / all_ if all_ else None for right, all_ in zip(accepted, compared, strict=True)],
         "off": off,
     }
     return {"speculation": figures}

@@ -78,6 +78,18 @@ _LABELLED: Final = {  # engine counters by label: the label's name
     "group_requests": "group",
     "group_idle_steps": "group",
 }
+_BY_POSITION: Final = (  # of a window: engine counter, metric, help text; the first under vLLM's name
+    (
+        "spec_accepted_per_position",
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Proposals kept, by place in the window.",
+    ),
+    (
+        "spec_compared_per_position",
+        "lockstride:spec_decode_num_compared_tokens_per_pos",
+        "Proposals behind none but kept ones; of them those that were kept are the recall@1 of the place.",
+    ),
+)
 _LABEL: Final = re.compile(r"(\w+)\{(.*)\}")
 
 
@@ -262,14 +274,13 @@ class _Page(Collector):
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             count = [("", counters.get(f"spec_{name}", 0.0))]
             yield self._counter(f"vllm:spec_decode_{name}", "Speculation; 0 without a proposer.", count)
-        kept = [
-            (found.group(2), value)
-            for counter, value in counters.items()
-            if (found := _LABEL.fullmatch(counter)) and found.group(1) == "spec_accepted_per_position"
-        ]
-        yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Proposals kept, by place in the window.", kept, "position"
-        )
+        for name, shown, text in _BY_POSITION:
+            values = [
+                (found.group(2), value)
+                for counter, value in counters.items()
+                if (found := _LABEL.fullmatch(counter)) and found.group(1) == name
+            ]
+            yield self._counter(shown, text, values, "position")
         iterations = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens that a step generated.", labels=list(self._labels)
         )

@@ -71,8 +71,10 @@ class Executor:
         on_timing: Callable[[StepTiming], None] | None = None,
         stage_range: AbstractContextManager[object] | None = None,
         land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        part_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.device = device
+        self._part_range = part_range
         self._stage_range = stage_range or nullcontext()
         self._config, limits = config, config.limits
         self._model = model
@@ -334,7 +336,9 @@ class Executor:
         if self._make_proposer is not None:
             of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
             proposer = self._make_proposer(of_it)
-        return RoleParts(self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer)
+        return RoleParts(
+            self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer, self._part_range
+        )
 
     def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
         """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""

@@ -42,14 +42,15 @@ class LaunchNeeds:
 class LaunchSpec:
     """One step as this rank launches it; frozen, and made only by ``LaunchResolver.resolve``.
 
-    ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
-    padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0 where such a step is
-    launched kernel by kernel, and for decode. ``split_keys``: the captured step whose chunks are few, short and behind
-    long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token each, that every
-    data-parallel group brings to each exchange of the step; 0 where there is one group. ``shared_bucket``: rows of the
-    decode graph that any group replays in this step; 0 where there is one group, and where none replays any.
-    ``shared_width``: the most tokens a row of such a graph brings. Groups may replay graphs of different widths: they
-    exchange as often, and as many rows.
+    ``kind``: the plan's; but a group that only decodes, or has no work, launches MIXED where another one's chunks are
+    in a captured step (below). ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have;
+    those past the plan's are padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0
+    where such a step is launched kernel by kernel, and for decode. ``split_keys``: the captured step whose chunks are
+    few, short and behind long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token
+    each, that every data-parallel group brings to each exchange of the step; 0 where there is one group.
+    ``shared_bucket``: rows of the decode graph that any group replays in this step; 0 where there is one group, and
+    where none replays any. ``shared_width``: the most tokens a row of such a graph brings. Groups may replay graphs of
+    different widths: they exchange as often, and as many rows.
     ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
     there are none.
 
@@ -58,6 +59,7 @@ class LaunchSpec:
     """
 
     plan: StepPlan
+    kind: StepKind
     role: str
     bucket: int
     variant: SamplingVariant = GREEDY
@@ -75,7 +77,7 @@ class LaunchSpec:
     @property
     def label(self) -> str:
         """The step's kind in timelines: its role, or "mixed" where rows decode beside chunks of prompts."""
-        return "mixed" if self.plan.kind is StepKind.MIXED else self.role
+        return "mixed" if self.kind is StepKind.MIXED else self.role
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -116,11 +118,11 @@ class Ladders:
 
 
 class Serving(Protocol):
-    """Of a role: its name, and the plans it is for."""
+    """Of a role: its name, and the steps it is for."""
 
     @property
     def name(self) -> str: ...
-    def serves(self, plan: StepPlan) -> bool: ...
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool: ...
 
 
 class LaunchResolver:
@@ -157,27 +159,26 @@ class LaunchResolver:
         A group without work passes a plan without rows. ValueError where no role serves the plan.
         """
         spec = self._resolve(plan, agreed)
-        if spec.plan.kind is not StepKind.MIXED or spec.width == 1:
+        if spec.kind is not StepKind.MIXED or spec.width == 1:
             return spec
         return replace(spec, guessing=_rung(self._ladders.decode, plan.decode_rows))
 
     def _resolve(self, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
         needs = agreed or self.needs(plan)
         tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
-        if tokens_of_all and plan.kind is StepKind.DECODE:
-            plan = replace(plan, kind=StepKind.MIXED)
-        role = next((role.name for role in self._roles if role.serves(plan)), None)
+        kind = StepKind.MIXED if tokens_of_all and plan.kind is StepKind.DECODE else plan.kind
+        role = next((role.name for role in self._roles if role.serves(plan, kind)), None)
         if role is None:
             known = ", ".join(role.name for role in self._roles)
-            raise ValueError(
-                f"step {plan.step}: no role serves {plan.kind.name} of width {plan.width}; there are {known}"
-            )
+            raise ValueError(f"step {plan.step}: no role serves {kind.name} of width {plan.width}; there are {known}")
         ladders, exchange_rows, shared_bucket = self._ladders, 0, 0
         if tokens_of_all:
             rows, scored = len(plan.slots), plan.scored_tokens > 0
             bucket, padded = (rows, 0) if scored else (_rung(ladders.decode, rows), tokens_of_all)
             split = padded in ladders.split and worth_splitting(plan)
-            return LaunchSpec(plan, role, bucket, needs.variant, padded, exchange_rows=tokens_of_all, split_keys=split)
+            return LaunchSpec(
+                plan, kind, role, bucket, needs.variant, padded, exchange_rows=tokens_of_all, split_keys=split
+            )
         if agreed is not None:
             # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
             # none, so no exchange is narrower than that.
@@ -185,17 +186,21 @@ class LaunchResolver:
             exchange_rows = shared_bucket * agreed.width
             if agreed.prefill_tokens:
                 exchange_rows = _rung(ladders.exchange, max(agreed.prefill_tokens, exchange_rows))
-        if plan.kind is StepKind.DECODE:
+        if kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
             width = needs.width if agreed is not None else 1
-            return LaunchSpec(plan, role, bucket, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width)
+            return LaunchSpec(
+                plan, kind, role, bucket, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width
+            )
         tokens, rows = _tokens(plan), len(plan.slots)
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
             width = needs.width if agreed is not None else 1
-            return LaunchSpec(plan, role, rows, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width)
+            return LaunchSpec(
+                plan, kind, role, rows, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width
+            )
         padded = _rung(ladders.prefill, tokens)
         split = padded in ladders.split and worth_splitting(plan)
-        return LaunchSpec(plan, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
+        return LaunchSpec(plan, kind, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
 
     def _captured_for_all(self, agreed: LaunchNeeds) -> int:
         """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none.

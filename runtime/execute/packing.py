@@ -103,7 +103,7 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
         _pack_blocks(packed, plan, tables)
     if plan.copies:
         _pack_copies(packed, plan, tables)
-    if plan.kind is not StepKind.DECODE:
+    if spec.kind is not StepKind.DECODE:
         _pack_chunks(packed, spec, max_rows)
         if plan.scored_tokens:
             _pack_scored(packed, plan)

@@ -52,11 +52,16 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """When the device ran a step: milliseconds after ``ResultReader.origin_s``, by the device's clock."""
+    """When the device ran a step: milliseconds after ``ResultReader.origin_s``, by the device's clock.
+
+    ``seen_at``: when its results were on the host, on time.perf_counter's clock. ``gained``: tokens of all its rows.
+    """
 
     step: int
     started_ms: float
     ended_ms: float
+    seen_at: float
+    gained: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +233,8 @@ class ResultReader:
     def _land(self, ticket: Ticket) -> None:
         ticket.copied.synchronize()
         at = time.perf_counter()
-        self._time(ticket)  # first: whoever is told may take the moment for the step's end on the host's clock
         result = self._read(ticket)
+        self._time(ticket, at, result)
         self.counters.landed += 1
         with self._changed:
             self._landed[ticket.spec.step] = result, at
@@ -273,7 +278,7 @@ class ResultReader:
             top_BWN=values.view(np.float32).reshape(bucket, width, top)[:rows].copy(),
         )
 
-    def _time(self, ticket: Ticket) -> None:
+    def _time(self, ticket: Ticket, seen_at: float, result: StepResult) -> None:
         """Add this step's gap and duration to the previous end: float32 event times lose microseconds over hours.
 
         The previous step's ``ready`` is still its own: its entry is not reserved again while this step is in flight.
@@ -283,4 +288,4 @@ class ResultReader:
         started_ms = self._previous_end_ms + self._previous_end.elapsed_ms(ticket.start)
         ended_ms = started_ms + ticket.start.elapsed_ms(ticket.ready)
         self._previous_end, self._previous_end_ms = ticket.ready, ended_ms
-        self._on_timing(StepTiming(ticket.spec.step, started_ms, ended_ms))
+        self._on_timing(StepTiming(ticket.spec.step, started_ms, ended_ms, seen_at, sum(result.counts)))

@@ -11,6 +11,7 @@ and a new role touches no other one's file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +29,7 @@ from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.config import StepLimits
-from runtime.schedule.plan import StepPlan
+from runtime.schedule.plan import StepKind, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class RoleParts:
     A role that runs a model of its own takes that one's caches from ``pool`` when it is made. Every role is made twice:
     first over a pool without blocks, whose layout tells what blocks and slots will cost. ``proposer``: who guesses the
     tokens of windows, over the same pool; roles show it what they compute (step/proposer_feed.py).
+    ``part_range(name)``: a context, for use again and again, around each launch of a step that is several.
     """
 
     device: Device
@@ -80,6 +82,7 @@ class RoleParts:
     config: ExecutorConfig
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     proposer: Proposer | None = None
+    part_range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def limits(self) -> StepLimits:
@@ -100,8 +103,8 @@ class Role(Protocol):
         """Of the role, in launch specs, timelines and errors."""
         ...
 
-    def serves(self, plan: StepPlan) -> bool:
-        """Whether steps with such a plan are this role's."""
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        """Whether such a plan, launched as a step of ``kind``, is this role's."""
         ...
 
     def rehearse(self) -> None:

@@ -83,7 +83,7 @@ class StepObserver:
     def resolved(self, spec: LaunchSpec) -> None:
         """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
         turn = self._turn
-        turn.bucket = spec.bucket
+        turn.bucket, turn.width = spec.bucket, spec.width
         self._next(f"launch {spec.label}")
         if spec.shared_bucket:
             turn.exchange_rows = spec.exchange_rows
@@ -126,9 +126,10 @@ class StepObserver:
     # ---- the landing worker's ----
 
     def on_timing(self, timing: StepTiming) -> None:
-        """A step's device times; before the engine can land it."""
+        """A step's device times, when the worker has read its results; before the engine can land it."""
         record = self._ring[timing.step % RECENT]
-        record.seen_at_ns = perf_counter_ns()
+        record.seen_at_ns, record.read_at_ns = round(timing.seen_at * 1e9), perf_counter_ns()
+        record.gained = timing.gained
         record.device_started_ms, record.device_ended_ms = timing.started_ms, timing.ended_ms
         if self._pass_on is not None:
             self._pass_on(timing)

@@ -25,13 +25,14 @@ class StepRecord:
     ``role`` is prefill, decode, mixed (both) or void (a turn in which nothing could run). ``bucket`` rows were
     launched, ``rows`` of them real, of which ``ghosts`` turned out to belong to ended requests. ``exchange_rows``:
     where several groups share experts, the rows that each of them brought to every exchange of the step, as agreed;
-    None where there is one group, and where no group launched anything. ``break_reason`` is None when the step was
-    chained, else one of ScheduleCounters' reasons.
+    None where there is one group, and where no group launched anything. ``width``: tokens that a row could gain;
+    ``gained``: what all of them gained, by the device's count; None where nobody asked. ``break_reason`` is None when
+    the step was chained, else one of ScheduleCounters' reasons.
 
     ``*_at_ns`` are times of time.perf_counter_ns. Its turn: agree, plan, launch follow each other from ``began_at_ns``
     on; its landing, D turns later: wait (for the device) and land (bookkeeping) from ``land_at_ns`` on; durations in
     ns. ``device_*_ms`` are by the device's own clock and None where nobody asked; ``seen_at_ns`` is when the landing
-    worker had them.
+    worker saw the results on the host, ``read_at_ns`` when it had read them.
     """
 
     step: int
@@ -41,6 +42,8 @@ class StepRecord:
     rows: int = 0
     ghosts: int = 0
     exchange_rows: int | None = None
+    width: int = 1
+    gained: int | None = None
     break_reason: str | None = None
     agree_ns: int = 0
     plan_ns: int = 0
@@ -49,6 +52,7 @@ class StepRecord:
     wait_ns: int = 0
     land_ns: int = 0
     seen_at_ns: int = 0
+    read_at_ns: int = 0
     device_started_ms: float | None = None
     device_ended_ms: float | None = None
 
@@ -58,13 +62,18 @@ class StepRecord:
         return self.break_reason is None and self.role != VOID
 
     @property
+    def launched_at_ns(self) -> int:
+        """When its turn had launched it."""
+        return self.began_at_ns + self.agree_ns + self.plan_ns + self.launch_ns
+
+    @property
     def launched(self) -> bool:
         """Whether there was a step; a void one that other groups needed is one, too."""
         return self.role != VOID or self.exchange_rows is not None
 
 
-_ONE_GROUP = -1
-_LAYOUT = struct.Struct("<6i9q2d")
+_NONE = -1  # of a count that nobody took
+_LAYOUT = struct.Struct("<8i10q2d")
 
 
 class StepLog:
@@ -95,7 +104,9 @@ class StepLog:
             record.bucket,
             record.rows,
             record.ghosts,
-            _ONE_GROUP if record.exchange_rows is None else record.exchange_rows,
+            _NONE if record.exchange_rows is None else record.exchange_rows,
+            record.width,
+            _NONE if record.gained is None else record.gained,
             record.step,
             record.began_at_ns,
             record.agree_ns,
@@ -105,6 +116,7 @@ class StepLog:
             record.wait_ns,
             record.land_ns,
             record.seen_at_ns,
+            record.read_at_ns,
             nan if record.device_started_ms is None else record.device_started_ms,
             nan if record.device_ended_ms is None else record.device_ended_ms,
         )
@@ -114,10 +126,10 @@ class StepLog:
         """Copies, oldest first."""
         words = list(self._words)
         for i in range(self.dropped, self.added):
-            role, why, bucket, rows, ghosts, exchanged, step, *times, started, ended = _LAYOUT.unpack_from(
-                self._packed, i % self.capacity * _LAYOUT.size
+            role, why, bucket, rows, ghosts, exchanged, width, gained, step, *times, started, ended = (
+                _LAYOUT.unpack_from(self._packed, i % self.capacity * _LAYOUT.size)
             )
-            began, agree, plan, launch, land_at, wait, land, seen = times
+            began, agree, plan, launch, land_at, wait, land, seen, read = times
             yield StepRecord(
                 step=step,
                 began_at_ns=began,
@@ -125,7 +137,9 @@ class StepLog:
                 bucket=bucket,
                 rows=rows,
                 ghosts=ghosts,
-                exchange_rows=None if exchanged == _ONE_GROUP else exchanged,
+                exchange_rows=None if exchanged == _NONE else exchanged,
+                width=width,
+                gained=None if gained == _NONE else gained,
                 break_reason=words[why],
                 agree_ns=agree,
                 plan_ns=plan,
@@ -134,6 +148,7 @@ class StepLog:
                 wait_ns=wait,
                 land_ns=land,
                 seen_at_ns=seen,
+                read_at_ns=read,
                 device_started_ms=None if isnan(started) else started,
                 device_ended_ms=None if isnan(ended) else ended,
             )

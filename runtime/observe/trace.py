@@ -1,4 +1,5 @@
-"""Step records as a Chrome / Perfetto trace: a process a rank, a thread for the host's phases and one for the device.
+"""Step records as a Chrome / Perfetto trace: a process a rank; threads for the host's phases, the device, and
+the worker that lands results.
 
 Knows: the trace event format ("Trace Event Format", JSON object form: complete events ``X``, metadata ``M``, times in
 microseconds), and how three kinds of clock become one. Does not know: files and ranks' agreement (timeline.py).
@@ -22,6 +23,7 @@ from runtime.observe.step_record import StepRecord
 
 HOST_THREAD = 1
 DEVICE_THREAD = 2
+LANDING_THREAD = 3
 _WINDOW_MS = 2000.0  # long enough for a quick landing, short enough for the drift
 
 
@@ -85,7 +87,7 @@ def _events(part: Part, shift_ns: int) -> Iterator[dict[str, Any]]:
     yield from _names(part)
     for step in part.steps:
         described = _described(step)
-        launch_at = step.began_at_ns + step.agree_ns + step.plan_ns
+        launch_at = step.launched_at_ns - step.launch_ns
         phases = [
             ("agree", step.began_at_ns, step.agree_ns),
             ("plan", step.began_at_ns + step.agree_ns, step.plan_ns),
@@ -98,7 +100,17 @@ def _events(part: Part, shift_ns: int) -> Iterator[dict[str, Any]]:
     timed = [step for step in part.steps if step.device_ended_ms is not None]
     for step, (started_ns, ended_ns) in zip(timed, device_times_ns(timed), strict=True):
         name = f"{step.role} {step.bucket}"
-        yield _slice(part.rank, DEVICE_THREAD, name, started_ns + shift_ns, ended_ns - started_ns, _described(step))
+        gain = {"width": step.width, "gained": step.gained}
+        yield _slice(
+            part.rank, DEVICE_THREAD, name, started_ns + shift_ns, ended_ns - started_ns, _described(step) | gain
+        )
+    free_ns = 0
+    for step in timed:  # the worker takes up a step when it is launched and the one before it is read
+        taken_up_ns, seen_ns = min(max(step.launched_at_ns, free_ns), step.seen_at_ns), step.seen_at_ns
+        free_ns, number = step.read_at_ns, {"step": step.step}  # the device's slice has the rest
+        yield _slice(part.rank, LANDING_THREAD, "wait", taken_up_ns + shift_ns, seen_ns - taken_up_ns, number)
+        name = f"results of {step.role}"  # as NVTX calls both together
+        yield _slice(part.rank, LANDING_THREAD, name, seen_ns + shift_ns, free_ns - seen_ns, number)
 
 
 def _names(part: Part) -> Iterator[dict[str, Any]]:
@@ -106,7 +118,7 @@ def _names(part: Part) -> Iterator[dict[str, Any]]:
     pid = part.rank
     yield _metadata(pid, 0, "process_name", {"name": f"rank {pid} on {part.host}"})
     yield _metadata(pid, 0, "process_sort_index", {"sort_index": pid})
-    for thread, name in ((HOST_THREAD, "host"), (DEVICE_THREAD, "device")):
+    for thread, name in ((HOST_THREAD, "host"), (DEVICE_THREAD, "device"), (LANDING_THREAD, "landing")):
         yield _metadata(pid, thread, "thread_name", {"name": name})
         yield _metadata(pid, thread, "thread_sort_index", {"sort_index": thread})
 

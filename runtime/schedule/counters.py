@@ -59,7 +59,8 @@ class ScheduleCounters:
 
     Windows, counted when a live row of one lands: ``spec_num_drafts`` rows, ``spec_num_draft_tokens`` tokens proposed,
     ``spec_num_accepted_tokens`` of them kept; ``spec_accepted_per_position``: how often the first, the second and so on
-    was kept, from 0.
+    was kept, from 0; ``spec_compared_per_position``: how often it stood behind nothing but kept ones in a row that had
+    not ended, so that it was what the model drew there or was not. Their quotient is the recall@1 of that position.
     """
 
     prefill_steps: int = 0
@@ -104,20 +105,24 @@ class ScheduleCounters:
     spec_num_draft_tokens: int = 0
     spec_num_accepted_tokens: int = 0
     spec_accepted_per_position: list[int] = field(default_factory=list)
+    spec_compared_per_position: list[int] = field(default_factory=list)
     latest_break: str | None = None
     _why_void: str = "start"
 
-    def proposed(self, width: int, gains: Sequence[int]) -> None:
-        """Rows of a step of windows of ``width`` tokens landed: each gained one more than it kept of those proposed."""
+    def proposed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> None:
+        """Rows of a step of windows of ``width`` tokens landed: each gained one more than it kept of those proposed.
+        ``last_gains``: of those of them that ended with it, so that their last token was compared with no guess."""
         self.spec_num_drafts += len(gains)
         self.spec_num_draft_tokens += (width - 1) * len(gains)
-        positions = self.spec_accepted_per_position
+        positions, compared = self.spec_accepted_per_position, self.spec_compared_per_position
         positions += [0] * (width - 1 - len(positions))
-        rows_that_gained = Counter(gains)
+        compared += [0] * (width - 1 - len(compared))
+        rows_that_gained, ended = Counter(gains), Counter(last_gains)
         kept = 0  # rows, at this position and so at all before it
         for position in reversed(range(width - 1)):
             kept += rows_that_gained[position + 2]
             positions[position] += kept
+            compared[position] += kept + rows_that_gained[position + 1] - ended[position + 1]
             self.spec_num_accepted_tokens += kept
 
     def planned(self, plan: StepPlan | None, chain: Chain, why_void: str) -> None:

@@ -157,6 +157,7 @@ class Scheduler:
             self._drop_ghosts(rows, plan, result)
         done = []
         gains: list[int] = []  # of live windows
+        last_gains: list[int] = []  # of those that ended
         barren: list[tuple[SequenceState, int]] = []
         for i, (sequence, count, code) in enumerate(zip(rows, counts, result.finish, strict=True)):
             if sequence is None:
@@ -175,6 +176,8 @@ class Scheduler:
                 sequence.rounds += 1
                 sequence.accepted += max(0, count - 1)
                 gains.append(count)
+                if code:
+                    last_gains.append(count)
             if code and self._parks(sequence, FinishReason(code)):
                 assert sequence.session is not None
                 self.sessions.over(sequence, sequence.session, FinishReason(code))
@@ -185,7 +188,7 @@ class Scheduler:
         for sequence, hoped_for in barren:
             self._gained_nothing(sequence, hoped_for)
         if gains:
-            self._windows_landed(width, gains)
+            self._windows_landed(width, gains, last_gains)
         return StepOutput(
             step=flight.step,
             request_ids=[-1 if s is None else s.request.request_id for s in rows],
@@ -222,9 +225,9 @@ class Scheduler:
         self._windows_landed(width, counts)
         return self._told(flight, width, result)
 
-    def _windows_landed(self, width: int, gains: Sequence[int]) -> None:
-        """Live windows gained so many tokens each."""
-        self.counters.proposed(width, gains)
+    def _windows_landed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> None:
+        """Live windows gained so many tokens each; ``last_gains``: those of them that ended."""
+        self.counters.proposed(width, gains, last_gains)
         if self.planner.speculation is not None:
             self.planner.speculation.landed(len(gains), sum(gains))
 

@@ -49,8 +49,8 @@ class PrefillRole:
         self._feed = ProposerFeed(parts)
         self.graphs = PrefillGraphs(parts, self)
 
-    def serves(self, plan: StepPlan) -> bool:
-        return plan.kind is not StepKind.DECODE and plan.width == self.width
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        return kind is not StepKind.DECODE and plan.width == self.width
 
     def rehearse(self) -> None:
         """The largest step that a plan can ask for."""

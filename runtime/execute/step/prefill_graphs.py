@@ -111,6 +111,7 @@ class PrefillGraphs:
         self._graphs: dict[int, Graph] = {}
         self._split_graphs: dict[int, Graph] = {}
         self._attention: RepeatedPrefill | None = None
+        self._proposing, self._passing, self._drawing = map(parts.part_range, ("propose", "forward", "tail"))
 
     @cached_property
     def tails(self) -> RowGraphs:
@@ -147,12 +148,15 @@ class PrefillGraphs:
     def launch(self, spec: LaunchSpec, lengths: Lengths) -> None:
         """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
         if spec.guessing:
-            self.proposals.get(spec.guessing, GREEDY).replay()
-        if spec.split_keys:
-            self._split_graphs[spec.padded_tokens].replay()
-        else:
-            self._replay(spec.padded_tokens, lengths)
-        self.tails.get(spec.bucket, spec.variant).replay()
+            with self._proposing:
+                self.proposals.get(spec.guessing, GREEDY).replay()
+        with self._passing:
+            if spec.split_keys:
+                self._split_graphs[spec.padded_tokens].replay()
+            else:
+                self._replay(spec.padded_tokens, lengths)
+        with self._drawing:
+            self.tails.get(spec.bucket, spec.variant).replay()
 
     def _replay(self, bucket: int, lengths: Lengths) -> None:
         attention = self._attention

@@ -42,8 +42,8 @@ class RowRole(ABC):
         It ends with one append to the result ring. ``exchange_rows``: see LaunchSpec.
         """
 
-    def serves(self, plan: StepPlan) -> bool:
-        return plan.kind is StepKind.DECODE and plan.width == self.width
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        return kind is StepKind.DECODE and plan.width == self.width
 
     def rehearse(self) -> None:
         """The largest bucket, that one with every variant that will be warmed up, and a layer of each kind of the

@@ -156,7 +156,7 @@ def test_rows_that_memory_keeps_empty_saturate_nothing() -> None:
 def test_a_device_window_is_made_of_ends_and_gaps() -> None:
     timings = StepTimings()
     for step, (began, ended) in enumerate([(0.0, 1.0), (1.5, 3.0), (3.25, 4.0), (9.0, 9.5)]):
-        timings(StepTiming(step, began, ended))
+        timings(StepTiming(step, began, ended, ended / 1e3, 1))
     window = timings.of([DecodeStep(step, 0.0, 1) for step in (0, 1, 2)])
     assert window is not None
     assert window.step_ms == pytest.approx(1.5)

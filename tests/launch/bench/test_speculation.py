@@ -38,6 +38,11 @@ def test_scripted_rounds_gain_what_the_script_says() -> None:
     assert second == pytest.approx(0.5, abs=0.2)
     assert third == 0
     assert f"{rounds.accepted_length:.2f} tokens a round" in rounds.text()
+    recall = figures["spec_decode_per_position_recall"]
+    assert recall[0] == 1, "but for rounds that their length ends, where nothing is compared"
+    assert recall[1] == pytest.approx(second / first, abs=0.03)
+    assert recall[2] == 0
+    assert "recall@1 1.00 " in rounds.text()
     full = full_steps(trace.decode_steps, 4)
     assert full.refused is None
     assert full.tokens == pytest.approx(2.5, abs=0.4)

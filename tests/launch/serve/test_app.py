@@ -507,6 +507,12 @@ def test_who_is_refused_is_counted_as_refused_and_as_no_end(stream: bool) -> Non
     run(body, ServedFake(reject=lambda request: reasons.get(request.sampling.seed or 0, "")))
 
 
+PLACES = {
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "compared": "lockstride:spec_decode_num_compared_tokens",
+}
+
+
 def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
     async def body(client: Client) -> None:
         await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 9, "seed": 1, "ignore_eos": True})
@@ -538,6 +544,23 @@ def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
             *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
         ):
             assert f"vllm:{name}" in families
+
+    run(body)
+
+
+def test_what_windows_gained_is_told_by_position() -> None:
+    async def body(client: Client) -> None:
+        await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})
+        engine = client.engine
+        assert engine.stats is not None
+        counted = {f"spec_{what}_per_position{{{i}}}": 10.0 * i + n for i in range(2) for n, what in enumerate(PLACES)}
+        engine.stats = msgspec.structs.replace(engine.stats, counters=counted)
+        page = (await client.get("/metrics")).body.decode()
+        samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        found = {(s.name, s.labels["position"]): s.value for s in samples if "position" in s.labels}
+        assert found == {
+            (f"{name}_per_pos_total", str(i)): 10.0 * i + n for i in range(2) for n, name in enumerate(PLACES.values())
+        }
 
     run(body)
 

@@ -55,7 +55,7 @@ class PacedExecutor:
     def resolve(self, plan: StepPlan, *_: object) -> LaunchSpec:
         tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         padded = -(-tokens // _PAD) * _PAD
-        return LaunchSpec(plan, "prefill" if tokens else "decode", len(plan.slots), padded_tokens=padded)
+        return LaunchSpec(plan, plan.kind, "prefill" if tokens else "decode", len(plan.slots), padded_tokens=padded)
 
     def launch(self, spec: LaunchSpec) -> None:
         now = time.perf_counter()

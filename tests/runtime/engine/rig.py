@@ -224,6 +224,7 @@ def rig(
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
         land_range=partial(around, ranges),
+        part_range=partial(around, ranges),
     )
     scheduler = Scheduler(
         SchedulerConfig(

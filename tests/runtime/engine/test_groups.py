@@ -302,8 +302,8 @@ class Serves:
     name: str
     other: str = ""
 
-    def serves(self, plan: StepPlan) -> bool:
-        return plan.kind.name.lower() in (self.name, self.other)
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        return kind.name.lower() in (self.name, self.other)
 
 
 def decode(rows: int) -> StepPlan:
@@ -322,7 +322,7 @@ def test_every_group_replays_the_widest_bucket_and_variant() -> None:
     assert spec.variant == SamplingVariant(True, True, True, False, True, 5, True, True)
     idle = joined(None, curious)
     assert idle is not None
-    assert (idle.plan.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
+    assert (idle.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
     assert idle.exchange_rows == 4
 
 
@@ -366,6 +366,16 @@ def test_every_group_replays_a_captured_step_with_chunks(tokens: int, padded: in
         assert (spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (padded, padded, 0)
 
 
+def test_a_plan_is_launched_as_it_was_digested() -> None:
+    """What groups agree on says how it is launched, here as a step with chunks, and changes nothing in it."""
+    plans = (decode(3), replace(decode(3), width=3), StepPlan(7, StepKind.DECODE, (), (), 1))
+    for plan in plans:
+        spec = joined(plan, (0, 5, *IDLE[2:]), captured=CAPTURED)
+        assert spec is not None
+        assert spec.plan is plan
+        assert (plan.kind, spec.kind, spec.role, spec.label) == (StepKind.DECODE, StepKind.MIXED, "prefill", "mixed")
+
+
 def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows() -> None:
     """Attention plans a chunk of padding there."""
     spec = joined(decode(8), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(8, 16))
@@ -393,7 +403,7 @@ def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> Non
     ):
         spec = joined(replace(decode(rows), width=3), others, captured=CAPTURED)
         assert spec is not None
-        assert (spec.role, spec.plan.kind, spec.width, spec.padded_tokens) == ("prefill", StepKind.MIXED, 3, padded)
+        assert (spec.role, spec.kind, spec.width, spec.padded_tokens) == ("prefill", StepKind.MIXED, 3, padded)
         assert (spec.guessing, spec.exchange_rows, spec.shared_bucket) == (rows, padded, 0)
 
 

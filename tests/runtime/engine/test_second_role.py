@@ -59,8 +59,8 @@ class DraftedDecode:
         maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.config.decode_buckets}
         self.graphs = RowGraphs(self.name, parts.device, self._both, parts.ring, maps)
 
-    def serves(self, plan: StepPlan) -> bool:
-        return plan.kind is StepKind.DECODE and plan.step % 2 == 1
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        return kind is StepKind.DECODE and plan.step % 2 == 1
 
     def rehearse(self) -> None:
         rows_B = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=self._parts.device.torch_device)

@@ -1,16 +1,27 @@
-"""--warm: what was captured before the first request is not captured again while requests run."""
+"""--warm: what was captured before the first request is not captured again while requests run; what is captured late
+has the watchdog's patience.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
-from runtime.build import WARM_VARIANTS, build_engine
+from runtime.build import CAPTURE_SECONDS, WARM_VARIANTS, build_engine
 from runtime.config import EngineConfig
-from tests.runtime.engine.rig import request, run, tiny_folder
+from runtime.execute.device.cpu_twin import TwinDevice, TwinGraph
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
+from runtime.watchdog.options import WatchdogOptions
+from runtime.watchdog.watchdog import Watchdog
+from tests.runtime.engine.rig import request, rig, run, tiny_folder
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 SAMPLING: dict[str, SamplingFields] = {
@@ -38,3 +49,71 @@ def test_a_warm_kind_is_captured_before_the_first_request(kind: str, tmp_path: P
     folder = tiny_folder(tmp_path)
     assert late_captures(folder, ("greedy", kind) if kind != "greedy" else ("greedy",), kind) == 0
     assert (late_captures(folder, ("greedy",), kind) > 0) == (kind != "greedy")
+
+
+# ---- graphs that requests wait for ----
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def test_a_late_capture_is_a_phase_of_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compile for minutes, where a step that stands still for seconds ends the job."""
+    control, capture = SingleRankControl(), TwinDevice.capture
+    left: list[int] = []  # a test that fails inside its engine would end the process
+    watchdog = Watchdog(control, WatchdogOptions(tmp_path / "bundles", limit=7.0), leave=left.append)  # has no thread
+    found: list[tuple[str, float]] = []
+    after: list[tuple[str, float]] = []
+
+    def noted(device: TwinDevice, *arguments: Any, **named: Any) -> TwinGraph:
+        found.append((watchdog.place, watchdog.limit))
+        return capture(device, *arguments, **named)
+
+    config = EngineConfig(
+        model=str(tiny_folder(tmp_path)),
+        load_format="dummy",
+        device="cpu",
+        max_num_seqs=2,
+        num_blocks=40,
+        max_model_len=64,
+        warm=("greedy",),
+        speculative_config=NGRAM,
+    )
+    with build_engine(
+        config, control=control, collectives=SingleRank(), agree_min=int, device="cpu", watchdog=watchdog
+    ) as engine:
+        monkeypatch.setattr(TwinDevice, "capture", noted)
+        engine.add(request(0, (3, 4, 5), max_tokens=20, temperature=0.8, stops=()))
+        while not found:
+            engine.step()
+            after.append((watchdog.place, watchdog.limit))
+        run(engine, [])
+        late = engine.counters["graph_captures_after_warmup"]
+    assert left == []
+    assert found == [("capture", CAPTURE_SECONDS)] * int(late)
+    assert after[-1] == ("plan", 7.0), "as it was before"
+
+
+def test_every_late_capture_is_surrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain steps, of windows, and of what draws behind a captured step with chunks."""
+    inside: list[str] = []
+    found: list[tuple[str, list[str]]] = []
+    capture = TwinDevice.capture
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside.append("open")
+        yield
+        inside.clear()
+
+    def noted(device: TwinDevice, *arguments: Any, name: str, **named: Any) -> TwinGraph:
+        found.append((name.split(" of ")[0], [*inside]))
+        return capture(device, *arguments, name=name, **named)
+
+    proposer, rule = proposer_for(speculative_config(NGRAM)), Speculation(3, most_rows=1, mixed_percent=100)
+    with rig(rows=2, prefill_buckets=(16, 32, 72), proposer=proposer, speculation=rule) as engine:
+        engine.executor.surround_captures(around)
+        monkeypatch.setattr(TwinDevice, "capture", noted)
+        run(engine, [request(i, range(3, 12 + i), max_tokens=9 + 9 * i, temperature=0.8, stops=()) for i in range(2)])
+    assert {name for name, _ in found} == {"decode", "window", "tail"}
+    assert [opened for _, opened in found] == [["open"]] * len(found)
+    assert inside == []

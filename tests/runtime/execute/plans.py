@@ -33,7 +33,7 @@ def decode_step(
         slot_updates=slot_updates,
     )
     variant = SamplingVariant(logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    return LaunchSpec(plan, "decode", bucket or len(slots), variant)
+    return LaunchSpec(plan, plan.kind, "decode", bucket or len(slots), variant)
 
 
 def prefill_step(
@@ -48,7 +48,7 @@ def prefill_step(
         chunks=chunks,
         forks=forks,
     )
-    return LaunchSpec(plan, "prefill", bucket or len(plan.slots))
+    return LaunchSpec(plan, plan.kind, "prefill", bucket or len(plan.slots))
 
 
 def slot_write(

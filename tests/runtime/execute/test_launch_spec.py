@@ -23,8 +23,8 @@ class Serves:
     kind: StepKind
     width: int = 1
 
-    def serves(self, plan: StepPlan) -> bool:
-        return (plan.kind, plan.width) == (self.kind, self.width)
+    def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+        return (kind, plan.width) == (self.kind, self.width)
 
 
 def resolver(ladders: Ladders = LADDERS) -> LaunchResolver:
@@ -43,7 +43,7 @@ def prefill(tokens: int, *, scored: bool = False) -> StepPlan:
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
 def test_decode_takes_the_least_bucket_that_holds_its_rows(rows: int, bucket: int) -> None:
-    assert resolver().resolve(decode(rows)) == LaunchSpec(decode(rows), "decode", bucket)
+    assert resolver().resolve(decode(rows)) == LaunchSpec(decode(rows), StepKind.DECODE, "decode", bucket)
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 0)])
@@ -115,6 +115,13 @@ def test_what_was_agreed_with_other_groups_widens_the_step() -> None:
     agreed = LaunchNeeds(decode_bucket=4, prefill_tokens=10, variant=SamplingVariant(filters=True))
     spec = shared.resolve(decode(1), agreed)
     assert (spec.bucket, spec.exchange_rows, spec.shared_bucket, spec.variant) == (4, 16, 4, agreed.variant)
+
+
+@pytest.mark.parametrize("plan", [decode(2), decode(3, width=4), prefill(5), prefill(5, scored=True), prefill(33)])
+def test_a_plan_is_launched_as_it_was_digested(plan: StepPlan) -> None:
+    spec = resolver().resolve(plan)
+    assert spec.plan is plan
+    assert spec.kind is plan.kind
 
 
 def test_a_spec_and_its_plan_stay_what_they_are() -> None:

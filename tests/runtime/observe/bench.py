@@ -21,7 +21,7 @@ STEPS = 20_000
 def nanoseconds_a_step(observe: StepObserver) -> float:
     """The quickest of some runs."""
     plan = StepPlan(0, StepKind.DECODE, tuple(range(256)), (0,) * 256, 1)
-    spec = LaunchSpec(plan, "decode", 256)
+    spec = LaunchSpec(plan, plan.kind, "decode", 256)
     took = []
     for _ in range(10):
         started = time.perf_counter_ns()
@@ -45,7 +45,7 @@ def main() -> None:
         print(f"marks, kept for a timeline   {nanoseconds_a_step(timed):6.0f} ns")
         started = time.perf_counter_ns()
         for step in range(STEPS):
-            timed.on_timing(StepTiming(step, 1.0, 2.0))
+            timed.on_timing(StepTiming(step, 1.0, 2.0, 3.0, 256))
         print(f"device times, other thread   {(time.perf_counter_ns() - started) / STEPS:6.0f} ns")
         started = time.perf_counter_ns()
         timed.close()

@@ -13,7 +13,7 @@ from parallel.control.errors import Cause, Verdict
 from runtime.observe.observer import StepObserver
 from runtime.observe.step_record import VOID, StepRecord
 from runtime.observe.timeline import Timeline
-from runtime.observe.trace import DEVICE_THREAD
+from runtime.observe.trace import DEVICE_THREAD, LANDING_THREAD
 from runtime.schedule.plan import Admit
 from runtime.watchdog.crash_report import STEP_RECORDS, Evidence, write_bundle
 from tests.runtime.engine.group_rigs import MetExchange, accompanied_rig
@@ -88,12 +88,14 @@ def test_the_timeline_and_a_bundle_have_it(depth: int, exchanges: list[MetExchan
     observe = StepObserver(timeline=Timeline(path, 0, 1))
     records, _ = shared_life(depth, observe, exchanges)
     slices = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    told = {event["args"]["step"]: event["args"].get("exchange_rows") for event in slices}
+    told = {e["args"]["step"]: e["args"].get("exchange_rows") for e in slices if e["tid"] != LANDING_THREAD}
     assert told == {step.step: step.exchange_rows for step in records}
     launched = [event["args"]["step"] for event in slices if event["name"] == "launch"]
     assert launched == [step.step for step in records if step.launched]
     device = [event["args"]["step"] for event in slices if event["tid"] == DEVICE_THREAD]
     assert device == launched
+    landing = [event["args"]["step"] for event in slices if event["tid"] == LANDING_THREAD]
+    assert landing == [step for step in launched for _ in ("wait", "results")]
     folder = write_bundle(tmp_path, 0, Verdict(Cause.LOST, 1, 2, "why"), Evidence(observe.recent))
     assert folder is not None
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
@@ -11,7 +15,12 @@ from typing import Unpack
 import pytest
 import torch
 
+from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.device.cpu_twin_stream import TwinStream
+from runtime.execute.device.protocol import Work
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.ranges import around, open_ranges
@@ -21,6 +30,8 @@ from runtime.observe.trace import device_times_ns
 from runtime.schedule.request import Request
 from tests.runtime.engine.rig import RigLimits, request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
+from tests.runtime.engine.test_speculation import repeating
+from tests.runtime.observe.windows import speculative_rig
 
 
 def observed(
@@ -81,7 +92,9 @@ def test_times_follow_each_other(depth: int) -> None:
             assert step.device_started_ms is not None
             assert step.device_ended_ms is not None
             assert step.device_started_ms <= step.device_ended_ms
-            assert launched_at(step) - step.launch_ns <= step.seen_at_ns <= step.land_at_ns + step.wait_ns
+            assert launched_at(step) - step.launch_ns <= step.seen_at_ns <= step.read_at_ns
+            assert step.read_at_ns <= step.land_at_ns + step.wait_ns
+            assert step.gained is not None
             assert 0 < step.rows <= step.bucket
             assert step.ghosts <= step.rows
     for step, following in pairwise(records):
@@ -123,18 +136,54 @@ def test_a_slow_device_always_has_its_next_step_when_chained() -> None:
     assert overlapping(depth=0) == (0, steps)
 
 
-def test_being_observed_changes_no_token_and_no_plan(tmp_path: Path) -> None:
-    requests = mixture(9)
-    with rig(depth=2) as engine:
-        alone, digest = outcome(run(engine, requests)), engine.scheduler.digest.value
-        counters = dict(engine.counters)
+FEW = list(enumerate(repeating(4)))
+Make = Callable[..., AbstractContextManager[Engine]]
+
+
+@dataclass
+class Watched:
+    """A run: its answers, digest and counters, its launches, and what went onto the device's streams in all."""
+
+    answers: object = None
+    digest: int = 0
+    counters: dict[str, int | float] = field(default_factory=dict)
+    launches: list[tuple[object, ...]] = field(default_factory=list)
+    submitted: Counter[str] = field(default_factory=Counter)
+
+
+def watched(make: Make, requests: list[Request], **limits: Unpack[RigLimits]) -> Watched:
+    found, launch, submit = Watched(), Executor.launch, TwinStream.submit
+
+    def launched(self: Executor, spec: LaunchSpec) -> None:
+        found.launches.append((spec.label, spec.bucket, spec.width, spec.guessing, spec.padded_tokens, spec.variant))
+        launch(self, spec)
+
+    def submitted(self: TwinStream, work: Work) -> None:
+        found.submitted[self.name] += 1
+        submit(self, work)
+
+    with make(**limits) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "launch", launched)
+        patch.setattr(TwinStream, "submit", submitted)
+        found.answers = outcome(run(engine, requests))
+        found.digest, found.counters = engine.scheduler.digest.value, dict(engine.counters)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "requests"),
+    [(rig, mixture(9)), (speculative_rig, [*mixture(9, 5), *(replace(r, request_id=20 + i) for i, r in FEW)])],
+    ids=["one token a row", "windows"],
+)
+def test_being_observed_changes_no_token_and_no_launch(make: Make, requests: list[Request], tmp_path: Path) -> None:
+    alone = watched(make, requests, depth=2)
+    if make is speculative_rig:
+        assert alone.counters["spec_num_accepted_tokens"] > 0
+        assert any(guessing for _, _, _, guessing, *_ in alone.launches), "windows beside chunks"
     ranges, heard = Stack(), list[StepTiming]()
     observe = StepObserver(ranges=ranges, timeline=Timeline(tmp_path / "trace.json", 0, 1), on_timing=heard.append)
-    with rig(depth=2, observe=observe, ranges=ranges) as engine:
-        assert outcome(run(engine, requests)) == alone
-        assert engine.scheduler.digest.value == digest
-        assert dict(engine.counters) == counters
-    assert len(heard) == engine.counters["steps"]
+    assert watched(make, requests, depth=2, observe=observe, ranges=ranges) == alone
+    assert len(heard) == alone.counters["steps"]
     assert (tmp_path / "trace.json").exists()
 
 
@@ -176,6 +225,28 @@ def test_ranges_follow_the_phases() -> None:
         run(engine, [])
     assert ranges.open == []
     assert ranges.elsewhere == ["results of prefill", *["results of decode"] * 3], "by the worker that reads results"
+
+
+def test_ranges_name_the_launches_of_a_step_that_is_several() -> None:
+    """Windows beside a chunk are proposed, run through the model and drawn in a launch each; a round is one launch."""
+    ranges = Stack()
+    first, *_, last = repeating(4)
+    with speculative_rig(depth=0, ranges=ranges, observe=StepObserver(ranges=ranges)) as engine:
+        parts = []
+        for arriving in (first, None, last):
+            if arriving is not None:
+                engine.add(arriving)
+            ranges.opened.clear()
+            engine.step()
+            launch = next(i for i, (_, name) in enumerate(ranges.opened) if name.startswith("launch"))
+            inside = itertools.takewhile(lambda opened: opened[0] > 0, ranges.opened[launch + 1 :])
+            parts.append([ranges.opened[launch][1], *(name for _, name in inside)])
+        run(engine, [])
+    assert parts == [
+        ["launch prefill", "stage", "forward", "tail"],
+        ["launch window of 4", "stage"],
+        ["launch mixed", "stage", "propose", "forward", "tail"],
+    ]
 
 
 def test_ranges_that_nobody_asked_for_are_nothing() -> None:

@@ -14,7 +14,8 @@ from runtime.schedule.plan import StepKind, StepPlan
 
 def record(step: int, *, timed: bool = True, break_reason: str | None = None) -> StepRecord:
     """A decode step of which no two fields are equal."""
-    found = StepRecord(step, 10**15 + step * 1000, "decode", 8, 5, 1, 64, break_reason, 11, 12, 13, 14, 15, 16, 17)
+    found = StepRecord(step, 10**15 + step * 1000, "decode", 8, 5, 1, 64, 4, 21, break_reason, 11, 12, 13, 14, 15)
+    found.land_ns, found.seen_at_ns, found.read_at_ns = 16, 17, 18
     if timed:
         found.device_started_ms, found.device_ended_ms = step + 0.25, step + 0.75
     return found
@@ -23,7 +24,7 @@ def record(step: int, *, timed: bool = True, break_reason: str | None = None) ->
 def test_packing_keeps_every_field() -> None:
     log = StepLog(4)
     stored = [record(0, break_reason="start"), StepRecord(1, 5, break_reason="paused"), record(2, timed=False)]
-    stored[2].exchange_rows = None
+    stored[2].exchange_rows = stored[2].gained = None
     for one in stored:
         log.add(one)
     assert list(log.records()) == stored
@@ -54,7 +55,7 @@ def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
             observe.plan()
             plan = StepPlan(step, StepKind.DECODE, (1, 2, 3), (0, 0, 0), 1)
             observe.launch(plan, None)
-            observe.resolved(LaunchSpec(plan, "decode", 4))
+            observe.resolved(LaunchSpec(plan, plan.kind, "decode", 4))
             observe.launched()
         if step >= depth:
             observe.wait(step - depth)

@@ -24,10 +24,13 @@ from runtime.observe.timeline import Timeline, part_path
 from runtime.observe.trace import Part, device_times_ns, write_trace
 from tests.runtime.engine.rig import request, rig, run, tiny_folder
 from tests.runtime.engine.test_depths import mixture
+from tests.runtime.engine.test_speculation import repeating
+from tests.runtime.observe.windows import speculative_rig
 from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[3]
-ARGS = {"step", "role", "bucket", "rows", "ghosts", "chained", "break"}
+HOST_ARGS = {"step", "role", "bucket", "rows", "ghosts", "chained", "break"}
+ARGS = {"host": HOST_ARGS, "device": HOST_ARGS | {"width", "gained"}, "landing": {"step"}}
 ROUNDING_US = 0.002
 
 
@@ -51,7 +54,7 @@ def checked(trace: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]
             assert event["ph"] == "X"
             assert event["ts"] >= 0
             assert event["dur"] >= 0
-            assert event["args"].keys() == ARGS
+            assert event["args"].keys() == ARGS[threads[pid, tid]]
             slices[pid, tid].append(event)
     assert {pid for pid, _ in slices} <= processes.keys()
     assert slices.keys() <= threads.keys()
@@ -76,7 +79,7 @@ def test_a_run_as_a_trace(depth: int, tmp_path: Path) -> None:
     threads = checked(json.loads(path.read_text()))
     records = observe.recent()
     real = [step for step in records if step.role != VOID]
-    assert threads.keys() == {(0, "host"), (0, "device")}
+    assert threads.keys() == {(0, thread) for thread in ARGS}
     expected = {"agree": len(records), "plan": len(records), "launch": len(real), "wait": len(real)}
     assert phases(0, threads) == expected | {"land": len(records)}
     device = threads[0, "device"]
@@ -88,6 +91,8 @@ def test_a_run_as_a_trace(depth: int, tmp_path: Path) -> None:
             "bucket": step.bucket,
             "rows": step.rows,
             "ghosts": step.ghosts,
+            "width": 1,
+            "gained": step.gained,
             "chained": step.break_reason is None,
             "break": step.break_reason,
         }
@@ -96,7 +101,37 @@ def test_a_run_as_a_trace(depth: int, tmp_path: Path) -> None:
         step_number = event["args"]["step"]
         assert host["launch", step_number]["ts"] <= event["ts"] + ROUNDING_US
         assert event["ts"] + event["dur"] <= host["land", step_number]["ts"] + ROUNDING_US
+    landing = threads[0, "landing"]
+    assert [event["name"] for event in landing] == [
+        name for step in real for name in ("wait", f"results of {step.role}")
+    ]
+    assert [event["args"]["step"] for event in landing[::2]] == [step.step for step in real]
+    assert [event["args"]["step"] for event in landing[1::2]] == [step.step for step in real]
+    for waited, read, run_there in zip(landing[::2], landing[1::2], device, strict=True):
+        assert read["ts"] == pytest.approx(waited["ts"] + waited["dur"], abs=ROUNDING_US)
+        assert run_there["ts"] + run_there["dur"] <= read["ts"] + ROUNDING_US, "results are there when the step ended"
+        assert host["launch", read["args"]["step"]]["ts"] <= waited["ts"] + ROUNDING_US
+        assert read["ts"] + read["dur"] <= host["land", read["args"]["step"]]["ts"] + ROUNDING_US
+    assert sum(event["dur"] for event in landing[1::2]) > 0
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_slices_of_windows_say_what_they_gained(tmp_path: Path) -> None:
+    """All tokens of all answers, those dropped by the host included."""
+    path = tmp_path / "trace.json"
+    observe = StepObserver(timeline=Timeline(path, 0, 1))
+    with speculative_rig(observe=observe) as engine:
+        run(engine, repeating(3))
+        gained = engine.counters["wasted_tokens"] + 3 * 40
+        rounds, kept = (engine.counters[f"spec_num_{name}"] for name in ("drafts", "accepted_tokens"))
+    device = [event["args"] for event in checked(json.loads(path.read_text()))[0, "device"]]
+    assert sum(args["gained"] for args in device) == gained
+    windows = [args for args in device if args["role"] == "window of 4"]
+    assert {args["width"] for args in windows} == {4}
+    assert {args["width"] for args in device if args["role"] == "prefill"} == {1}
+    assert any(args["gained"] > args["rows"] for args in windows), "some guesses were kept"
+    assert kept > 0
+    assert sum(args["gained"] for args in device if args["width"] > 1) >= rounds + kept
 
 
 def test_a_compressed_trace(tmp_path: Path) -> None:
@@ -158,7 +193,8 @@ def a_part(rank: int, clock: str, wall_ns: int, offset_ns: int = 0, at_ns: int =
 
 def start_of_host(path: Path) -> dict[int, float]:
     """Where each rank's first slice begins, in us."""
-    return {pid: found[0]["ts"] for (pid, _), found in checked(json.loads(path.read_text())).items()}
+    threads = checked(json.loads(path.read_text()))
+    return {pid: found[0]["ts"] for (pid, thread), found in threads.items() if thread == "host"}
 
 
 def test_ranks_of_one_node_share_a_clock_and_others_are_moved(tmp_path: Path) -> None:
@@ -288,7 +324,7 @@ def test_generate_on_two_ranks_writes_one_timeline(tmp_path: Path) -> None:
     assert "of 2 ranks are in" in ran.said
     assert [found.name for found in (tmp_path / "trace").iterdir()] == ["t.json"], "the parts are gone"
     threads = checked(json.loads((tmp_path / "trace" / "t.json").read_text()))
-    assert threads.keys() == {(rank, thread) for rank in range(2) for thread in ("host", "device")}
+    assert threads.keys() == {(rank, thread) for rank in range(2) for thread in ARGS}
     assert phases(0, threads) == phases(1, threads)
     steps = [[(event["name"], event["args"]) for event in threads[rank, "device"]] for rank in range(2)]
     assert steps[0] == steps[1], "both ranks ran the same steps"
