@@ -5,7 +5,6 @@ Knows: counts. Does not know: time, or the device's own counters (runtime/observ
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -113,10 +112,9 @@ class ScheduleCounters:
         self.spec_num_draft_tokens += (width - 1) * len(gains)
         positions = self.spec_accepted_per_position
         positions += [0] * (width - 1 - len(positions))
-        rows_that_gained = Counter(gains)
         kept = 0  # rows, at this position and so at all before it
         for position in reversed(range(width - 1)):
-            kept += rows_that_gained[position + 2]
+            kept += gains.count(position + 2)
             positions[position] += kept
             self.spec_num_accepted_tokens += kept
 

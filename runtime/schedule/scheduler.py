@@ -110,6 +110,8 @@ class Scheduler:
     def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
         """What befell sessions since the last call, and those of them that were closed for want of room."""
         resources = self.resources
+        if not (resources.notices or resources.closed):
+            return (), ()
         taken = tuple(resources.notices), tuple(resources.closed)
         resources.notices.clear()
         resources.closed.clear()
@@ -131,9 +133,10 @@ class Scheduler:
     def land(self, step: int, result: StepResult | None) -> StepOutput:
         """Take the oldest step in flight off the chain and apply its result, which is None exactly for a void step."""
         flight = self.chain.land(step)
-        output = StepOutput(step)
         if flight.plan is not None and result is not None:
             output = self._apply(flight, flight.plan, result)
+        else:
+            output = StepOutput(step)
         self.resources.landed(step)
         self.sessions.landed(step)
         return output
@@ -145,9 +148,10 @@ class Scheduler:
         width, tokens, counts, decode_rows = plan.width, result.tokens, result.counts, plan.decode_rows
         wide = width > 1
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
-        if _ERROR in result.finish:
+        ends = any(result.finish)
+        if ends and _ERROR in result.finish:
             self._distrust_broken(flight, plan, result)
-        if flight.slot_version == self.slots.version and not any(result.finish) and all(counts):
+        if flight.slot_version == self.slots.version and not ends and all(counts):
             if not wide:
                 return self._apply_plain(flight, result)
             if decode_rows == len(flight.rows):
