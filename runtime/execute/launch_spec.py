@@ -138,6 +138,7 @@ class LaunchResolver:
         self._slot_variants = [GREEDY] * slots
         self._row_variant = GREEDY
         self._variant_of: tuple[int, ...] | None = None
+        self._latest: LaunchSpec | None = None  # of decode rows alone, with no other group
 
     def needs(self, plan: StepPlan | None) -> LaunchNeeds:
         """What ``plan`` needs; None needs nothing. To be asked once a plan, in the order of steps: it learns from its
@@ -156,7 +157,11 @@ class LaunchResolver:
 
         A group without work passes a plan without rows. ValueError where no role serves the plan.
         """
+        latest = self._latest
+        if latest is not None and agreed is None and _is_like(plan, latest.plan):
+            return LaunchSpec(plan, latest.role, latest.bucket, latest.variant)
         spec = self._resolve(plan, agreed)
+        self._latest = spec if agreed is None and plan.kind is StepKind.DECODE else None
         if spec.plan.kind is not StepKind.MIXED or spec.width == 1:
             return spec
         return replace(spec, guessing=_rung(self._ladders.decode, plan.decode_rows))
@@ -219,6 +224,12 @@ class LaunchResolver:
             for slot in plan.slots:
                 self._row_variant |= self._slot_variants[slot]
         return self._row_variant
+
+
+def _is_like(plan: StepPlan, latest: StepPlan) -> bool:
+    """Whether decode steps follow each other whose rows and width are the same: most do."""
+    same_rows = plan.slots is latest.slots and plan.width == latest.width and plan.kind is latest.kind
+    return same_rows and not plan.slot_writes
 
 
 def _tokens(plan: StepPlan) -> int:
