@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from models.inputs import PIECE
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -38,9 +38,8 @@ class LaunchNeeds:
     width: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchSpec:
-    """One step as this rank launches it; frozen, and made only by ``LaunchResolver.resolve``.
+class LaunchSpec(NamedTuple):
+    """One step as this rank launches it; made only by ``LaunchResolver.resolve``.
 
     ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have; those past the plan's are
     padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0 where such a step is
@@ -164,13 +163,13 @@ class LaunchResolver:
         self._latest = spec if agreed is None and plan.kind is StepKind.DECODE else None
         if spec.plan.kind is not StepKind.MIXED or spec.width == 1:
             return spec
-        return replace(spec, guessing=_rung(self._ladders.decode, plan.decode_rows))
+        return spec._replace(guessing=_rung(self._ladders.decode, plan.decode_rows))
 
     def _resolve(self, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
         needs = agreed or self.needs(plan)
         tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
         if tokens_of_all and plan.kind is StepKind.DECODE:
-            plan = replace(plan, kind=StepKind.MIXED)
+            plan = plan._replace(kind=StepKind.MIXED)
         role = next((role.name for role in self._roles if role.serves(plan)), None)
         if role is None:
             known = ", ".join(role.name for role in self._roles)

@@ -199,8 +199,7 @@ class SlotCopy:
     copied: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step, the same on every rank.
 
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
