@@ -31,6 +31,7 @@ from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.sessions import Sessions
 from runtime.schedule.states import State
+from runtime.schedule.steady_rows import SteadyRows
 
 __all__ = ["Scheduler"]
 
@@ -57,6 +58,7 @@ class Scheduler:
         self.counters = self.resources.counters
         self._rows_told: tuple[SequenceState, ...] = ()  # of the latest plain output, and their request ids
         self._ids_told: list[int] = []
+        self._steady: SteadyRows | None = None  # of the latest landing, where the one before had the same rows
 
     @property
     def step(self) -> int:
@@ -154,8 +156,10 @@ class Scheduler:
         if flight.slot_version == self.slots.version and not ends and all(counts):
             if not wide:
                 return self._apply_plain(flight, result)
+            self._steady = None
             if decode_rows == len(flight.rows):
                 return self._apply_windows(flight, width, result)
+        self._steady = None
         rows: list[SequenceState | None] = list(flight.rows)
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
@@ -203,11 +207,17 @@ class Scheduler:
 
     def _apply_plain(self, flight: Flight, result: StepResult) -> StepOutput:
         """The same for a step in which every row is live, gained one token and goes on, as most steps are."""
+        steady = self._steady
+        if steady is not None and steady.rows is flight.rows:
+            steady.land(result.tokens)
+            return self._told(flight, 1, result)
         for sequence, token in zip(flight.rows, result.tokens, strict=True):
             tokens = sequence.tokens
             tokens.append(token)
             if len(tokens) > sequence.publish_at:
                 self.resources.gained(sequence)
+        again = flight.rows is self._rows_told
+        self._steady = SteadyRows(flight.rows, self.resources.gained) if again else None
         return self._told(flight, 1, result)
 
     def _apply_windows(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
