@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -139,15 +139,15 @@ class Engine:
             observe.resolved(spec)
             self.executor.launch(spec)
         self._in_flight.append(_Flight(plan, spec))
-        self._late.launched(None if spec is None else spec.shape, 0 if spec is None else spec.tokens)
+        if self._late.notes:
+            self._late.launched(None if spec is None else spec.shape, 0 if spec is None else spec.tokens)
         observe.launched()
-        output, launched = StepOutput(self.scheduler.step), False
-        if len(self._in_flight) > self.scheduler.config.limits.depth:
-            launched = self._in_flight[0].launched is not None
-            output = self._land()
+        landing = len(self._in_flight) > self.scheduler.config.limits.depth
+        launched = landing and self._in_flight[0].launched is not None
+        output = self._land() if landing else StepOutput(self.scheduler.step)
         notices, closed = self.scheduler.take_notices()
         if ended or closed or notices:
-            output = replace(output, finished=ended + output.finished + closed, notices=notices)
+            output = output._replace(finished=ended + output.finished + closed, notices=notices)
         return output if self._router is None else self._router.gather(turn, output, launched)
 
     def _at(self, place: str) -> None:

@@ -51,7 +51,12 @@ class _Launched(NamedTuple):
 
 
 class PlanLate:
-    """One an engine; its thread's. All times are of ``clock``, in seconds. ``depth``: D, steps that stay queued."""
+    """One an engine; its thread's. All times are of ``clock``, in seconds. ``depth``: D, steps that stay queued.
+
+    ``notes``: whether it is to be told of launches.
+    """
+
+    notes = True
 
     def __init__(self, depth: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.counters = PlanLateCounters()
@@ -145,6 +150,8 @@ class PlanLate:
 
 class NeverLate(PlanLate):
     """Where no turn is put off: nothing is noted, either."""
+
+    notes = False
 
     def __init__(self) -> None:
         super().__init__(0)

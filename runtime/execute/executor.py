@@ -291,7 +291,8 @@ class Executor:
         ticket = self.results.reserve(spec)
         with self._stage_range:
             staged = self.staging.stage(spec)
-        compute.record(ticket.start)
+        if self.results.timed:
+            compute.record(ticket.start)
         if staged is not None:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)

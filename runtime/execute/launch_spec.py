@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from models.inputs import PIECE
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -38,9 +38,8 @@ class LaunchNeeds:
     width: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchSpec:
-    """One step as this rank launches it; frozen, and made only by ``LaunchResolver.resolve``.
+class LaunchSpec(NamedTuple):
+    """One step as this rank launches it; made only by ``LaunchResolver.resolve``.
 
     ``kind``: the plan's; but a group that only decodes, or has no work, launches MIXED where another one's chunks are
     in a captured step (below). ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have;
@@ -140,6 +139,7 @@ class LaunchResolver:
         self._slot_variants = [GREEDY] * slots
         self._row_variant = GREEDY
         self._variant_of: tuple[int, ...] | None = None
+        self._latest: LaunchSpec | None = None  # of decode rows alone, with no other group
 
     def needs(self, plan: StepPlan | None) -> LaunchNeeds:
         """What ``plan`` needs; None needs nothing. To be asked once a plan, in the order of steps: it learns from its
@@ -158,10 +158,14 @@ class LaunchResolver:
 
         A group without work passes a plan without rows. ValueError where no role serves the plan.
         """
+        latest = self._latest
+        if latest is not None and agreed is None and _is_like(plan, latest.plan):
+            return LaunchSpec(plan, latest.kind, latest.role, latest.bucket, latest.variant)
         spec = self._resolve(plan, agreed)
+        self._latest = spec if agreed is None and plan.kind is StepKind.DECODE else None
         if spec.kind is not StepKind.MIXED or spec.width == 1:
             return spec
-        return replace(spec, guessing=_rung(self._ladders.decode, plan.decode_rows))
+        return spec._replace(guessing=_rung(self._ladders.decode, plan.decode_rows))
 
     def _resolve(self, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
         needs = agreed or self.needs(plan)
@@ -224,6 +228,12 @@ class LaunchResolver:
             for slot in plan.slots:
                 self._row_variant |= self._slot_variants[slot]
         return self._row_variant
+
+
+def _is_like(plan: StepPlan, latest: StepPlan) -> bool:
+    """Whether decode steps follow each other whose rows and width are the same: most do."""
+    same_rows = plan.slots is latest.slots and plan.width == latest.width and plan.kind is latest.kind
+    return same_rows and not plan.slot_writes
 
 
 def _tokens(plan: StepPlan) -> int:

@@ -80,10 +80,19 @@ class Changes(Generic[A]):
 
     def parts(self) -> Iterator[tuple[str, A]]:
         """The changes there are, by field name."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _CHANGES:
+            value = getattr(self, name)
             if value is not None:
-                yield field.name, value
+                yield name, value
+
+
+_CHANGES = tuple(field.name for field in fields(Changes))
+
+
+def changes_nothing(plan: StepPlan, mapped: tuple[int, ...] | None) -> bool:
+    """Whether there is nothing to pack, as in most decode steps. ``mapped``: as ``pack`` has it."""
+    tables_change = plan.slot_writes or plan.slot_updates or plan.block_writes or plan.copies
+    return mapped is plan.slots and plan.kind is StepKind.DECODE and not tables_change
 
 
 def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> Changes[_Array]:

@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from runtime.execute.device.protocol import Device, Event
+from runtime.execute.device.protocol import Device, Event, Work
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_ring import ResultRing, result_words
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
@@ -64,13 +65,15 @@ class StepTiming:
     gained: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A step's claim on a ring entry. Record ``start`` and ``ready`` on the compute stream around the step's work."""
+class Ticket(NamedTuple):
+    """A step's claim on a ring entry.
+
+    Record ``ready`` on the compute stream behind the step's work and, where steps are timed, ``start`` before it.
+    """
 
     spec: LaunchSpec
     sequence: int
-    index: int
+    entry: int
     start: Event
     ready: Event
     copied: Event
@@ -109,7 +112,7 @@ class ResultReader:
         self._prompt_scores = prompt_scores
         self._land_range = land_range
         self._host_EX = device.pinned(*ring.buffer_EX.shape, dtype=torch.int32)
-        self._slices: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, int], Work] = {}
         self._array_EX: npt.NDArray[np.int32] = self._host_EX.numpy()
         timed = on_timing is not None
         self._events = [
@@ -130,6 +133,11 @@ class ResultReader:
         self._failure_raised = False
         self._worker = threading.Thread(target=self._work, name="landing", daemon=True)
         self._worker.start()
+
+    @property
+    def timed(self) -> bool:
+        """Whether steps' times are reported to anybody."""
+        return self._on_timing is not None
 
     def reserve(self, spec: LaunchSpec) -> Ticket:
         """Claim the ring entry the step will append to; before its work is launched.
@@ -155,23 +163,22 @@ class ResultReader:
         """Send the step's results home once ``ticket.ready`` has happened. Returns at once."""
         spec = ticket.spec
         words = result_words(spec.bucket, spec.width, spec.logprobs)
-        source, target = self._views(ticket.index, words)
-        self._device.copy.wait(ticket.ready)
-        self._device.copy.submit(lambda: target.copy_(source, non_blocking=True))
+        stream = self._device.copy
+        stream.wait(ticket.ready)
+        stream.submit(self._copies.get((ticket.entry, words)) or self._copy_of(ticket.entry, words))
         if ticket.scores is not None:
-            self._device.copy.submit(ticket.scores.send)
+            stream.submit(ticket.scores.send)
             self.counters.device_to_host_bytes += 4 * ticket.scores.words
-        self._device.copy.record(ticket.copied)
+        stream.record(ticket.copied)
         self.counters.device_to_host_bytes += 4 * words
         self._in_flight.append(spec.step)
         self._submitted.put(ticket)
 
-    def _views(self, index: int, words: int) -> tuple[Tensor, Tensor]:
-        """The first ``words`` of an entry on both sides; kept, since slicing costs more than the copy's launch."""
-        views = self._slices.get((index, words))
-        if views is None:
-            views = self._slices[index, words] = (self._ring.buffer_EX[index, :words], self._host_EX[index, :words])
-        return views
+    def _copy_of(self, index: int, words: int) -> Work:
+        """The copy of an entry's first ``words``; kept, since slicing costs more than the copy's launch."""
+        source, target = self._ring.buffer_EX[index, :words], self._host_EX[index, :words]
+        copy = self._copies[index, words] = partial(target.copy_, source, non_blocking=True)
+        return copy
 
     def take(self, step: int, deadline_s: float | None = None) -> StepResult:
         """The result of ``step``; blocks until it has landed. Steps are taken in the order they were submitted.
@@ -181,15 +188,19 @@ class ResultReader:
         if not self._in_flight or self._in_flight[0] != step:
             expected = f"step {self._in_flight[0]} is next" if self._in_flight else "no step is in flight"
             raise RuntimeError(f"cannot take step {step}: {expected}")
+        if step not in self._landed:  # else it is complete, and the worker does not touch it any more
+            self._await_landed(step, deadline_s)
+        result, self.landed_at = self._landed.pop(step)
+        self._in_flight.popleft()
+        self._taken += 1
+        return result
+
+    def _await_landed(self, step: int, deadline_s: float | None) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: step in self._landed or self._failure is not None, deadline_s):
                 raise TimeoutError(f"step {step}: no result after {deadline_s:g} s on {self._device.torch_device}")
             if step not in self._landed:
                 self._raise_failure()
-            result, self.landed_at = self._landed.pop(step)
-        self._in_flight.popleft()
-        self._taken += 1
-        return result
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -242,7 +253,7 @@ class ResultReader:
 
     def _read(self, ticket: Ticket) -> StepResult:
         """Copies out of the pinned entry: it may be overwritten once the step is taken."""
-        spec, words = ticket.spec, self._array_EX[ticket.index]
+        spec, words = ticket.spec, self._array_EX[ticket.entry]
         self._check_stamp(ticket, int(words[0]))
         bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
         counts_at = 1 + bucket * width
@@ -260,7 +271,7 @@ class ResultReader:
         expected = ticket.sequence % self._ring.stamps
         if stamp != expected:
             raise ResultError(
-                f"result ring entry {ticket.index} holds append {stamp}, step {ticket.spec.step} is append {expected}: "
+                f"result ring entry {ticket.entry} holds append {stamp}, step {ticket.spec.step} is append {expected}: "
                 "the entry was overwritten before it was read, or a launched step appended nothing"
             )
 

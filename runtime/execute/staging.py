@@ -26,7 +26,7 @@ from torch import Tensor
 from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.packing import Changes, kept_states, pack
+from runtime.execute.packing import Changes, changes_nothing, kept_states, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
@@ -192,21 +192,24 @@ class Staging:
         if self._unapplied is not None:
             raise RuntimeError(f"step {spec.step} is staged, but step {self._unapplied} was not applied")
         row_map = spec.role, spec.bucket
-        packed = pack(spec, self._tables, self._mapped.get(row_map), self.max_rows)
+        mapped = self._mapped.get(row_map)
+        if changes_nothing(spec.plan, mapped):
+            return None
+        packed = pack(spec, self._tables, mapped, self.max_rows)
         self._check_room(spec.step, packed)
-        sizes = {name: _aligned(array.nbytes) for name, array in packed.parts()}
-        total = sum(sizes.values())
+        parts = [(name, array, _aligned(array.nbytes)) for name, array in packed.parts()]
+        total = sum([size for _, _, size in parts])
         if total == 0:
             return None
         entry = self._next_entry(total)
         host = entry.host.numpy()
         changes: Changes[Tensor] = Changes()
         offset = 0
-        for name, array in packed.parts():
+        for name, array, size in parts:
             host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
             raw = entry.device[offset : offset + array.nbytes]
             setattr(changes, name, raw.view(_TORCH_DTYPES[array.dtype]).view(array.shape))
-            offset += sizes[name]
+            offset += size
         self._send(entry, total)
         if packed.row_map_B is not None:
             self._mapped[row_map] = spec.plan.slots

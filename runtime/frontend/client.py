@@ -243,7 +243,7 @@ class EngineClient:
         at = self._clock()
         if self._cancelled:
             ended, self._cancelled = tuple(self._cancelled), []
-            output = replace(output, finished=ended + tuple(output.finished))
+            output = output._replace(finished=ended + tuple(output.finished))
         routed = self._outputs.route(output, at)
         for request_id in routed.stop:
             self.engine.cancel(request_id, FinishReason.STOP)

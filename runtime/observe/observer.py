@@ -84,11 +84,12 @@ class StepObserver:
         """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
         turn = self._turn
         turn.bucket, turn.width = spec.bucket, spec.width
-        self._next(f"launch {spec.label}")
+        label = spec.label
+        self._next("launch", label)
         if spec.shared_bucket:
             turn.exchange_rows = spec.exchange_rows
         elif turn.role != VOID:
-            turn.role = spec.label
+            turn.role = label
 
     def launched(self) -> None:
         turn = self._turn
@@ -118,10 +119,10 @@ class StepObserver:
         if self._timeline is not None:
             self._timeline.add(record)
 
-    def _next(self, phase: str) -> None:
+    def _next(self, *phase: str) -> None:
         if self._ranges is not None:
             self._ranges.pop()
-            self._ranges.push(phase)
+            self._ranges.push(" ".join(phase))
 
     # ---- the landing worker's ----
 

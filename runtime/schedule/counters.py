@@ -5,7 +5,6 @@ Knows: counts. Does not know: time, or the device's own counters (runtime/observ
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -117,12 +116,11 @@ class ScheduleCounters:
         positions, compared = self.spec_accepted_per_position, self.spec_compared_per_position
         positions += [0] * (width - 1 - len(positions))
         compared += [0] * (width - 1 - len(compared))
-        rows_that_gained, ended = Counter(gains), Counter(last_gains)
         kept = 0  # rows, at this position and so at all before it
         for position in reversed(range(width - 1)):
-            kept += rows_that_gained[position + 2]
+            kept += gains.count(position + 2)
             positions[position] += kept
-            compared[position] += kept + rows_that_gained[position + 1] - ended[position + 1]
+            compared[position] += kept + gains.count(position + 1) - last_gains.count(position + 1)
             self.spec_num_accepted_tokens += kept
 
     def planned(self, plan: StepPlan | None, chain: Chain, why_void: str) -> None:

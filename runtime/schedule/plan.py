@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 
@@ -199,8 +199,7 @@ class SlotCopy:
     copied: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step, the same on every rank.
 
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
@@ -245,7 +244,7 @@ class StepPlan:
     @property
     def prefill_tokens(self) -> int:
         """Tokens of all its chunks; 0 for a decode step."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum(len(chunk.token_ids) for chunk in self.chunks) if self.chunks else 0
 
     @property
     def packed_tokens(self) -> int:
@@ -259,8 +258,7 @@ class StepPlan:
         return sum(len(chunk.scored.token_ids) for chunk in self.chunks if chunk.scored is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the device reports of one step, aligned with the plan's rows (padding rows not included).
 
     ``tokens`` is row-major, [rows, width] with the plan's width; of row i the first ``counts[i]`` are meant. The others
@@ -329,8 +327,7 @@ class Evicted:
 Notice = Parked | Refused | Evicted
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one landed step (or one submitted event) means to callers: columns, one entry a row.
 
     ``request_ids[i]`` gained ``counts[i]`` tokens, ``tokens[i*width : i*width+counts[i]]``. An id of -1 marks a ghost

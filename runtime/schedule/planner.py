@@ -366,12 +366,8 @@ class Planner:
             if session is not None and session.revive:
                 session.revive = False
                 resources.update_slot(sequence, revive=True)
-        waking = [s for s in decoding.values() if s.planned_tokens >= s.wake_at]
-        for sequence in waking:
-            if sequence.state is State.DECODE:  # it may just have been somebody's victim
-                self._wake(sequence)
-        if waking:
-            resources.reserve_ahead(decoding.values())
+        if resources.asleep_for <= 0:
+            self._wake_whoever_is_due()
         if decoding and self._rows_version != resources.decode_version:
             self._collect_rows()
         return bool(decoding)
@@ -399,6 +395,7 @@ class Planner:
 
     def _advance_rows(self, width: int) -> None:
         resources, step = self.resources, self.resources.chain.step
+        resources.asleep_for -= width
         if width == 1:
             for sequence in self._rows:
                 sequence.planned_tokens += 1
@@ -412,6 +409,17 @@ class Planner:
             self._last_width = width
             resources.digest.fold(step, "width", (width,))
         self._decode_steps += 1
+
+    def _wake_whoever_is_due(self) -> None:
+        resources, decoding = self.resources, self._decoding
+        waking = [s for s in decoding.values() if s.planned_tokens >= s.wake_at]
+        for sequence in waking:
+            if sequence.state is State.DECODE:  # it may just have been somebody's victim
+                self._wake(sequence)
+        if waking:
+            resources.reserve_ahead(decoding.values())
+        elif decoding:
+            resources.asleep_for = min([s.wake_at - s.planned_tokens for s in decoding.values()])
 
     def _wake(self, sequence: SequenceState) -> None:
         """A row at the end of its blocks or near its last token: drain it, grow it, or stall it."""
@@ -442,7 +450,11 @@ class Planner:
         behind: Sequence[SequenceState] = (),
     ) -> StepPlan:
         """``slots`` and ``epochs``: of the rows that decode. ``behind``: the sequences of the others."""
-        step, forks = self.resources.chain.step, tuple(self._forks)
+        step = self.resources.chain.step
+        if not (chunks or self.resources.tables_change):  # most steps; all else that a plan carries comes with chunks
+            self.resources.digest.fold(step, kind.name, (len(slots),))
+            return StepPlan(step, kind, slots, epochs, width)
+        forks = tuple(self._forks)
         self._forks.clear()
         if behind:
             slots += tuple([sequence.slot for sequence in behind])

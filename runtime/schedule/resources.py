@@ -39,6 +39,8 @@ class Resources:
     ``sessions``: those that are sessions, by id. ``notices`` and ``closed``: what befell them since they were taken.
     ``evicted_sessions``: whose quantum was over before their fence opened; nobody was told yet that they are parked.
     ``waiting_tokens``: known tokens of those in WAITING, at most ``long_prompt`` each where there are mixed steps.
+    ``asleep_for``: so many tokens may be planned for each row before any of them reaches its ``wake_at``; 0 or less:
+    nobody has looked. The planner keeps it; here it is dropped whenever a row comes or goes, or a ``wake_at`` is set.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -69,6 +71,7 @@ class Resources:
         self.evicted_sessions: list[SequenceState] = []
         self.decode_version = 0
         self.waiting_tokens = 0
+        self.asleep_for = 0
         self._spread = max(1, (config.limits.block_size - 4) // 2)
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
@@ -309,6 +312,7 @@ class Resources:
             self.waiting_tokens += self._tokens_to_wait_for(sequence)
         if before is State.DECODE or sequence.state is State.DECODE:
             self.decode_version += 1
+            self.asleep_for = 0
         if before is State.JOINING:
             sequence.joins = None
         if before is State.PREFILL:
@@ -605,7 +609,7 @@ class Resources:
         if early:  # it may go on with what it has
             wanted = max(1, wanted)
             if wanted > self.pool.free_count:
-                sequence.wake_at = latest
+                sequence.wake_at, self.asleep_for = latest, 0
                 return True
         while wanted > self.pool.free_count:
             if self.by_state[State.DRAINING] or wanted <= self.pool.free_count + self.pool.soon_free:
@@ -654,6 +658,7 @@ class Resources:
         Rows that are as long as each other would all need a block in the same step. So some are looked at earlier, by
         slot, and take a block then if one is free.
         """
+        self.asleep_for = 0
         sequence.wake_at = self._wake_at_latest(sequence)
         if sequence.wake_at < sequence.max_length:
             sequence.wake_at -= self._early(sequence)
@@ -675,6 +680,11 @@ class Resources:
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""
         return -(-tokens // self.limits.block_size)
+
+    @property
+    def tables_change(self) -> bool:
+        """Whether the plan that is being made has to tell the device of blocks, ends or copies of slots."""
+        return bool(self._block_writes or self._slot_updates or self._copies)
 
     def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
         """(slot, index, block) of every block handed out since the last call, for the plan to carry."""
@@ -779,6 +789,9 @@ class Resources:
         waiting = sum(map(self._tokens_to_wait_for, self.by_state[State.WAITING].values()))
         if waiting != self.waiting_tokens:
             raise AccountingError(f"waiting_tokens is {self.waiting_tokens}, counted {waiting}")
+        rows = self.by_state[State.DECODE].values()
+        if 0 < self.asleep_for > min((s.wake_at - s.planned_tokens for s in rows), default=self.asleep_for):
+            raise AccountingError(f"asleep_for is {self.asleep_for}, but a row is to be looked at before that")
         for id_, sequence in self.sequences.items():
             if planned[id_] != [sequence.planned_tokens, sequence.uncertain_tokens]:
                 raise AccountingError(

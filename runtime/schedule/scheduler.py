@@ -31,6 +31,7 @@ from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.sessions import Sessions
 from runtime.schedule.states import State
+from runtime.schedule.steady_rows import SteadyRows
 
 __all__ = ["Scheduler"]
 
@@ -57,6 +58,7 @@ class Scheduler:
         self.counters = self.resources.counters
         self._rows_told: tuple[SequenceState, ...] = ()  # of the latest plain output, and their request ids
         self._ids_told: list[int] = []
+        self._steady: SteadyRows | None = None  # of the latest landing, where the one before had the same rows
 
     @property
     def step(self) -> int:
@@ -110,6 +112,8 @@ class Scheduler:
     def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
         """What befell sessions since the last call, and those of them that were closed for want of room."""
         resources = self.resources
+        if not (resources.notices or resources.closed):
+            return (), ()
         taken = tuple(resources.notices), tuple(resources.closed)
         resources.notices.clear()
         resources.closed.clear()
@@ -131,9 +135,10 @@ class Scheduler:
     def land(self, step: int, result: StepResult | None) -> StepOutput:
         """Take the oldest step in flight off the chain and apply its result, which is None exactly for a void step."""
         flight = self.chain.land(step)
-        output = StepOutput(step)
         if flight.plan is not None and result is not None:
             output = self._apply(flight, flight.plan, result)
+        else:
+            output = StepOutput(step)
         self.resources.landed(step)
         self.sessions.landed(step)
         return output
@@ -145,13 +150,16 @@ class Scheduler:
         width, tokens, counts, decode_rows = plan.width, result.tokens, result.counts, plan.decode_rows
         wide = width > 1
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
-        if _ERROR in result.finish:
+        ends = any(result.finish)
+        if ends and _ERROR in result.finish:
             self._distrust_broken(flight, plan, result)
-        if flight.slot_version == self.slots.version and not any(result.finish) and all(counts):
+        if flight.slot_version == self.slots.version and not ends and all(counts):
             if not wide:
                 return self._apply_plain(flight, result)
+            self._steady = None
             if decode_rows == len(flight.rows):
                 return self._apply_windows(flight, width, result)
+        self._steady = None
         rows: list[SequenceState | None] = list(flight.rows)
         if flight.slot_version != self.slots.version:
             self._drop_ghosts(rows, plan, result)
@@ -202,11 +210,17 @@ class Scheduler:
 
     def _apply_plain(self, flight: Flight, result: StepResult) -> StepOutput:
         """The same for a step in which every row is live, gained one token and goes on, as most steps are."""
+        steady = self._steady
+        if steady is not None and steady.rows is flight.rows:
+            steady.land(result.tokens)
+            return self._told(flight, 1, result)
         for sequence, token in zip(flight.rows, result.tokens, strict=True):
             tokens = sequence.tokens
             tokens.append(token)
             if len(tokens) > sequence.publish_at:
                 self.resources.gained(sequence)
+        again = flight.rows is self._rows_told
+        self._steady = SteadyRows(flight.rows, self.resources.gained) if again else None
         return self._told(flight, 1, result)
 
     def _apply_windows(self, flight: Flight, width: int, result: StepResult) -> StepOutput:

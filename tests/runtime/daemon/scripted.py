@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.config import EngineConfig
@@ -91,7 +91,7 @@ class ScriptedEngine:
         if len(self._in_flight) > scheduler.config.limits.depth:
             output = scheduler.land(self._in_flight.popleft(), self.device.land(scheduler.slots.epochs))
         notices, closed = scheduler.take_notices()
-        return replace(output, finished=_all(ended, output.finished, closed), notices=notices)
+        return output._replace(finished=_all(ended, output.finished, closed), notices=notices)
 
     def slack(self) -> float:
         return 0.0

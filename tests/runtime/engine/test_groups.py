@@ -387,7 +387,7 @@ def test_a_tree_is_brought_whole() -> None:
     """Two rows of trees of seven tokens, of which three may be gained; the other group decodes three rows."""
     resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),), tree=7)
     sync = DpStepSync(Others(IDLE, (3, *IDLE[1:-1], 1)))
-    plan = replace(decode(2), width=3)
+    plan = decode(2)._replace(width=3)
     agreed = sync.join(7, resolver.needs(plan))
     assert agreed is not None
     spec = resolver.resolve(plan, agreed)
@@ -401,7 +401,7 @@ def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> Non
         (8, (0, 10, *IDLE[2:]), 40),
         (2, (4, 10, *IDLE[1:-2], 4), 40),
     ):
-        spec = joined(replace(decode(rows), width=3), others, captured=CAPTURED)
+        spec = joined(decode(rows)._replace(width=3), others, captured=CAPTURED)
         assert spec is not None
         assert (spec.role, spec.kind, spec.width, spec.padded_tokens) == ("prefill", StepKind.MIXED, 3, padded)
         assert (spec.guessing, spec.exchange_rows, spec.shared_bucket) == (rows, padded, 0)

@@ -109,11 +109,11 @@ def test_steady_rows_are_not_looked_at_unless_somebody_wants_to_see_them() -> No
     request = processor.open("k", (9,), SamplingParams(seed=0))
     step = StepOutput(0, [request.request_id], [4], [1])
     processor.route(step)
-    untouchable = replace(step, tokens=Untouchable([4]), counts=Untouchable([1]))
+    untouchable = step._replace(tokens=Untouchable([4]), counts=Untouchable([1]))
     assert processor.route(untouchable) == ([], [], [])
     processor.open("streamed", (9,), SamplingParams(seed=0), stream=True)
     with pytest.raises(AssertionError, match="a row was looked at"):
-        processor.route(replace(untouchable, request_ids=[request.request_id + 1]))
+        processor.route(untouchable._replace(request_ids=[request.request_id + 1]))
 
 
 # ---- back-pressure ----

@@ -51,7 +51,7 @@ def plain(value: Any) -> Any:
     """Arrays as lists, so that outputs can be compared."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tolist()
-    if isinstance(value, StepOutput | StepLogprobs | PromptLogprobs):
+    if isinstance(value, StepLogprobs | PromptLogprobs):
         return tuple(plain(getattr(value, name)) for name in type(value).__slots__)
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]

@@ -385,7 +385,7 @@ class SavesAStepLate(Planner):
         slots = [chunk.slot for chunk in plan.chunks]
         due = tuple(pair for pair in self.late if pair[0] in slots)
         self.late = plan.saved
-        return replace(plan, saved=due)
+        return plan._replace(saved=due)
 
 
 class SavesWhereverItEnds(Resources):
