@@ -297,11 +297,10 @@ def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
 
 
 def _windows_beside(config: EngineConfig) -> bool:
-    """Whether rows beside chunks may have windows; the executor says whether this model's can. Guesses that are drawn
-    come with their whole distributions, which nobody keeps from a proposal to its tail. Groups launch captured steps
-    with chunks together, so there a row that only decodes has its window in one of them."""
+    """Whether rows beside chunks may have windows; the executor says whether this model's can. Groups launch captured
+    steps with chunks together, so there a row that only decodes has its window in one of them."""
     wanted = config.speculation
-    if wanted is None or wanted.probabilistic or wanted.disable_by_batch_size == 0:
+    if wanted is None or wanted.disable_by_batch_size == 0:
         return False
     return wanted.mixed_step_percent > 0 or config.data_parallel > 1
 

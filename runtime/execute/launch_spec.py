@@ -85,7 +85,7 @@ class LaunchSpec:
     @property
     def tokens(self) -> int:
         """That the device computes, padding included; those of a window's proposals are counted once."""
-        rows = self.bucket if self.plan.chunks else self.bucket * self.width
+        rows = self.bucket if self.plan.chunks else self.bucket * self.plan.row_tokens
         return self.padded_tokens or max(self.plan.packed_tokens, rows)
 
     @property
@@ -126,13 +126,11 @@ class Serving(Protocol):
 class LaunchResolver:
     """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan.
 
-    ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``tree``: tokens of the draft tree that a
-    row has in a window; 0 where windows are chains.
+    ``ranks``: of the tensor-parallel group, which share a row's vocabulary.
     """
 
-    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1, tree: int = 0) -> None:
+    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1) -> None:
         self._ladders = ladders
-        self._tree = tree
         self._roles = roles
         self._ranks = ranks
         self._slot_variants = [GREEDY] * slots
@@ -147,8 +145,7 @@ class LaunchResolver:
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
             bucket = _rung(self._ladders.decode, len(plan.slots))
-            brought = self._tree if self._tree and plan.width > 1 else plan.width
-            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=brought)
+            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=plan.row_tokens)
         return LaunchNeeds(prefill_tokens=_tokens(plan), variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:

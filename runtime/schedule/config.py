@@ -67,6 +67,10 @@ class StepLimits:
         """KV entries that a row writes in its widest step: a tree's tokens, or W."""
         return self.tree or self.width
 
+    def row_tokens(self, width: int) -> int:
+        """That a row which decodes has in a step of ``width``, 1 or the widest: so many, or a whole tree."""
+        return self.window if width > 1 and self.tree else width
+
     @property
     def tokens_ahead(self) -> int:
         """KV entries that steps in flight together may write behind those landed: what is reserved before a row runs.

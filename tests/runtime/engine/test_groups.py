@@ -375,9 +375,9 @@ def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows(
 
 def test_a_tree_is_brought_whole() -> None:
     """Two rows of trees of seven tokens, of which three may be gained; the other group decodes three rows."""
-    resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),), tree=7)
+    resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),))
     sync = DpStepSync(Others(IDLE, (3, *IDLE[1:-1], 1)))
-    plan = replace(decode(2), width=3)
+    plan = replace(decode(2), width=3, tree=7)
     agreed = sync.join(7, resolver.needs(plan))
     assert agreed is not None
     spec = resolver.resolve(plan, agreed)
