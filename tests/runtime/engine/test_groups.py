@@ -159,21 +159,23 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigL
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("launched", ["launched", "captured"])
 def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int, launched: str) -> None:
-    """Trees of 12 tokens, of which a row gains four at most, only with at most two rows. Steps with chunks are launched
-    kernel by kernel, whatever was to be captured: a tree cannot stand in one."""
+    """Trees of 12 tokens, of which a row gains four at most, only with at most two rows; also beside chunks, which of
+    captured steps those are that another group has.
+    """
     requests = [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in some(9)]
     first, many, late = requests[:2], requests[2:6], requests[6:]
     expected = alone(requests)
     script = script_of(requests, {i: tokens for i, (tokens, _) in expected.items()})
     limits: RigLimits = {
         "depth": depth, "proposer": branching(lambda parts: KnownAnswers(parts, script), RANKS), "tree": 12,
-        "speculation": Speculation(4, most_rows=2), "blocks": 400,
+        "speculation": Speculation(4, most_rows=2, mixed_percent=100), "blocks": 400,
     }  # fmt: skip
     captured: RigLimits = {"prefill_buckets": CAPTURED} if launched == "captured" else {}
     lives = Lives([{0: first, 60: late}, {3: many}], **within(limits, **captured))
     assert outcome(lives.finished) == expected
     assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
     assert 2 * 12 in lives.rows[0], "a tree is brought whole"
+    assert bool(set(CAPTURED) & set(lives.rows[0])) is bool(captured)
     for counters in lives.counters:
         assert counters["spec_num_accepted_tokens"] > counters["spec_num_drafts"] > 0, "more than a guess a round"
     assert lives.counters[1]["speculation_off{batch}"] > 0
