@@ -168,6 +168,42 @@ def test_float32_gives_the_golden_tokens(method: str, size: int, depth: int) -> 
 
 
 @ENGINES
+@pytest.mark.parametrize(("method", "size", "depth"), [("dflash", 32, 2), ("mtp", 16, 0)])
+def test_trees_beside_chunks_give_the_golden_tokens(method: str, size: int, depth: int) -> None:
+    """In float32, from captured steps; nothing is captured or allocated for them later."""
+    from runtime.schedule.config import MixedSteps
+    from runtime.schedule.plan import StepKind
+    from runtime.schedule.speculation import Speculation
+    from tests.gpu.test_drafters_gpu import asked
+    from tests.runtime.engine.rig import run
+    from tests.runtime.speculate.demo_acceptance import WIDEST, golden_rows
+
+    width, buckets, requests = WIDEST[method] + 1, (128, 256, 512), asked()
+    how: dict[str, Any] = {"widths": (1,), "speculation": Speculation(width, mixed_percent=100)}
+    how |= {"mixed": MixedSteps(buckets), "prefill_buckets": buckets, "max_prefill_tokens": 512}
+    beside = 0
+    with rig_of(method, size, torch.float32, depth=depth, **how) as engine:
+        launch = engine.executor.launch
+
+        def counted(spec: Any) -> None:
+            nonlocal beside
+            beside += spec.plan.kind is StepKind.MIXED and spec.plan.row_tokens == size
+            launch(spec)
+
+        def arrive(engine: Any, turn: int) -> None:
+            if 0 < turn < len(requests):
+                engine.add(requests[turn])
+
+        engine.executor.launch = counted  # type: ignore[method-assign]
+        finished = run(engine, requests[:1], arrive)
+        engine.stop()
+        counters = dict(engine.counters)
+    assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
+    assert beside > 3
+    assert counters["graph_captures_after_warmup"] == counters["device_allocs_after_warmup"] == 0
+
+
+@ENGINES
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
 def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
     from tests.gpu.steady_steps import run_without_a_sync
