@@ -268,7 +268,7 @@ def _executor_config(
         else exchange_ladder(
             config.decode_buckets,
             limits.max_prefill_tokens,
-            limits.rows if _mixes(config, limits) else 0,
+            _tokens_beside(config, limits),
             limits.window,
         ),
         prefill_buckets=_prefill_buckets(config),
@@ -294,6 +294,14 @@ def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
 def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
     """Where all rows of a full batch, a token each, would fill a step, none is left for a prompt."""
     return config.mixed_steps and limits.max_prefill_tokens > limits.rows
+
+
+def _tokens_beside(config: EngineConfig, limits: StepLimits) -> int:
+    """Of rows that decode beside as many tokens of chunks as a step may have. Captured steps hold them all as it is."""
+    if not _mixes(config, limits):
+        return 0
+    wide = _windows_beside(config) and not _prefill_buckets(config)
+    return limits.rows * (limits.window if wide else 1)
 
 
 def _windows_beside(config: EngineConfig) -> bool:

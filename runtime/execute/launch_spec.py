@@ -233,11 +233,11 @@ def worth_splitting(plan: StepPlan) -> bool:
 
 
 def exchange_ladder(
-    buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0, width: int = 1
+    buckets: tuple[int, ...], max_prefill_tokens: int, beside: int = 0, width: int = 1
 ) -> tuple[int, ...]:
-    """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``mixed_rows`` that decode beside
-    its chunks included, and windows or trees of ``width`` tokens a row in another group."""
-    most = max(max_prefill_tokens + mixed_rows, buckets[-1] * width)
+    """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``beside`` tokens of rows that
+    decode beside its chunks included, and windows or trees of ``width`` tokens a row in another group."""
+    most = max(max_prefill_tokens + beside, buckets[-1] * width)
     return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
 
 

@@ -194,7 +194,7 @@ def test_trees_beside_chunks_give_the_golden_tokens(method: str, size: int, dept
             if 0 < turn < len(requests):
                 engine.add(requests[turn])
 
-        engine.executor.launch = counted  # type: ignore[method-assign]
+        engine.executor.launch = counted
         finished = run(engine, requests[:1], arrive)
         engine.stop()
         counters = dict(engine.counters)

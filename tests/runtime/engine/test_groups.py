@@ -252,6 +252,17 @@ def test_a_prefill_leaves_windows_of_others_in_captured_steps(percent: int) -> N
         assert not [name for name in counters if name.startswith("fallbacks")]
 
 
+def test_windows_beside_as_many_tokens_of_a_chunk_as_there_may_be_fit_in_an_exchange() -> None:
+    """Launched kernel by kernel: four rows of four tokens beside 64, while the other group has no work."""
+    steady = [request(i, (5 + i, 6, 7, 5, 6, 7, 5), max_tokens=24, stops=()) for i in range(4)]
+    long = [request(10, range(100), max_tokens=3, stops=())]
+    proposer = proposer_for(speculative_config({"method": "ngram", "num_speculative_tokens": 3}))
+    policy = Speculation(4, mixed_percent=100)
+    lives = Lives([{0: steady, 3: long}, {}], depth=2, proposer=proposer, speculation=policy)
+    assert outcome(lives.finished) == alone([*steady, *long])
+    assert max(lives.rows[0]) == 64 + 8 * 4
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals(seed: int, chunks: RigLimits) -> None:
     draw = random.Random(seed)
