@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,11 @@ def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
     for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
         found = kernels.decode_attention(q, kv, planned, dim**-0.5).float()
         assert float((found - expected).norm() / expected.norm()) < 1e-2
+    lengths[1::2] = 0  # beside chunks every second row is one: its tokens are left as they are
+    beside = kernels.plan_decode(replace(inputs, skip_empty=True), heads, kv)
+    found = kernels.decode_attention(q, kv, beside, dim**-0.5, torch.full_like(q, 7.0)).float()
+    expected.view(rows, -1)[1::2] = 7.0
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
 
 
 # ---- engines ----
