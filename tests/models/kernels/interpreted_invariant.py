@@ -263,7 +263,7 @@ def mixed(kernels: InterpretedDeterministic) -> None:
             "a row of a mixed step",
         )
         check(out[row : row + 1], REFERENCE.decode_attention(q[row : row + 1], cache.kv, one, scale), dtype, "a row")
-    for tree in (None, torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(3, 3)):  # the root, and two children
+    for tree in (None, torch.tensor([[0, 1, 2]], dtype=torch.int32).repeat(3, 1)):  # the root, and two children
         windows = dataclasses.replace(decode, query_len=3, tree_BQ=tree)
         place.plan((0, 34, 0), (700, 90, 600), 9)
         wide = MixedAttention(windows, PrefillAttention(cache.table, (43,), (43,), place))
