@@ -72,10 +72,12 @@ def test_every_group_guesses_what_the_oracle_does(kind: str, depth: int, tmp_pat
 
 def test_drawn_guesses_beside_chunks_of_any_group_are_those_of_a_group_alone(tmp_path: Path) -> None:
     """Every step of rows that decode is a window, as in test_probabilistic.py: there tokens depend on nothing else."""
-    drafter, draws = DrawnDrafter("mtp", tmp_path), {"stops": (), "temperature": 0.7}
+    drafter = DrawnDrafter("mtp", tmp_path)
+    draws: dict[str, Any] = {"stops": (), "temperature": 0.7}
+    how: dict[str, Any] = {"prefix_caching": False, "blocks": 400, **SPARSE}
     first = [request(i, prompt(5 + 9 * i, i), max_tokens=10, **draws) for i in range(2)]
     second = [request(10 + i, prompt(9 + 20 * i, 10 + i), max_tokens=6, **draws) for i in range(2)]
-    late, how = request(30, prompt(33, 30), max_tokens=4, **draws), {"prefix_caching": False, "blocks": 400, **SPARSE}
+    late = request(30, prompt(33, 30), max_tokens=4, **draws)
     apart = live([*first, *second, late], depth=0, widths=(4,), proposer=drafter, **how)
     rule = Speculation(4, mixed_percent=100)
     how |= {"dtype": torch.float64, "max_prefill_tokens": 16, "prefill_buckets": (16, 40, 72)}

@@ -174,7 +174,7 @@ def newcomers() -> list[Request]:
     lengths = (5, 40, 17, 33)
     return [
         request(i, prompt(lengths[i % 4], i), temperature=0.7 * (i % 4 > 0), max_tokens=12, stops=(), logprobs=1)
-        for i in range(6)
+        for i in range(8)
     ]
 
 
