@@ -18,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.execute.proposer import guesses_for
 from runtime.execute.step.tail import Tail
 from runtime.execute.step.window import WindowRole
 
 DOCUMENT = Path(__file__).with_name("speculation.md")
 _PARTS: dict[str, Callable[..., object]] = {  # calls of a round that have stages of their own
-    "_propose": WindowRole._propose,
+    "guesses_for": guesses_for,
     "finish_window": Tail.finish_window,
 }
 STAGES = {  # by the call: the stage, and what it does
@@ -36,7 +37,7 @@ STAGES = {  # by the call: the stage, and what it does
         "guesses that are what was drawn before them, and one token more; last token, length, end and history by slot; "
         "the result ring",
     ),
-    "move": ("compact", "of a tree: the KV of its accepted path, to where a chain's would be"),
+    "move_path": ("compact", "of a tree: the KV of its accepted path, to where a chain's would be"),
     "show_window": ("observe", "true hidden states of the tokens kept, to the proposer"),
 }
 

@@ -115,12 +115,12 @@ class PrefillAttention:
 
 @dataclass(frozen=True, slots=True)
 class MixedAttention:
-    """Rows that decode, one token each, before rows that prefill; how many of each is known on the device only.
+    """Rows that decode, ``query_len`` tokens each, before rows that prefill; how many of each the device alone knows.
 
-    ``decode``: of the first rows, as many as could decode, with kv_lengths_B 0 for those that do not; row i's token is
-    token i. ``prefill``: of all rows, none of whose tokens decode; its page table may have more rows than ``decode``.
-    Or, of a few short chunks behind long prefixes, their pieces of at most PIECE tokens, each a row with ``starts_B``:
-    keys are split between programs then, which prefill attention does not do.
+    ``decode``: of the first rows, as many as could decode, with kv_lengths_B 0 for those that do not; row i's tokens
+    begin at i * query_len. ``prefill``: of all rows, none of whose tokens decode; its page table may have more rows
+    than ``decode``. Or, of a few short chunks behind long prefixes, their pieces of at most PIECE tokens, each a row
+    with ``starts_B``: keys are split between programs then, which prefill attention does not do.
     The new keys and values of all rows are written before any row attends: rows may share pages.
     """
 

@@ -269,7 +269,7 @@ def _executor_config(
         else exchange_ladder(
             config.decode_buckets,
             limits.max_prefill_tokens,
-            limits.rows if _mixes(config, limits) else 0,
+            _tokens_beside(config, limits),
             limits.window,
         ),
         prefill_buckets=_prefill_buckets(config),
@@ -297,12 +297,19 @@ def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
     return config.mixed_steps and limits.max_prefill_tokens > limits.rows
 
 
+def _tokens_beside(config: EngineConfig, limits: StepLimits) -> int:
+    """Of rows that decode beside as many tokens of chunks as a step may have. Captured steps hold them all as it is."""
+    if not _mixes(config, limits):
+        return 0
+    wide = _windows_beside(config) and not _prefill_buckets(config)
+    return limits.rows * (limits.window if wide else 1)
+
+
 def _windows_beside(config: EngineConfig) -> bool:
-    """Whether rows beside chunks may have windows; the executor says whether this model's can. Guesses that are drawn
-    come with their whole distributions, which nobody keeps from a proposal to its tail. Groups launch captured steps
-    with chunks together, so there a row that only decodes has its window in one of them."""
+    """Whether rows beside chunks may have windows; the executor says whether this model's can. Groups launch captured
+    steps with chunks together, so there a row that only decodes has its window in one of them."""
     wanted = config.speculation
-    if wanted is None or wanted.probabilistic or wanted.disable_by_batch_size == 0:
+    if wanted is None or wanted.disable_by_batch_size == 0:
         return False
     return wanted.mixed_step_percent > 0 or config.data_parallel > 1
 

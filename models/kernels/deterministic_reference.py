@@ -58,10 +58,10 @@ class DeterministicReferenceKernels(ReferenceKernels):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
-        if inputs.tree_BQ is not None:
-            return self._attend_along_paths(q_THD, kv_layer, inputs, scale)
         if out_THD is None:
             out_THD = torch.zeros_like(q_THD if inputs.starts_B is not None else q_THD[: rows * new])
+        if inputs.tree_BQ is not None:
+            return self._attend_along_paths(q_THD, kv_layer, inputs, scale, out_THD)
         lengths = inputs.kv_lengths_B.tolist()
         starts = range(0, rows * new, new) if inputs.starts_B is None else inputs.starts_B.tolist()
         counts = [new] * rows if inputs.queries_B is None else inputs.queries_B.tolist()
@@ -75,12 +75,16 @@ class DeterministicReferenceKernels(ReferenceKernels):
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         return super().prefill_attention(q_THD, kv_layer, inputs, scale)
 
-    def _attend_along_paths(self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+    def _attend_along_paths(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor
+    ) -> Tensor:
         """Each node as a decode step whose keys are those of its path, in pages of their own."""
         assert inputs.tree_BQ is not None
-        out_THD, new, size = torch.zeros_like(q_THD), inputs.query_len, kv_layer.shape[2]
+        new, size = inputs.query_len, kv_layer.shape[2]
         path_BNN, length_BN = (x.tolist() for x in nodes_of_paths(inputs.tree_BQ))
         for row, length in enumerate(inputs.kv_lengths_B.tolist()):
+            if not length and inputs.skip_empty:
+                continue
             root = length - new
             for node in range(new):
                 path = path_BNN[row][node][: length_BN[row][node]]

@@ -82,7 +82,9 @@ class Executor:
         if proposer is not None:
             further_roles = (*further_roles, WindowRole.of_proposer)
         windows_beside = proposer is not None and config.mixed_windows and config.mixed
-        if windows_beside and not limits.tree:
+        # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
+        windows_beside = windows_beside and not (limits.tree and model.cache_layout.has_slot_state)
+        if windows_beside:
             further_roles = (*further_roles, MixedWindowRole)
         elif proposer is not None and config.exchanges:
             # All groups replay steps with chunks together, and here a group with windows could not.
@@ -97,7 +99,7 @@ class Executor:
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
             history=0 if proposer is None else limits.max_model_len + limits.width,
         )
-        beside = (max_rows * limits.width if windows_beside else max_rows) if config.mixed else 0
+        beside = (max_rows * limits.window if windows_beside else max_rows) if config.mixed else 0
         most_tokens = limits.max_prefill_tokens + beside
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
@@ -124,7 +126,7 @@ class Executor:
         ladders = Ladders(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
         )
-        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size, limits.tree)
+        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
@@ -171,7 +173,7 @@ class Executor:
         """All graphs that may be captured late."""
         decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowRole)]
         chunked = [role.graphs for role in self._roles.values() if isinstance(role, PrefillRole)]
-        return [*decoding, *(graphs.tails for graphs in chunked)]
+        return [*decoding, *(rows for graphs in chunked for rows in graphs.row_graphs)]
 
     def surround_captures(self, around: Callable[[], AbstractContextManager[object]]) -> None:
         """Have every late capture run inside ``around()``."""

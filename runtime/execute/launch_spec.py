@@ -86,7 +86,7 @@ class LaunchSpec(NamedTuple):
     @property
     def tokens(self) -> int:
         """That the device computes, padding included; those of a window's proposals are counted once."""
-        rows = self.bucket if self.plan.chunks else self.bucket * self.width
+        rows = self.bucket if self.plan.chunks else self.bucket * self.plan.row_tokens
         return self.padded_tokens or max(self.plan.packed_tokens, rows)
 
     @property
@@ -127,13 +127,11 @@ class Serving(Protocol):
 class LaunchResolver:
     """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan.
 
-    ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``tree``: tokens of the draft tree that a
-    row has in a window; 0 where windows are chains.
+    ``ranks``: of the tensor-parallel group, which share a row's vocabulary.
     """
 
-    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1, tree: int = 0) -> None:
+    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1) -> None:
         self._ladders = ladders
-        self._tree = tree
         self._roles = roles
         self._ranks = ranks
         self._slot_variants = [GREEDY] * slots
@@ -149,8 +147,7 @@ class LaunchResolver:
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
             bucket = _rung(self._ladders.decode, len(plan.slots))
-            brought = self._tree if self._tree and plan.width > 1 else plan.width
-            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=brought)
+            return LaunchNeeds(decode_bucket=bucket, variant=variant, width=plan.row_tokens)
         return LaunchNeeds(prefill_tokens=_tokens(plan), variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
@@ -232,8 +229,9 @@ class LaunchResolver:
 
 def _is_like(plan: StepPlan, latest: StepPlan) -> bool:
     """Whether decode steps follow each other whose rows and width are the same: most do."""
-    same_rows = plan.slots is latest.slots and plan.width == latest.width and plan.kind is latest.kind
-    return same_rows and not plan.slot_writes
+    if plan.slots is not latest.slots or plan.slot_writes:
+        return False
+    return plan.kind is latest.kind and plan.width == latest.width and plan.tree == latest.tree
 
 
 def _tokens(plan: StepPlan) -> int:
@@ -251,11 +249,11 @@ def worth_splitting(plan: StepPlan) -> bool:
 
 
 def exchange_ladder(
-    buckets: tuple[int, ...], max_prefill_tokens: int, mixed_rows: int = 0, width: int = 1
+    buckets: tuple[int, ...], max_prefill_tokens: int, beside: int = 0, width: int = 1
 ) -> tuple[int, ...]:
-    """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``mixed_rows`` that decode beside
-    its chunks included, and windows or trees of ``width`` tokens a row in another group."""
-    most = max(max_prefill_tokens + mixed_rows, buckets[-1] * width)
+    """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``beside`` tokens of rows that
+    decode beside its chunks included, and windows or trees of ``width`` tokens a row in another group."""
+    most = max(max_prefill_tokens + beside, buckets[-1] * width)
     return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
 
 

@@ -279,7 +279,7 @@ def _pack_states(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
 
 def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:
     plan, decoding, chunked = spec.plan, spec.plan.decode_rows, spec.plan.decode_rows + len(spec.plan.chunks)
-    width, windows = plan.width, decoding * plan.width  # tokens of a row that decodes, and of all of them
+    width, windows = plan.row_tokens, decoding * plan.row_tokens  # tokens of a row that decodes, and of all of them
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
     tokens_3T = np.full((3, max(plan.packed_tokens, spec.padded_tokens)), PADDING_SLOT, np.int64)
     slots_R = _integers(plan.slots)
@@ -308,7 +308,7 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
 
 def _pack_scored(packed: Changes[_Array], plan: StepPlan) -> None:
     packed.scored_2S = np.empty((2, plan.scored_tokens), np.int64)
-    chunk_at, offset = plan.decode_rows * plan.width, 0
+    chunk_at, offset = plan.decode_rows * plan.row_tokens, 0
     for chunk in plan.chunks:
         if (scored := chunk.scored) is not None:
             here = slice(offset, offset + len(scored.token_ids))

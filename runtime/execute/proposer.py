@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
@@ -174,8 +174,26 @@ class DrawingProposer(Proposer, Protocol):
         """As ``propose``, for a step whose rows are served by ``variant``, which is random."""
         ...
 
+    def room(self, rows: int, count: int) -> Drafted:
+        """Memory for ``drafted`` of so many rows and guesses, where that must outlive the launch that draws."""
+        ...
+
 
 MakeProposer = Callable[[ProposerParts], Proposer]
+
+
+def draws(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[DrawingProposer]:
+    """Whether guesses for a step of such rows are drawn. Greedy steps have nothing to draw."""
+    return variant.random and isinstance(proposer, DrawingProposer)
+
+
+def guesses_for(
+    proposer: Proposer, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant
+) -> Proposed:
+    """``count`` guesses for each row of a step served by ``variant``, drawn or not."""
+    if draws(proposer, variant):
+        return proposer.draw(rows_B, columns, count, variant)
+    return proposer.propose(rows_B, columns, count)
 
 
 def observes(proposer: Proposer | None) -> bool:

@@ -35,14 +35,14 @@ class TokenBudget:
             self._kv_tokens[-1].append(kv_tokens)
             self._totals[-1].append(total)
 
-    def chunk_tokens(self, rows: int, kv_tokens: int, width: int, waiting_tokens: int) -> int:
-        """Tokens for the chunks of a step with ``rows`` decode rows of ``width`` that hold ``kv_tokens`` at most.
+    def chunk_tokens(self, rows: int, kv_tokens: int, row_tokens: int, waiting_tokens: int) -> int:
+        """Tokens for the chunks of a step beside ``rows`` rows of ``row_tokens`` that hold ``kv_tokens`` at most.
 
         As many as fill the largest bucket within the budget; where ``waiting_tokens`` of prompts are few, as many as
         fill the smallest bucket that holds enough of them. At least one, and at least up to the next bucket: prompts
         advance in every step, however little the budget is.
         """
-        decoding = rows * width
+        decoding = rows * row_tokens
         total = self._most_total(decoding, rows, kv_tokens)
         if self._calm_rows:
             calm = self._calm_tokens[_entry(self._calm_rows, rows)]
@@ -55,10 +55,10 @@ class TokenBudget:
         room = self._buckets[-1] - decoding if self._buckets else self._most_chunk_tokens
         return min(room, self._most_chunk_tokens)
 
-    def window_room(self, rows: int, kv_tokens: int, width: int) -> int:
+    def window_room(self, rows: int, kv_tokens: int, row_tokens: int) -> int:
         """Tokens that a step with chunks beside ``rows`` decode rows may have, of which these may take a share with
-        ``width`` tokens each; 0 where no bucket would have room for a prompt beside them."""
-        if self._buckets and rows * width >= self._buckets[-1]:
+        ``row_tokens`` each; 0 where no bucket would have room for a prompt beside them."""
+        if self._buckets and rows * row_tokens >= self._buckets[-1]:
             return 0
         return self._most_total(rows, rows, kv_tokens)
 

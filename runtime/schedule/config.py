@@ -67,6 +67,10 @@ class StepLimits:
         """KV entries that a row writes in its widest step: a tree's tokens, or W."""
         return self.tree or self.width
 
+    def row_tokens(self, width: int) -> int:
+        """That a row which decodes has in a step of ``width``, 1 or the widest: so many, or a whole tree."""
+        return self.window if width > 1 and self.tree else width
+
     @property
     def tokens_ahead(self) -> int:
         """KV entries that steps in flight together may write behind those landed: what is reserved before a row runs.
@@ -83,8 +87,9 @@ def _ascending(numbers: Sequence[Any]) -> bool:
 class MixedSteps:
     """Steps that hold decode rows and prefill chunks together, and how many tokens they may have.
 
-    A step's tokens are W for each decode row and those of its chunks. ``buckets``: totals of them, ascending, for which
-    forward graphs exist; chunks are cut so that the total is one of them. Without any, nothing is rounded.
+    A step's tokens are W for each decode row, or its draft tree's, and those of its chunks. ``buckets``: totals of
+    them, ascending, for which forward graphs exist; chunks are cut so that the total is one of them. Without any,
+    nothing is rounded.
     ``budgets``: (decode rows up to, KV tokens of those rows up to, tokens of a mixed step at most), ascending; the
     first entry that covers a step's rows and KV tokens counts, and the last one of either where none does. Without any,
     chunks have ``max_prefill_tokens`` at most.

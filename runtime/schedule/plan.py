@@ -208,6 +208,7 @@ class StepPlan(NamedTuple):
     ``slot_writes`` and ``slot_updates``, of other slots, take effect before the step's rows are gathered.
     ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
     token's position on; it holds blocks for all of them. A row with a chunk gains one token at most, whatever W is.
+    ``tree``: tokens of the draft tree that each decode row has, and entries that it writes; 0 where its W are a chain.
     ``chunks``: those of the rows behind the ``decode_rows`` that decode, in order: none in a decode step. ``forks``: of
     the rows behind these, in order.
     ``restored``: (snapshot, slot): recurrent state that a slot begins with, in place of none, or goes on with, before
@@ -230,6 +231,7 @@ class StepPlan(NamedTuple):
     restored: tuple[tuple[int, int], ...] = ()
     saved: tuple[tuple[int, int], ...] = ()
     copies: tuple[SlotCopy, ...] = ()
+    tree: int = 0
 
     @property
     def decode_rows(self) -> int:
@@ -247,10 +249,14 @@ class StepPlan(NamedTuple):
         return sum(len(chunk.token_ids) for chunk in self.chunks) if self.chunks else 0
 
     @property
+    def row_tokens(self) -> int:
+        """Of a row that decodes, that go through the model: W, or its whole tree."""
+        return self.tree or self.width
+
+    @property
     def packed_tokens(self) -> int:
-        """That go through the model: W of each row that decodes, a draft tree counted as its longest path, and those of
-        chunks."""
-        return self.decode_rows * self.width + self.prefill_tokens
+        """That go through the model, of rows that decode and of chunks."""
+        return self.decode_rows * self.row_tokens + self.prefill_tokens
 
     @property
     def scored_tokens(self) -> int:

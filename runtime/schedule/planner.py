@@ -71,7 +71,9 @@ class Planner:
         self._rows_version = -1  # the decode_version that they were collected at
         self._decode_steps = 0
         self._last_width = 1  # of the latest decode step
-        self.speculation = None if config.speculation is None else SpeculationPolicy(config.speculation)
+        self.speculation = (
+            None if config.speculation is None else SpeculationPolicy(config.speculation, config.limits.window)
+        )
 
     def plan(self) -> Planned | None:
         """The next step, or None where nothing can run."""
@@ -107,15 +109,16 @@ class Planner:
             return self._decode_step()
         kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
         policy, rows = self.speculation, len(self._rows)
-        room = 0 if policy is None else self._budget.window_room(rows, kv_tokens, policy.config.width)
+        room = 0 if policy is None else self._budget.window_room(rows, kv_tokens, policy.row_tokens)
         width = self._width() if policy is None else policy.mixed_width(rows, room)
-        tokens = self._budget.chunk_tokens(rows, kv_tokens, width, self._waiting_tokens(mixed.long_prompt))
+        row_tokens = self.limits.row_tokens(width)
+        tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, self._waiting_tokens(mixed.long_prompt))
         if not scored_before:
             planned = self._prefill_step(self._cut_shares(tokens, scored=True))
             if planned is not None:
                 self._scored_before = True
                 return planned
-        cut = self._cut_shares(tokens, scored=False, beside=rows * width)
+        cut = self._cut_shares(tokens, scored=False, beside=rows * row_tokens)
         if policy is not None and cut[1]:
             policy.mixed(rows, room)
         return self._mixed_step(width, cut)
@@ -451,9 +454,10 @@ class Planner:
     ) -> StepPlan:
         """``slots`` and ``epochs``: of the rows that decode. ``behind``: the sequences of the others."""
         step = self.resources.chain.step
+        tree = self.limits.tree if width > 1 else 0
         if not (chunks or self.resources.tables_change):  # most steps; all else that a plan carries comes with chunks
             self.resources.digest.fold(step, kind.name, (len(slots),))
-            return StepPlan(step, kind, slots, epochs, width)
+            return StepPlan(step, kind, slots, epochs, width, tree=tree)
         forks = tuple(self._forks)
         self._forks.clear()
         if behind:
@@ -479,6 +483,7 @@ class Planner:
             restored=tuple(self._restored),
             saved=tuple(self._saved),
             copies=tuple([copy for copy, _ in copies]),
+            tree=tree,
         )
         self._slot_writes.clear()
         self._restored.clear()

@@ -9,7 +9,8 @@ weight halves as new ones come. While windows do not pay, one step in ``PROBE_EV
 other texts are noticed.
 
 Rows that decode beside prompt chunks follow the same rule, as far as their windows take a share of the step's tokens at
-most: what a window takes there, prompts do not get. Costs are those of steps without chunks, which hide less of it.
+most: what a window takes there, prompts do not get, and a draft tree takes all of its tokens. Costs are those of steps
+without chunks, which hide less of it.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ class Speculation:
 
 class SpeculationPolicy:
     """``width(rows)`` for every decode step that is planned, ``mixed`` for every one with chunks beside its rows,
-    ``landed`` for every window that landed, in order."""
+    ``landed`` for every window that landed, in order. ``row_tokens``: that a row brings to a window, by default W."""
 
-    def __init__(self, config: Speculation) -> None:
+    def __init__(self, config: Speculation, row_tokens: int | None = None) -> None:
         self.config = config
+        self.row_tokens = row_tokens or config.width
         self.off: dict[str, int] = {}  # steps of decode rows that were no windows: "batch", "gain", "mixed"
         self._rounds = 0  # remembered, and the tokens that they gained
         self._tokens = 0
@@ -108,7 +110,7 @@ class SpeculationPolicy:
         return "" if self._pays(rows) or self._since_window >= PROBE_EVERY else "gain"
 
     def _why_not_mixed(self, rows: int, tokens: int) -> str:
-        fits = 100 * rows * self.config.width <= self.config.mixed_percent * tokens
+        fits = 100 * rows * self.row_tokens <= self.config.mixed_percent * tokens
         return self._why_not(rows) if fits else "mixed"
 
     def _counted(self, why_not: str) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.drafters.draft_head import DraftHead
+from runtime.execute.device.protocol import Device
 from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted, draw_guesses
@@ -136,8 +137,8 @@ class Drafter(ABC):
 class ProbabilisticProposer:
     """``drafter``, whose guesses are drawn in steps in which some row draws at random."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def __init__(self, device: Device, drafter: Drafter) -> None:
+        self._device, self._drafter = device, drafter
         self.name, self.layers, self.reads_hidden = drafter.name, drafter.layers, drafter.reads_hidden
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
@@ -146,10 +147,15 @@ class ProbabilisticProposer:
     def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
         return self._drafter.guess(rows_B, columns, count, DrawnGuesses(self._drafter.head, columns, variant))
 
+    def room(self, rows: int, count: int) -> Drafted:
+        head = self._drafter.head
+        probs_BQD = self._device.zeros(rows, count, head.size, dtype=torch.float32)
+        return Drafted(probs_BQD, self._device.zeros(rows, count, dtype=torch.int64), head.ids_V)
+
     def observe(self, observed: Observed) -> None:
         self._drafter.observe(observed)
 
 
 def drawing(make: Callable[[ProposerParts], Drafter]) -> MakeProposer:
     """What ``make`` makes, with guesses that are drawn."""
-    return lambda parts: ProbabilisticProposer(make(parts))
+    return lambda parts: ProbabilisticProposer(parts.device, make(parts))

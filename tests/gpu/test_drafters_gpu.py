@@ -19,8 +19,12 @@ from models.kernels.interface import Rotation
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
+from runtime.engine import Engine
 from runtime.execute.proposer import MakeProposer
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.request import Request
+from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.steady_steps import count_steady_steps
@@ -208,3 +212,32 @@ def test_drawn_guesses_give_the_same_tokens_at_every_depth(method: str) -> None:
             assert engine.counters["spec_num_accepted_tokens"] > 0
         answers.append({i: list(one.token_ids) for i, one in finished.items()})
     assert sum(answers[0][i] != answers[1][i] for i in answers[0]) <= 1, "near-ties apart"
+
+
+@pytest.mark.parametrize("method", WIDEST)
+def test_drawn_guesses_beside_chunks_give_the_tokens_of_rounds_without(method: str) -> None:
+    """Rows that decode have a window in every step, so rounds begin at the same places. Nothing is captured or
+    allocated later."""
+    draws: dict[str, Any] = {"max_tokens": 60, "stops": (), "temperature": 0.8, "top_k": 50, "top_p": 0.95}
+    requests = [request(i, range(3 + i, 60 + 40 * i), **draws) for i in range(6)]
+    width, buckets = WIDEST[method] + 1, (128, 256, 512)
+    keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
+    proposer = proposer_for(speculative_config({**keys, "draft_sample_method": "probabilistic"}))
+    kinds = SamplingVariant(), SamplingVariant.covering([one.sampling for one in requests])
+    how: dict[str, Any] = {"proposer": proposer, "variants": kinds, "prefill_buckets": buckets}
+    with rig_of(method, torch.float32, depth=0, **how) as engine:
+        apart = outcome(run(engine, requests))
+    how |= {"widths": (1,), "speculation": Speculation(width, mixed_percent=100), "mixed": MixedSteps(buckets)}
+    with rig_of(method, torch.float32, depth=2, **how) as engine:
+
+        def arrive(engine: Engine, turn: int) -> None:
+            if 0 < turn < len(requests):
+                engine.add(requests[turn])
+
+        beside = outcome(run(engine, requests[:1], arrive))
+        engine.stop()
+        counters = dict(engine.counters)
+    assert sum(beside[i] != apart[i] for i in apart) <= 1, "near-ties apart"
+    assert counters["mixed_steps"] > 3
+    assert not [name for name in counters if name.startswith("speculation_off")]
+    assert counters["graph_captures_after_warmup"] == counters["device_allocs_after_warmup"] == 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.proposer import Proposed
+from runtime.execute.sampling.draft_tree import lay_out_in_torch
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import NEWEST
@@ -144,8 +145,9 @@ def test_packed_tokens_are_those_of_torch(rows: int, blocks: int, calls: list[st
     assert calls == ["begin_packed"] * 3
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize(("rows", "guesses"), [(1, 1), (3, 3), (8, 15), (300, 2)])
-def test_packed_windows_are_those_of_torch(rows: int, guesses: int, calls: list[str]) -> None:
+def test_packed_windows_are_those_of_torch(rows: int, guesses: int, tree: bool, calls: list[str]) -> None:
     """Rows that decode have guesses behind their newest token; some reach past the end of their sequences."""
     for seed in range(3):
         case = random_case(seed, rows, 65)
@@ -153,21 +155,25 @@ def test_packed_windows_are_those_of_torch(rows: int, guesses: int, calls: list[
         length.clamp_(max=65 * BLOCK_SIZE - guesses)
         case.tables.columns.max_length.copy_(length + seed + 1)
         chunks = _chunks(case, seed, guesses)
-        guesses_SQ = torch.from_numpy(np.random.default_rng(seed).integers(0, 151_936, (case.tables.slots, guesses)))
+        rng, size = np.random.default_rng(seed), (case.tables.slots, guesses)
+        guesses_SQ = torch.from_numpy(rng.integers(0, 151_936, size))
+        parents_SQ = torch.from_numpy(rng.integers(0, np.arange(1, guesses + 1), size)) if tree else None
+        depth_SN = None if parents_SQ is None else lay_out_in_torch(parents_SQ, guesses).depth_BN
         device = case.on(DEVICE)
         there = replace(chunks, **{name: getattr(chunks, name).to(DEVICE) for name in _COLUMNS})
-        found = gather_packed(device.tables, there, BLOCK_SIZE, guesses_SQ.to(DEVICE))
-        wanted = gather_packed_in_torch(case.tables, chunks, BLOCK_SIZE, guesses_SQ)
+        deep = None if depth_SN is None else depth_SN.to(DEVICE)
+        found = gather_packed(device.tables, there, BLOCK_SIZE, guesses_SQ.to(DEVICE), deep)
+        wanted = gather_packed_in_torch(case.tables, chunks, BLOCK_SIZE, guesses_SQ, depth_SN)
         for ours, theirs, what in zip(found, wanted, wanted._fields, strict=True):
             same(ours, theirs, what)
-        _as_a_window(case, chunks, wanted, guesses_SQ)
+        _as_a_window(case, chunks, wanted, guesses_SQ, parents_SQ)
     assert calls == ["begin_packed"] * 3
 
 
-def _as_a_window(case: Case, chunks: Chunks, packed: Packed, guesses_SQ: Tensor) -> None:
+def _as_a_window(case: Case, chunks: Chunks, packed: Packed, guesses_SQ: Tensor, parents_SQ: Tensor | None) -> None:
     """Tokens, positions, places and lengths are those of a window of the same rows."""
     rows_B, width = chunks.slots_R[chunks.decodes_R != 0], guesses_SQ.shape[1] + 1
-    proposed = Proposed(guesses_SQ[rows_B])
+    proposed = Proposed(guesses_SQ[rows_B], parents_BQ=None if parents_SQ is None else parents_SQ[rows_B])
     window = gather_window_in_torch(case.tables, rows_B, case.tables.gather(rows_B), proposed, BLOCK_SIZE, width)
     here = slice(0, len(rows_B) * width)
     same(packed.token_ids_T[here], window.tokens_BW.flatten(), "tokens")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,11 @@ def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
     for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
         found = kernels.decode_attention(q, kv, planned, dim**-0.5).float()
         assert float((found - expected).norm() / expected.norm()) < 1e-2
+    lengths[1::2] = 0  # beside chunks every second row is one: its tokens are left as they are
+    beside = kernels.plan_decode(replace(inputs, skip_empty=True), heads, kv)
+    found = kernels.decode_attention(q, kv, beside, dim**-0.5, torch.full_like(q, 7.0)).float()
+    expected.view(rows, -1)[1::2] = 7.0
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
 
 
 # ---- engines ----
@@ -165,6 +171,42 @@ def test_float32_gives_the_golden_tokens(method: str, size: int, depth: int) -> 
     assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
     if size == TREE_SIZES[method]:
         assert found["accepted_length"] > 3.0
+
+
+@ENGINES
+@pytest.mark.parametrize(("method", "size", "depth"), [("dflash", 32, 2), ("mtp", 16, 0)])
+def test_trees_beside_chunks_give_the_golden_tokens(method: str, size: int, depth: int) -> None:
+    """In float32, from captured steps; nothing is captured or allocated for them later."""
+    from runtime.schedule.config import MixedSteps
+    from runtime.schedule.plan import StepKind
+    from runtime.schedule.speculation import Speculation
+    from tests.gpu.test_drafters_gpu import asked
+    from tests.runtime.engine.rig import run
+    from tests.runtime.speculate.demo_acceptance import WIDEST, golden_rows
+
+    width, buckets, requests = WIDEST[method] + 1, (128, 256, 512), asked()
+    how: dict[str, Any] = {"widths": (1,), "speculation": Speculation(width, mixed_percent=100)}
+    how |= {"mixed": MixedSteps(buckets), "prefill_buckets": buckets, "max_prefill_tokens": 512}
+    beside = 0
+    with rig_of(method, size, torch.float32, depth=depth, **how) as engine:
+        launch = engine.executor.launch
+
+        def counted(spec: Any) -> None:
+            nonlocal beside
+            beside += spec.plan.kind is StepKind.MIXED and spec.plan.row_tokens == size
+            launch(spec)
+
+        def arrive(engine: Any, turn: int) -> None:
+            if 0 < turn < len(requests):
+                engine.add(requests[turn])
+
+        engine.executor.launch = counted
+        finished = run(engine, requests[:1], arrive)
+        engine.stop()
+        counters = dict(engine.counters)
+    assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
+    assert beside > 3
+    assert counters["graph_captures_after_warmup"] == counters["device_allocs_after_warmup"] == 0
 
 
 @ENGINES

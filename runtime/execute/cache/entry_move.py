@@ -1,17 +1,22 @@
 """KV entries of a draft tree's accepted path, moved to where a chain's would be, in all layers.
 
-Knows: how entries lie in paged layers, and which implementation runs on them: on CUDA one Triton launch for all layers
-of one shape where Triton is installed, torch otherwise. Does not know: which entries stay, or whose they are.
+Knows: how entries lie in paged layers, block 0 of which is trash, and which implementation runs on them: on CUDA one
+Triton launch for all layers of one shape where Triton is installed, torch otherwise. Does not know: which entries stay,
+or whose they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
+
+from models.cache_layout import CacheView
+
+_TRASH = 0  # an entry of the trash block, which nobody reads
 
 
 class _MoveKernel(Protocol):
@@ -31,14 +36,26 @@ class EntryMover:
             kinds.setdefault((layer.shape, layer.dtype), []).append(layer)
         self._movers = [_OneShape(same) for same in kinds.values()]
 
+    @classmethod
+    def of_paged(cls, caches: Sequence[CacheView]) -> Self:
+        """Of those of a model's layers that are paged."""
+        return cls([view for view in caches if isinstance(view, Tensor)])
+
     def move(self, sources_BW: Tensor, targets_BW: Tensor, count_B: Tensor) -> None:
         """Entry targets_BW[b, i] gets what sources_BW[b, i] holds, for i below count_B[b]. Graph-safe.
 
         Both int64, page * S + offset; count_B int32. All of a row is read before any of it is written; rows share no
-        entry.
+        entry. What the others name is neither read nor written: a row that moves nothing may name anybody's.
         """
         for mover in self._movers:
             mover.move(sources_BW, targets_BW, count_B)
+
+    def move_path(self, places_BN: Tensor, nodes_BW: Tensor, count_B: Tensor) -> None:
+        """The first count_B[b] nodes of a row's path through its tree go where those of single steps would be.
+
+        ``places_BN``: where the tree's entries are, in the order of its nodes; ``nodes_BW``: the path's, from the root.
+        """
+        self.move(places_BN.gather(1, nodes_BW), places_BN[:, : nodes_BW.shape[1]], count_B)
 
 
 class _OneShape:
@@ -57,8 +74,8 @@ class _OneShape:
             self._kernel(self._addresses_L, sources_BW, targets_BW, count_B, self._places, self._words)
             return
         moved_BW = torch.arange(sources_BW.shape[1], device=sources_BW.device) < count_B[:, None]
-        sources_X = torch.where(moved_BW, sources_BW, targets_BW).reshape(-1)  # the others onto themselves
-        targets_X = targets_BW.reshape(-1)
+        sources_X = torch.where(moved_BW, sources_BW, _TRASH).reshape(-1)
+        targets_X = torch.where(moved_BW, targets_BW, _TRASH).reshape(-1)  # the others: of it, onto itself
         for layer in self._layers:
             layer.index_copy_(1, targets_X, layer.index_select(1, sources_X))
 

@@ -37,11 +37,13 @@ _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 class Drafted(NamedTuple):
     """What each guess was drawn from. probs_BQD float32, by draft id; all 0 where a guess was not drawn (greedy rows,
     logits that were not usable). index_BQ int64: the draft ids of the guesses. ids_D int64: the target's id of every
-    draft id, all different; None where they are the same."""
+    draft id, all different; None where they are the same. rows_B bool: rows that have guesses, whatever the others'
+    numbers are; None: all."""
 
     probs_BQD: Tensor
     index_BQ: Tensor
     ids_D: Tensor | None
+    rows_B: Tensor | None = None
 
 
 class Distribution(NamedTuple):
@@ -98,7 +100,7 @@ def draw_window(
     p_BQ = probs_BQV.gather(2, proposals_BQ[:, :, None])[:, :, 0]
     q_BQ = drafted.probs_BQD.gather(2, drafted.index_BQ[:, :, None])[:, :, 0]
     coin_BQ = uniform_draws(rows.seed, rows.position, Purpose.ACCEPT).view(batch, count + 1)[:, :count]
-    drawn_BQ = q_BQ > 0
+    drawn_BQ = q_BQ > 0 if drafted.rows_B is None else (q_BQ > 0) & drafted.rows_B[:, None]
     kept_BQ = drawn_BQ & (coin_BQ * q_BQ < p_BQ)
 
     residual_BQV = _less(probs_BQV, drafted).clamp_(min=0)

@@ -41,6 +41,7 @@ class PrefillRole:
 
     name = "prefill"
     width = 1  # W of rows that decode beside chunks
+    row_tokens = 1  # of such a row, that go through the model
     proposes = False  # whether tokens of these rows are guessed before the forward pass
 
     def __init__(self, parts: RoleParts) -> None:
@@ -82,12 +83,16 @@ class PrefillRole:
         self, spec: LaunchSpec, chunks: Chunks, lengths: Lengths, scores: StepPromptLogprobs | None
     ) -> None:
         if spec.guessing:
-            self.propose(spec.guessing)
+            self.propose(spec.guessing, spec.variant)
         self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows)
 
-    def propose(self, rows: int) -> None:
+    def propose(self, rows: int, variant: SamplingVariant) -> None:
         """Guess what follows the newest tokens of the first ``rows`` rows whose chunks are staged, of those that
-        decode; the step that this is for comes next. Nothing here: they have one token each."""
+        decode; the step that this is for, served by ``variant``, comes next. Nothing here: they have one token each."""
+
+    def guessed_by(self, variant: SamplingVariant) -> SamplingVariant:
+        """What guesses for a step served by ``variant`` need of it; steps with the same share a graph of guesses."""
+        return GREEDY
 
     def _count_fallback(self, spec: LaunchSpec) -> None:
         """A prefill that is launched kernel by kernel although it was to be replayed."""
@@ -136,8 +141,8 @@ class PrefillRole:
         split_keys: bool = False,
         captured: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The part of the step that depends on no row's parameters: final hidden states of the tokens that draw
-        (``drawing``), W a row, [R * W, N], or of every token [T, N]; and what the proposer reads of layers, [R * W, F].
+        """The part of the step that depends on no row's parameters: final hidden states of the X tokens that draw
+        (``drawing``), [X, N], or of every token [T, N]; and what the proposer reads of layers, [X, F].
 
         The proposer is shown all tokens here but those whose successors are still to be drawn.
 
@@ -147,11 +152,17 @@ class PrefillRole:
         """
         size = self._parts.limits.block_size
         packed, drawing_X = self.gather(chunks), self.drawing(chunks)
-        could_decode = min(len(chunks.slots_R), len(chunks.slots_T) // self.width)  # forks are rows without tokens
+        could_decode = min(len(chunks.slots_R), len(chunks.slots_T) // self.row_tokens)  # forks have no tokens
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
         longest = table_RP.shape[1] * size
-        lengths_R = packed.kv_lengths_R[:could_decode]
-        decode = DecodeAttention(table_RP[:could_decode], lengths_R, self.width, longest, skip_empty=True)
+        decode = DecodeAttention(
+            table_RP[:could_decode],
+            packed.kv_lengths_R[:could_decode],
+            self.row_tokens,
+            longest,
+            skip_empty=True,
+            tree_BQ=self.tree(chunks.slots_R[:could_decode]),
+        )
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)
@@ -181,12 +192,16 @@ class PrefillRole:
         """The step's tokens, those of rows that decode from their slots."""
         return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size)
 
+    def tree(self, slots_B: Tensor) -> Tensor | None:
+        """DecodeAttention.tree_BQ of rows that decode; of others anything."""
+        return None
+
     def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
         """Whose state each row continues; all of them take their tokens in."""
         return chunks.state_rows(packed.ghosts_R)
 
     def drawing(self, chunks: Chunks) -> Tensor:
-        """int64 [R * W], row-major: where in T the tokens are behind which a row may draw."""
+        """int64 [X], row-major, ``row_tokens`` a row: where in T the tokens are behind which a row may draw."""
         return chunks.logit_rows_R
 
     def _attention_of_drawing(self, chunks: Chunks, packed: Packed, longest: int) -> DecodeAttention | None:
@@ -196,7 +211,7 @@ class PrefillRole:
         A row that draws nothing (a chunk before the last one, padding) sees one key: nobody reads its result.
         """
         tokens, rows = len(chunks.slots_T), len(chunks.logit_rows_R)
-        if self.width > 1 or tokens < max(LARGE_STEP, _TOKENS_A_DRAW * rows):
+        if self.row_tokens > 1 or tokens < max(LARGE_STEP, _TOKENS_A_DRAW * rows):
             return None
         table_RP = self._parts.tables.gather_blocks(chunks.slots_T.index_select(0, chunks.logit_rows_R))
         lengths_R = packed.positions_T.index_select(0, chunks.logit_rows_R) + 1

@@ -10,7 +10,7 @@ needs for a short prompt. So it is two launches:
               their rows are, is read from device tables, so that rows x tokens x kinds of sampling are no graphs.
     tail      head, draw and write-back, keyed by rows and kind of sampling, as decode graphs are.
 
-Where rows decode in windows, a third comes first: the proposals, keyed by those rows.
+Where rows decode in windows, a third comes first: the proposals, keyed by those rows, and by what draws them.
 
 Steps that score prompt tokens have none: they need the last layer of all tokens, the others of one a row.
 
@@ -57,7 +57,7 @@ class Lengths(NamedTuple):
         decoding, forks = (0,) * plan.decode_rows, (0,) * len(plan.forks)
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return cls(decoding + query + forks, decoding + known + forks, plan.decode_rows * plan.width)
+        return cls(decoding + query + forks, decoding + known + forks, plan.decode_rows * plan.row_tokens)
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
@@ -69,12 +69,13 @@ class PrefillWork(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def width(self) -> int: ...
+    def row_tokens(self) -> int: ...
     @property
     def proposes(self) -> bool: ...
     @property
     def splits_keys(self) -> bool: ...
-    def propose(self, rows: int) -> None: ...
+    def propose(self, rows: int, variant: SamplingVariant) -> None: ...
+    def guessed_by(self, variant: SamplingVariant) -> SamplingVariant: ...
     def hidden(
         self,
         chunks: Chunks,
@@ -123,13 +124,21 @@ class PrefillGraphs:
     @cached_property
     def proposals(self) -> RowGraphs:
         """What comes before the forward pass, by rows that decode. Which ones is read where the tails' row map lies."""
-        row_maps = self.tails.row_maps
-        return RowGraphs("proposal", self._device, lambda rows_B, *_: self._work.propose(len(rows_B)), None, row_maps)
+
+        def propose(rows_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
+            self._work.propose(len(rows_B), variant)
+
+        return RowGraphs("proposal", self._device, propose, None, self.tails.row_maps)
+
+    @property
+    def row_graphs(self) -> list[RowGraphs]:
+        """Those that may be captured late."""
+        return [self.tails, self.proposals] if self._work.proposes else [self.tails]
 
     @property
     def _wanted(self) -> list[int]:
         """Token counts that are to be captured: those with room for a row that decodes."""
-        return [bucket for bucket in self._config.prefill_buckets if bucket >= self._work.width]
+        return [bucket for bucket in self._config.prefill_buckets if bucket >= self._work.row_tokens]
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -149,7 +158,7 @@ class PrefillGraphs:
         """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
         if spec.guessing:
             with self._proposing:
-                self.proposals.get(spec.guessing, GREEDY).replay()
+                self.proposals.get(spec.guessing, self._work.guessed_by(spec.variant)).replay()
         with self._passing:
             if spec.split_keys:
                 self._split_graphs[spec.padded_tokens].replay()
@@ -167,7 +176,7 @@ class PrefillGraphs:
         self._graphs[bucket].replay()
 
     def _tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
-        drawing = len(emitting_B) * self._work.width
+        drawing = len(emitting_B) * self._work.row_tokens
         features_XF = None if self._features_XF is None else self._features_XF[:drawing]
         self._work.finish(self._hidden_XN[:drawing], features_XF, emitting_B, variant)
 
@@ -189,7 +198,8 @@ class PrefillGraphs:
             for bucket in reversed([b for b in buckets if b <= longest]):
                 self._split_graphs[bucket] = self._capture(bucket, split_keys=True)
         if self._work.proposes:
-            self.proposals.warm_up((GREEDY,))
+            guessed_by = map(self._work.guessed_by, self._config.warm_variants)
+            self.proposals.warm_up(tuple(dict.fromkeys((GREEDY, *guessed_by))))
         self.tails.warm_up(self._config.warm_variants)
         self._device.release_unused()  # of the rehearsals here
         self.rehearse(largest)
@@ -218,7 +228,7 @@ class PrefillGraphs:
         if not self._config.agree_min(int(attention is not None)):
             return False  # one rank that pads and one that does not would exchange all-reduces of unlike sizes
         self._attention = attention
-        drawing, size = rows * self._work.width, self._work.feature_size
+        drawing, size = rows * self._work.row_tokens, self._work.feature_size
         self._hidden_XN = self._device.zeros(drawing, self._model.config.hidden_size, dtype=self._model.dtype)
         self._features_XF = self._device.zeros(drawing, size, dtype=self._model.dtype) if size else None
         return True

@@ -121,22 +121,32 @@ class Pieces(NamedTuple):
         )
 
 
-def gather_packed(tables: SlotTables, chunks: Chunks, block_size: int, guesses_SQ: Tensor | None = None) -> Packed:
+def gather_packed(
+    tables: SlotTables,
+    chunks: Chunks,
+    block_size: int,
+    guesses_SQ: Tensor | None = None,
+    depth_SN: Tensor | None = None,
+) -> Packed:
     """What a step with chunks needs of its slots; new tensors. Tokens at NEWEST are the slots' latest.
 
     ``guesses_SQ`` (int64): the Q tokens that may follow those, of rows that decode with Q + 1 tokens each. They lie
-    where ``gather_window`` has them.
+    where ``gather_window`` has them. ``depth_SN`` (int64): they are trees of N = Q + 1 nodes, each at such a depth.
     """
     if (kernels := kernels_for(chunks.slots_T)) is None:
-        return gather_packed_in_torch(tables, chunks, block_size, guesses_SQ)
+        return gather_packed_in_torch(tables, chunks, block_size, guesses_SQ, depth_SN)
     slots = tables.columns
     staged = chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.decodes_R
     columns = slots.last_token, slots.length, slots.finished, slots.max_length
-    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size, guesses_SQ))
+    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size, guesses_SQ, depth_SN))
 
 
 def gather_packed_in_torch(
-    tables: SlotTables, chunks: Chunks, block_size: int, guesses_SQ: Tensor | None = None
+    tables: SlotTables,
+    chunks: Chunks,
+    block_size: int,
+    guesses_SQ: Tensor | None = None,
+    depth_SN: Tensor | None = None,
 ) -> Packed:
     """The reference of ``gather_packed``."""
     slots, slots_T, decoding_T = tables.columns, chunks.slots_T, chunks.positions_T <= NEWEST
@@ -151,8 +161,9 @@ def gather_packed_in_torch(
         longer = guesses_SQ.shape[1]
         proposed_T = guesses_SQ[slots_T, (guess_T - 1).clamp(0, longer - 1)]
         token_ids_T = torch.where(guess_T > 0, proposed_T, token_ids_T)
-        past_T = decoding_T & (length_T + guess_T >= slots.max_length[slots_T])  # its draw would be
-        positions_T = torch.where(past_T, 0, kept_T)
+        ahead_T = guess_T if depth_SN is None else torch.where(decoding_T, depth_SN[slots_T, guess_T], 0)
+        past_T = decoding_T & (~going_T | (length_T + ahead_T >= slots.max_length[slots_T]))  # its draw would be
+        positions_T = torch.where(past_T, 0, kept_T - guess_T + ahead_T)
     decodes_R, live_R = chunks.decodes_R != 0, slots.finished[chunks.slots_R] == 0
     return Packed(
         token_ids_T=token_ids_T,

@@ -137,6 +137,7 @@ def _begin_packed_kernel(
     max_length_ptr,
     pages_ptr,
     guesses_ptr,  # int64 [slots, GUESSES], when there are some
+    depth_ptr,  # int64 [slots, GUESSES + 1], when TREE
     out_token_ptr,
     out_position_ptr,
     out_kv_slot_ptr,
@@ -151,6 +152,7 @@ def _begin_packed_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GUESSES: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < token_programs:
@@ -172,8 +174,12 @@ def _begin_packed_kernel(
         if GUESSES > 0:
             guess = tl.load(guesses_ptr + slot * GUESSES + behind - 1, mask=newest & (behind > 0), other=0)
             latest = tl.where(behind > 0, guess, latest)
+            ahead = behind
+            if TREE:
+                ahead = tl.load(depth_ptr + slot * (GUESSES + 1) + behind, mask=newest, other=0)
             most = tl.load(max_length_ptr + slot * words, mask=newest, other=0)
-            position = tl.where(newest & (length + behind >= most), 0, position)
+            past = (live == 0) | (length + ahead >= most)
+            position = tl.where(newest, tl.where(past, 0, position - behind + ahead), position)
         tl.store(out_token_ptr + token, tl.where(newest, latest, token_id), mask=inside)
         tl.store(out_position_ptr + token, position, mask=inside)
     else:
@@ -266,9 +272,10 @@ def begin_packed(
     block_table_SP: Tensor,
     block_size: int,
     guesses_SQ: Tensor | None = None,
+    depth_SN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """step_io.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``, max_length
-    int32 as length. ``guesses_SQ`` int64, contiguous."""
+    int32 as length. ``guesses_SQ`` and ``depth_SN`` int64, contiguous."""
     tokens, rows = len(token_ids_T), len(row_slots_R)
     words = length_S.stride(0)
     longs = [torch.empty_like(token_ids_T) for _ in range(3)]
@@ -287,6 +294,7 @@ def begin_packed(
         max_length_S,
         block_table_SP,
         token_ids_T if guesses_SQ is None else guesses_SQ,
+        token_ids_T if depth_SN is None else depth_SN,
         *longs,
         kv_length_R,
         ghost_R,
@@ -299,6 +307,7 @@ def begin_packed(
         BLOCK_SIZE=block_size,
         BLOCK=_ROWS,
         GUESSES=0 if guesses_SQ is None else guesses_SQ.shape[1],
+        TREE=depth_SN is not None,
         num_warps=4,
     )
     return longs[0], longs[1], longs[2], kv_length_R, ghost_R

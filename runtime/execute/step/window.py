@@ -18,10 +18,9 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, StateRows, StateTree, StepInputs, Undecided
 from runtime.execute.cache.entry_move import EntryMover
-from runtime.execute.proposer import DrawingProposer, Proposed, Proposer
+from runtime.execute.proposer import Proposer, guesses_for
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.slot_state import SlotColumns
 from runtime.execute.step.proposer_feed import ProposerFeed
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.tail import Tail
@@ -41,7 +40,7 @@ class WindowRole(RowRole):
         tree = parts.limits.tree if width == parts.limits.width else 0
         super().__init__(parts, name or (f"tree of {tree}" if tree else f"window of {width}"), width)
         self._tree = tree
-        self._mover = EntryMover([view for view in parts.caches if isinstance(view, Tensor)]) if tree else None
+        self._mover = EntryMover.of_paged(parts.caches) if tree else None
         self._proposer = proposer
         self._feed = ProposerFeed(parts)
         self._tail = Tail(parts.model, parts.tables, parts.ring)
@@ -61,7 +60,7 @@ class WindowRole(RowRole):
         """Up to W tokens for every row; ghost and padding rows gain none."""
         parts = self._parts
         columns = parts.tables.gather(rows_B)
-        proposed = self._propose(rows_B, columns, variant)
+        proposed = guesses_for(self._proposer, rows_B, columns, self.tokens - 1, variant)
         window = gather_window(parts.tables, rows_B, columns, proposed, parts.limits.block_size, self.width)
         tree = None if window.tree is None else StateTree(window.tree.parents_BN, window.tree.seen_BN)
         attention = DecodeAttention(
@@ -88,20 +87,11 @@ class WindowRole(RowRole):
         )
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
         accepted, shown = self._tail.finish_window(hidden_TN, window, self.width, variant)
-        if (
-            self._mover is not None and accepted.nodes_BW is not None
-        ):  # the path's entries go where those of single steps would be
-            places_BN = window.kv_slots_BW
-            self._mover.move(places_BN.gather(1, accepted.nodes_BW), places_BN[:, : self.width], accepted.count_B)
+        if self._mover is not None and accepted.nodes_BW is not None:
+            self._mover.move_path(window.kv_slots_BW, accepted.nodes_BW, accepted.count_B)
         if state is not None:
             kept = replace(state, undecided=None, kept_B=accepted.count_B, path_BW=accepted.nodes_BW)
             for layer in undecided:
                 layer.advance(layer.made_TX, kept, inputs.positions_T)
         if self._feed.on:
             self._feed.show_window(inputs, window, hidden_TN, self._feed.features_TF, shown)
-
-    def _propose(self, rows_B: Tensor, columns: SlotColumns, variant: SamplingVariant) -> Proposed:
-        """Greedy steps have nothing to draw."""
-        if variant.random and isinstance(self._proposer, DrawingProposer):
-            return self._proposer.draw(rows_B, columns, self.tokens - 1, variant)
-        return self._proposer.propose(rows_B, columns, self.tokens - 1)

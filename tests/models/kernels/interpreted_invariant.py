@@ -265,13 +265,16 @@ def mixed(kernels: InterpretedDeterministic) -> None:
             "a row of a mixed step",
         )
         check(out[row : row + 1], REFERENCE.decode_attention(q[row : row + 1], cache.kv, one, scale), dtype, "a row")
-    wide = MixedAttention(dataclasses.replace(decode, query_len=2), PrefillAttention(cache.table, (43,), (43,), place))
-    place.plan((0, 37, 0), (700, 90, 600), 6)
-    out = kernels.mixed_attention(q, cache.kv, wide, scale)
-    for row in (0, 2):
-        two = DecodeAttention(cache.table[row : row + 1], lengths[row : row + 1], 2, 704)
-        here = slice(2 * row, 2 * row + 2)
-        same(out[here], kernels.decode_attention(q[here], cache.kv, two, scale), "a window of a mixed step")
+    for tree in (None, torch.tensor([[0, 1, 2]], dtype=torch.int32).repeat(3, 1)):  # the root, and two children
+        windows = dataclasses.replace(decode, query_len=3, tree_BQ=tree)
+        place.plan((0, 34, 0), (700, 90, 600), 9)
+        wide = MixedAttention(windows, PrefillAttention(cache.table, (43,), (43,), place))
+        out = kernels.mixed_attention(q, cache.kv, wide, scale)
+        for row in (0, 2):
+            of_row, here = slice(row, row + 1), slice(3 * row, 3 * row + 3)
+            seen = None if tree is None else tree[of_row]
+            three = DecodeAttention(cache.table[of_row], lengths[of_row], 3, 704, tree_BQ=seen)
+            same(out[here], kernels.decode_attention(q[here], cache.kv, three, scale), "a window of a mixed step")
     kernels.check_counters()
 
 

@@ -197,6 +197,8 @@ def rig(
         kernels=kernels or select_kernels(device.torch_device, dtype, model_config.head_dim),
     )
     widest = max(widths) if speculation is None else speculation.width
+    wide = speculation is not None and not prefill_buckets  # captured steps hold windows beside chunks as it is
+    beside = 0 if mixed is None else rows * ((tree or widest) if wide else 1)
     slots = 2 * rows + max_sessions
     limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens, tree)
     executor = Executor(
@@ -211,9 +213,7 @@ def rig(
             warm_variants=variants,
             exchanges=()
             if groups is None
-            else exchange_ladder(
-                config.decode_buckets, max_prefill_tokens, 0 if mixed is None else rows, tree or widest
-            ),
+            else exchange_ladder(config.decode_buckets, max_prefill_tokens, beside, tree or widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
             mixed_windows=speculation is not None and (speculation.mixed_percent > 0 or groups is not None),

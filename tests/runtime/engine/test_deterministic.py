@@ -61,14 +61,16 @@ def test_nothing_that_others_do_changes_a_bit(
 
 @pytest.mark.parametrize("shape", [{}, FAMILIES["qwen3.5"], NEMOTRON], ids=["attention", "gated delta nets", "Mamba-2"])
 def test_trees_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
-    """A node's keys, and its state, are those of the path down to it."""
+    """A node's keys, and its state, are those of the path down to it; also beside chunks, where there is no state."""
     model: dict[str, Any] = {"shape": shape, "kernels": DeterministicReferenceKernels()}
     requests = questions(1, count=3, longest=20)
     expected = plainly(rig, requests, **model)
     script = script_of(requests, expected.tokens)
     how: dict[str, Any] = {"proposer": branching(lambda parts: KnownAnswers(parts, script), 3), "tree": 7}
-    with rig(depth=2, rows=3, speculation=Speculation(4), blocks=60, **how, **model) as engine:
+    rule = Speculation(4, mixed_percent=0 if shape else 100)
+    with rig(depth=2, rows=3, speculation=rule, blocks=60, max_prefill_tokens=12, **how, **model) as engine:
         found = answers(engine, requests)
+        assert engine.counters["mixed_steps"] > engine.counters.get("speculation_off{mixed}", 0) or shape
         assert engine.counters["spec_num_accepted_tokens"] > engine.counters["spec_num_drafts"] / 2
     told = difference(found, expected)
     assert (told.flips, told.bits) == (0, 0), told

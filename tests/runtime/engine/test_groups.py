@@ -159,21 +159,23 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigL
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("launched", ["launched", "captured"])
 def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int, launched: str) -> None:
-    """Trees of 12 tokens, of which a row gains four at most, only with at most two rows. Steps with chunks are launched
-    kernel by kernel, whatever was to be captured: a tree cannot stand in one."""
+    """Trees of 12 tokens, of which a row gains four at most, only with at most two rows; also beside chunks, which of
+    captured steps those are that another group has.
+    """
     requests = [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in some(9)]
     first, many, late = requests[:2], requests[2:6], requests[6:]
     expected = alone(requests)
     script = script_of(requests, {i: tokens for i, (tokens, _) in expected.items()})
     limits: RigLimits = {
         "depth": depth, "proposer": branching(lambda parts: KnownAnswers(parts, script), RANKS), "tree": 12,
-        "speculation": Speculation(4, most_rows=2), "blocks": 400,
+        "speculation": Speculation(4, most_rows=2, mixed_percent=100), "blocks": 400,
     }  # fmt: skip
     captured: RigLimits = {"prefill_buckets": CAPTURED} if launched == "captured" else {}
     lives = Lives([{0: first, 60: late}, {3: many}], **within(limits, **captured))
     assert outcome(lives.finished) == expected
     assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
     assert 2 * 12 in lives.rows[0], "a tree is brought whole"
+    assert bool(set(CAPTURED) & set(lives.rows[0])) is bool(captured)
     for counters in lives.counters:
         assert counters["spec_num_accepted_tokens"] > counters["spec_num_drafts"] > 0, "more than a guess a round"
     assert lives.counters[1]["speculation_off{batch}"] > 0
@@ -248,6 +250,17 @@ def test_a_prefill_leaves_windows_of_others_in_captured_steps(percent: int) -> N
     for counters in lives.counters:
         assert counters["graph_captures_after_warmup"] == 0
         assert not [name for name in counters if name.startswith("fallbacks")]
+
+
+def test_windows_beside_as_many_tokens_of_a_chunk_as_there_may_be_fit_in_an_exchange() -> None:
+    """Launched kernel by kernel: four rows of four tokens beside 64, while the other group has no work."""
+    steady = [request(i, (5 + i, 6, 7, 5, 6, 7, 5), max_tokens=24, stops=()) for i in range(4)]
+    long = [request(10, range(100), max_tokens=3, stops=())]
+    proposer = proposer_for(speculative_config({"method": "ngram", "num_speculative_tokens": 3}))
+    policy = Speculation(4, mixed_percent=100)
+    lives = Lives([{0: steady, 3: long}, {}], depth=2, proposer=proposer, speculation=policy)
+    assert outcome(lives.finished) == alone([*steady, *long])
+    assert max(lives.rows[0]) == 64 + 8 * 4
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -368,7 +381,7 @@ def test_every_group_replays_a_captured_step_with_chunks(tokens: int, padded: in
 
 def test_a_plan_is_launched_as_it_was_digested() -> None:
     """What groups agree on says how it is launched, here as a step with chunks, and changes nothing in it."""
-    plans = (decode(3), replace(decode(3), width=3), StepPlan(7, StepKind.DECODE, (), (), 1))
+    plans = (decode(3), decode(3)._replace(width=3), StepPlan(7, StepKind.DECODE, (), (), 1))
     for plan in plans:
         spec = joined(plan, (0, 5, *IDLE[2:]), captured=CAPTURED)
         assert spec is not None
@@ -385,9 +398,9 @@ def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows(
 
 def test_a_tree_is_brought_whole() -> None:
     """Two rows of trees of seven tokens, of which three may be gained; the other group decodes three rows."""
-    resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),), tree=7)
+    resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),))
     sync = DpStepSync(Others(IDLE, (3, *IDLE[1:-1], 1)))
-    plan = decode(2)._replace(width=3)
+    plan = decode(2)._replace(width=3, tree=7)
     agreed = sync.join(7, resolver.needs(plan))
     assert agreed is not None
     spec = resolver.resolve(plan, agreed)

@@ -21,10 +21,12 @@ from runtime.execute import executor
 from runtime.execute.device.cpu_twin import TwinGraph
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import Proposed
+from runtime.execute.role import RoleParts
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
 from runtime.execute.step import mixed_window
 from runtime.execute.step.mixed_window import MixedWindowRole
-from runtime.execute.step.step_io import Packed
+from runtime.execute.step.step_io import Packed, gather_packed
 from runtime.schedule.chain import Flight
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.request import Request
@@ -32,11 +34,13 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
+from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, prompt, unbroken
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_speculation import repeating, speculating
+from tests.runtime.engine.test_trees import trees
 
 BUCKETS = (16, 24, 40, 56, 72, 96)
 
@@ -179,13 +183,57 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert life.counters["speculation_off{mixed}"] > 0
 
 
+# ---- trees ----
+
+
+def trees_beside(shape: tuple[int, int], *, depth: int, **limits: Any) -> Life:
+    """``beside`` of rows with trees (of W and a tree's tokens): half of the requests draw at random."""
+
+    def asked(request_id: int, length: int, **sampling: Any) -> Request:
+        draws: dict[str, Any] = {"temperature": 1.0 * (request_id % 2), "stops": (), **sampling}
+        return request(request_id, prompt(length, request_id), **draws)
+
+    requests = [asked(i, 9, max_tokens=26, logprobs=2) for i in range(3)]
+    later = {2 + 3 * i: [asked(20 + 5 * i, 45 + i, max_tokens=7, n=1 + i % 2)] for i in range(4)}
+    every = [*requests, *(one for arriving in later.values() for one in arriving)]
+    limits = {"rows": 6, "max_prefill_tokens": 16 + 5 * shape[1]} | limits
+    policy = {"mixed_percent": 100}
+    return trees(requests, shape, depth=depth, every=every, later=later, policy=policy, **limits)
+
+
+@pytest.mark.parametrize(
+    ("shape", "depth", "buckets"),
+    [((4, 12), 0, (24, 48, 76, 112)), ((3, 3), 2, ()), ((8, 32), 2, (72, 120, 200)), ((5, 33), 3, ())],
+)
+def test_answers_beside_trees_are_those_of_single_tokens(
+    shape: tuple[int, int], depth: int, buckets: tuple[int, ...]
+) -> None:
+    life = trees_beside(shape, depth=depth, prefill_buckets=buckets)
+    width, size = shape
+    assert widths(life)[width] > 3
+    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.width > 1]
+    assert {spec.plan.row_tokens for spec in mixed} == {size}, "a tree counts whole"
+    assert any(spec.padded_tokens for spec in mixed) is bool(buckets)
+    assert life.counters["forks"] > 0
+    assert life.counters["spec_num_accepted_tokens"] > 0.4 * life.counters["spec_num_drafts"]
+    if depth:
+        unbroken(life)
+
+
+def test_two_ranks_of_trees_give_what_one_gives() -> None:
+    how: dict[str, Any] = {"depth": 2, "prefill_buckets": (24, 48, 76, 112)}
+    several = trees_beside((4, 12), over=lambda **limits: tensor_rig(2, **limits), **how)
+    assert widths(several)[4] > 3
+    assert several.rounds == trees_beside((4, 12), **how).rounds
+
+
 # ---- mutants ----
 
 
 class NothingProposed(MixedWindowRole):
     """Guesses of no step: the text stays right."""
 
-    def propose(self, rows: int) -> None: ...
+    def propose(self, rows: int, variant: SamplingVariant) -> None: ...
 
 
 class OfAnotherRow(MixedWindowRole):
@@ -250,6 +298,34 @@ def test_a_wrong_window_is_seen_in_the_text(mutant: type[MixedWindowRole], monke
         beside(4, depth=2)
 
 
+class DepthsOfChains(MixedWindowRole):
+    """A node's position is that of its number."""
+
+    def gather(self, chunks: Chunks) -> Packed:
+        return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size, self._guesses_SQ)
+
+
+class NoMask(MixedWindowRole):
+    """A node sees every one before it."""
+
+    def tree(self, slots_B: Tensor) -> Tensor | None: ...
+
+
+class NothingMoved(MixedWindowRole):
+    """A path's entries stay where its tree's nodes were."""
+
+    def __init__(self, parts: RoleParts) -> None:
+        super().__init__(parts)
+        self._mover = None
+
+
+@pytest.mark.parametrize("mutant", [DepthsOfChains, NoMask, NothingMoved])
+def test_a_wrong_tree_is_seen_in_the_text(mutant: type[MixedWindowRole], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    with pytest.raises(AssertionError, match="request"):
+        trees_beside((4, 12), depth=2)
+
+
 def test_guesses_of_no_step_are_seen_in_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     right = beside(4, depth=2)
     monkeypatch.setattr(executor, "MixedWindowRole", NothingProposed)
@@ -293,7 +369,7 @@ def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -
         ({"mixed_step_percent": 0}, {"data_parallel": 2}, True),  # beside another group's
         ({"disable_by_batch_size": 0}, {"data_parallel": 2}, False),
         ({"method": "mtp", "model": "models/demo/mtp"}, {}, True),
-        ({"method": "mtp", "model": "models/demo/mtp", "draft_sample_method": "probabilistic"}, {}, False),
+        ({"method": "mtp", "model": "models/demo/mtp", "draft_sample_method": "probabilistic"}, {}, True),
     ],
 )
 def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, Any], windows: bool) -> None:
@@ -303,9 +379,11 @@ def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, A
     )
 
 
-def test_trees_have_one_token_a_row() -> None:
+@pytest.mark.parametrize(("shape", "windows"), [(None, True), ("qwen3.5", False)])
+def test_trees_over_recurrent_layers_have_one_token_a_row(shape: str | None, windows: bool) -> None:
     keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 8, "synthetic_acceptance_length": 2.0}
-    proposer = proposer_for(speculative_config(keys))
-    with rig(speculation=Speculation(4, mixed_percent=100), proposer=proposer, tree=8) as engine:
+    how: dict[str, Any] = {"proposer": proposer_for(speculative_config(keys)), "tree": 8}
+    how |= {"shape": FAMILIES[shape]} if shape else {}
+    with rig(speculation=Speculation(4, mixed_percent=100), **how) as engine:
         assert engine.executor.mixes
-        assert not engine.executor.mixes_windows
+        assert engine.executor.mixes_windows is windows

@@ -28,6 +28,7 @@ class Limits(TypedDict, total=False):
     depth: int
     widths: tuple[int, ...]
     max_prefill_tokens: int
+    tree: int
     prefill_burst: int
     prefix_caching: bool
     max_waiting: int

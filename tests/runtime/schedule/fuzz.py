@@ -131,6 +131,8 @@ def make_trace(seed: int) -> Trace:
         policy = _draw_policy(draw, max(widths))
         percent = (0, 100, 40)[seed % 3]  # other draws are what the same seed always gave
         config = replace(config, speculation=replace(policy, mixed_percent=percent))
+        if seed % 4 == 1:  # windows are trees, of a few tokens more
+            config = config_with(config, tree=min(max(widths) + 3, 33), blocks=config.blocks + 4)
     if seed % 3 == 1:  # a model with recurrent state; other seeds give what they always gave
         config = replace(config, snapshots=draw_snapshots(draw))
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)

@@ -73,7 +73,7 @@ class MixedRules:
         wave = self._wave(plan)
         room = self._scheduler.config.limits.max_prefill_tokens
         if self._mixed.buckets:
-            room = min(room, self._mixed.buckets[-1] - plan.decode_rows * plan.width)
+            room = min(room, self._mixed.buckets[-1] - plan.decode_rows * plan.row_tokens)
         if given > max(most, min(most + wave // 4, room)):
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts, where {most} are allowed: {plan}")
         going = [s for s in prefills if not _waits_for_a_writer(s)]
@@ -81,7 +81,7 @@ class MixedRules:
         stopped = {sequence for sequence in cut if _stopped(sequence)}
         wanting = [s for s in kind if s.state is State.PREFILL and s not in stopped]
         if wanting and plan.kind is StepKind.MIXED and self._mixed.costly_prefix:
-            total = plan.decode_rows * plan.width + given
+            total = plan.decode_rows * plan.row_tokens + given
             if (
                 self._mixed.buckets
                 and total not in self._mixed.buckets
@@ -114,7 +114,7 @@ class MixedRules:
             width = planner._width()
         else:
             width = planner.speculation.mixed_width(len(rows), self._window_room(rows))
-        decoding = len(rows) * width
+        decoding = len(rows) * (config.limits.window if planner.speculation and width > 1 else width)
         budget = decoding + config.limits.max_prefill_tokens
         budget = min(budget, self._tabled(rows, budget))
         totals_there_are: Sequence[int] = mixed.buckets or range(1, budget + decoding + 2)
@@ -142,7 +142,7 @@ class MixedRules:
         """Tokens of which windows may take their share; none where no captured step has room for a prompt, too."""
         policy = self._scheduler.config.speculation
         assert policy is not None
-        if self._mixed.buckets and len(rows) * policy.width >= max(self._mixed.buckets):
+        if self._mixed.buckets and len(rows) * self._scheduler.config.limits.window >= max(self._mixed.buckets):
             return 0
         most = len(rows) + self._scheduler.config.limits.max_prefill_tokens
         return min(most, self._tabled(rows, most))
@@ -153,8 +153,10 @@ class MixedRules:
         if policy is None or plan.kind is not StepKind.MIXED or plan.width == 1:
             return
         share = policy.mixed_percent * self._window_room(rows)
-        if 100 * len(rows) * plan.width > share or (policy.most_rows is not None and len(rows) > policy.most_rows):
-            raise BrokenRule(f"step {plan.step} has {len(rows)} rows of {plan.width} tokens beside chunks: {policy}")
+        if 100 * len(rows) * plan.row_tokens > share or (policy.most_rows is not None and len(rows) > policy.most_rows):
+            raise BrokenRule(
+                f"step {plan.step} has {len(rows)} rows of {plan.row_tokens} tokens beside chunks: {policy}"
+            )
 
     def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
         """As it was when the plan was begun: nobody was seated for it, nothing cut."""

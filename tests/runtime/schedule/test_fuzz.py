@@ -69,7 +69,7 @@ def test_tokens_are_the_same_whatever_the_widths(widths: tuple[int, ...], depth:
         if mixed is not None and mixed.buckets:  # wide rows need room in them
             mixed = replace(mixed, buckets=(*mixed.buckets, mixed.buckets[-1] + most * trace.config.limits.rows))
         config = replace(trace.config, speculation=None)
-        config = config_with(config, widths=widths, depth=depth, blocks=blocks, mixed=mixed)
+        config = config_with(config, widths=widths, depth=depth, blocks=blocks, mixed=mixed, tree=0)
         check_trace(replace(trace, config=config, barren=seed % 2 == 0))
 
 

@@ -130,6 +130,8 @@ def test_the_border_of_the_share_is_the_last_token_of_it(percent: int, widths: l
     for rows in (1, 2, 3):
         policy.mixed(rows, 10)
     assert policy.off == ({"mixed": widths.count(1)} if 1 in widths else {})
+    trees = SpeculationPolicy(Speculation(4, mixed_percent=percent), row_tokens=8)
+    assert [trees.mixed_width(rows, 20) for rows in (1, 2, 3)] == widths, "of a tree all tokens count"
 
 
 def test_beside_chunks_windows_pay_by_the_same_rule() -> None:

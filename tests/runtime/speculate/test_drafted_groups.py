@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.lives import live
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_groups import Lives
 from tests.runtime.speculate.recorded import SHAPE, Drafter, OwnLayer, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import prompt
+from tests.runtime.speculate.test_probabilistic import DrawnDrafter
 
 SPARSE: dict[str, Any] = {"shape": {**EXPERTS, "decoder_sparse_step": 1, **SHAPE}}
 
@@ -65,3 +68,22 @@ def test_every_group_guesses_what_the_oracle_does(kind: str, depth: int, tmp_pat
     drafter.rounds.update(rounds)  # looked at over the model of the engine alone, which needs no other group
     texts = {one.request_id: (*one.prompt_token_ids, *lives.finished[one.request_id].token_ids) for one in every}
     assert check_rounds(drafter, texts, every=2) > 10
+
+
+def test_drawn_guesses_beside_chunks_of_any_group_are_those_of_a_group_alone(tmp_path: Path) -> None:
+    """Every step of rows that decode is a window, as in test_probabilistic.py: there tokens depend on nothing else."""
+    drafter = DrawnDrafter("mtp", tmp_path)
+    draws: dict[str, Any] = {"stops": (), "temperature": 0.7}
+    how: dict[str, Any] = {"prefix_caching": False, "blocks": 400, **SPARSE}
+    first = [request(i, prompt(5 + 9 * i, i), max_tokens=10, **draws) for i in range(2)]
+    second = [request(10 + i, prompt(9 + 20 * i, 10 + i), max_tokens=6, **draws) for i in range(2)]
+    late = request(30, prompt(33, 30), max_tokens=4, **draws)
+    apart = live([*first, *second, late], depth=0, widths=(4,), proposer=drafter, **how)
+    rule = Speculation(4, mixed_percent=100)
+    how |= {"dtype": torch.float64, "max_prefill_tokens": 16, "prefill_buckets": (16, 40, 72)}
+    lives = Lives([{0: first, 4: [late]}, {3: second}], depth=2, proposer=drafter, speculation=rule, **how)
+    found = {i: (ended.token_ids, ended.reason) for i, ended in lives.finished.items()}
+    assert found == apart.answers
+    for counters in lives.counters:
+        assert counters["mixed_steps"] > 0
+        assert not [name for name in counters if name.startswith(("speculation_off", "fallbacks"))]

@@ -198,7 +198,7 @@ def test_prefix_hits_stop_ids_penalties_and_forks_leave_the_tokens_right(tmp_pat
 def test_drawn_guesses_are_the_same_at_every_depth(tmp_path: Path) -> None:
     class Drawn(Head):
         def __call__(self, parts: ProposerParts) -> Any:
-            return ProbabilisticProposer(super().__call__(parts).inner)  # type: ignore[arg-type]
+            return ProbabilisticProposer(parts.device, super().__call__(parts).inner)  # type: ignore[arg-type]
 
     limits: dict[str, Any] = {"shape": SHAPE, "blocks": 400, "prefix_caching": False} | LIMITS
     lives = [live(people(4), depth=depth, widths=(4,), proposer=Drawn(tmp_path), **limits) for depth in (0, 2)]

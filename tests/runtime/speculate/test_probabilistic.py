@@ -6,6 +6,7 @@ That the tokens are distributed as the target's follows from that and from tests
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.execute import executor
 from runtime.execute.proposer import Proposed, ProposerParts
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns
+from runtime.execute.step.mixed_window import MixedWindowRole
+from runtime.schedule.plan import StepKind
 from runtime.schedule.request import Request
+from runtime.schedule.speculation import Speculation
 from runtime.speculate.guesses import ProbabilisticProposer
 from tests.models.drafters import serial_oracle
-from tests.runtime.engine.lives import Life, live
+from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import VOCABULARY, Drafter, Recorder, target_states
@@ -55,6 +61,11 @@ class DrawnRecorder(Recorder):
                 self.drawn[key] = whole_QV
         return proposed
 
+    def room(self, rows: int, count: int) -> Drafted:
+        inner: Any = self.inner
+        room: Drafted = inner.room(rows, count)
+        return room
+
 
 class DrawnDrafter(Drafter):
     """Whose proposers draw. ``mutate``: what is done to what they propose."""
@@ -63,7 +74,7 @@ class DrawnDrafter(Drafter):
 
     def __call__(self, parts: ProposerParts) -> Recorder:
         plain: Any = super().__call__(parts)
-        recorder = DrawnRecorder(ProbabilisticProposer(plain.inner), parts.model, mutate=self.mutate)
+        recorder = DrawnRecorder(ProbabilisticProposer(parts.device, plain.inner), parts.model, mutate=self.mutate)
         if parts.model.collectives.rank == 0:
             self.recorder = recorder
         return recorder
@@ -153,6 +164,89 @@ def test_filters_penalties_stop_ids_log_probabilities_and_forks(tmp_path: Path) 
         assert len(lives[0].logprobs.get(request_id, tokens)) == len(tokens)
         assert (request_id < 4) == (3 in tokens[-1:]) or len(tokens) in (12, 30)
         assert request_id < 9 or 4 not in tokens, "a bad word is never kept"
+
+
+# ---- beside chunks of prompts ----
+
+
+def newcomers() -> list[Request]:
+    """More than there are rows, the first and another one greedy; most prompts are in pieces."""
+    lengths = (5, 40, 17, 33)
+    return [
+        request(i, prompt(lengths[i % 4], i), temperature=0.7 * (i % 4 > 0), max_tokens=12, stops=(), logprobs=1)
+        for i in range(8)
+    ]
+
+
+def check_beside(drafter: DrawnDrafter, *, depth: int, **limits: Any) -> None:
+    """Tokens, log-probabilities and guesses of every round are those of an engine whose rows never decode beside a
+    chunk.
+
+    Tokens depend on where rounds begin. So all steps of rows that decode are windows, in both engines: then a round
+    begins where the one before it ended, and guess, coin and token are drawn by seed and position, from distributions
+    that follow from the tokens before. Nothing is left that neighbours in a step could change.
+    """
+    requests = newcomers()
+    how: dict[str, Any] = {"rows": 3, "prefix_caching": False, "proposer": drafter, **ROOM}
+    apart = live(requests, depth=0, widths=(4,), max_prefill_tokens=8, **how)
+    rounds = drafter.rounds
+    policy = Speculation(4, mixed_percent=100)
+    life = live(requests, depth=depth, speculation=policy, max_prefill_tokens=16, **(how | limits))
+    widths = Counter((plan.kind, plan.width) for plan in life.real_plans if plan.kind is not StepKind.PREFILL)
+    assert widths[StepKind.MIXED, 4] > 5
+    assert {width for _, width in widths} == {4}, "every step is a window"
+    same(life, apart)
+    assert drafter.rounds == rounds
+    assert check_drawn(drafter, requests, life) > 10
+    assert life.counters["spec_num_accepted_tokens"] > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "depth", "buckets"),
+    [("mtp", None, 0, (8, 16, 28)), ("dflash", IDS, 2, (8, 16, 28)), ("mtp", IDS, 2, ())],
+)
+def test_a_round_beside_chunks_is_the_round_without(
+    kind: str, ids: Any, depth: int, buckets: tuple[int, ...], tmp_path: Path
+) -> None:
+    check_beside(DrawnDrafter(kind, tmp_path, ids=ids), depth=depth, prefill_buckets=buckets)
+
+
+class GreedyBeside(MixedWindowRole):
+    """Beside chunks the likeliest tokens are guessed."""
+
+    def propose(self, rows: int, variant: SamplingVariant) -> None:
+        super().propose(rows, SamplingVariant())
+
+
+class OfANeighbour(MixedWindowRole):
+    """Guesses are judged by the distributions of the row before."""
+
+    def _proposed(self, emitting_R: Tensor, decodes_R: Tensor, variant: SamplingVariant) -> Proposed:
+        proposed = super()._proposed(emitting_R, decodes_R, variant)
+        if (drafted := proposed.drafted) is None:
+            return proposed
+        return proposed._replace(drafted=drafted._replace(probs_BQD=drafted.probs_BQD.roll(1, 0)))
+
+
+class OfLastStep(MixedWindowRole):
+    """Rows with chunks are judged by what their places in memory hold, as if they had guesses: half of the ids."""
+
+    def _proposed(self, emitting_R: Tensor, decodes_R: Tensor, variant: SamplingVariant) -> Proposed:
+        proposed = super()._proposed(emitting_R, decodes_R, variant)
+        if (drafted := proposed.drafted) is None:
+            return proposed
+        left_D = 0.5 * (torch.arange(VOCABULARY) < VOCABULARY // 2)
+        probs_BQD = torch.where(decodes_R[:, None, None], drafted.probs_BQD, left_D)
+        return proposed._replace(drafted=drafted._replace(probs_BQD=probs_BQD, rows_B=None))
+
+
+@pytest.mark.parametrize("mutant", [GreedyBeside, OfANeighbour, OfLastStep])
+def test_other_distributions_beside_chunks_are_seen(
+    mutant: type[MixedWindowRole], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    with pytest.raises(AssertionError, match="request"):
+        check_beside(DrawnDrafter("mtp", tmp_path), depth=2)
 
 
 def aliased(proposed: Proposed) -> Proposed:

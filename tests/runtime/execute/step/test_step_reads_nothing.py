@@ -25,12 +25,13 @@ from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
-from runtime.execute.proposer import ProposerParts
+from runtime.execute.proposer import MakeProposer, Proposed, ProposerParts
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.role import ExecutorConfig, RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
-from runtime.execute.slot_state import SlotTables
+from runtime.execute.sampling.rejection import Drafted
+from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.mixed_window import MixedWindowRole
@@ -38,6 +39,7 @@ from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import Lengths
 from runtime.schedule.config import StepLimits
 from runtime.speculate.synthetic import AnyTokens
+from runtime.speculate.tree import branching
 from tests.dispatch_mode import DispatchMode
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.rig import TINY
@@ -112,14 +114,15 @@ class Parts:
         sizes = ExecutorConfig(limits, decode_buckets=(), memory_fraction=0.9, num_blocks=64, agree_min=int)
         parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
         self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
-        staging = SimpleNamespace(padded_chunks=lambda rows: Chunks(*[integers(rows)] * 7))
-        guessing = ProposerParts(device, model, self.pool, self.tables, replace(limits, width=3))
-        self.windows = replace(
-            parts,
-            staging=cast(Any, staging),
-            config=replace(sizes, limits=replace(limits, width=3)),
-            proposer=AnyTokens(guessing),
-        )
+        self._parts = parts
+
+    def with_windows(self, make: MakeProposer, tree: int) -> RoleParts:
+        parts = self._parts
+        staging = SimpleNamespace(padded_chunks=lambda rows: Chunks(*[integers(rows)] * 7), max_rows=8)
+        limits = replace(parts.limits, width=3, tree=tree)
+        guessing = ProposerParts(parts.device, parts.model, self.pool, self.tables, limits)
+        config = replace(parts.config, limits=limits)
+        return replace(parts, staging=cast(Any, staging), config=config, proposer=make(guessing))
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
@@ -152,15 +155,33 @@ def test_a_mixed_step(shape: Mapping[str, object]) -> None:
         parts.prefill.prefill(chunks, Lengths((0, 0, 10, 12), (0, 0, 10, 28), 2), SamplingVariant())
 
 
+class DrawnTokens(AnyTokens):
+    """As if they had been drawn."""
+
+    def draw(self, rows_B: torch.Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
+        return self.propose(rows_B, columns, count)._replace(drafted=self.room(len(rows_B), count))
+
+    def room(self, rows: int, count: int) -> Drafted:
+        return Drafted(torch.zeros(rows, count, self._vocab_size, device=META), integers(rows, count), None)
+
+
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
-@pytest.mark.parametrize("shape", [TINY, SPARSE], ids=["dense", "sparse"])
-def test_windows_beside_chunks(shape: Mapping[str, object], features: SamplingVariant) -> None:
-    role = MixedWindowRole(Parts(shape).windows)
-    tokens, rows = integers(26), integers(4)
+@pytest.mark.parametrize(
+    ("shape", "make", "tree"),
+    [(TINY, AnyTokens, 0), (SPARSE, AnyTokens, 0), (TINY, branching(AnyTokens, 3), 5), (TINY, DrawnTokens, 0)],
+    ids=["dense", "sparse", "trees", "drawn"],
+)
+def test_windows_beside_chunks(
+    shape: Mapping[str, object], make: MakeProposer, tree: int, features: SamplingVariant
+) -> None:
+    parts = Parts(shape)
+    role = MixedWindowRole(parts.with_windows(make, tree))
+    role._make_memory()
+    tokens, rows = integers(20 + 2 * role.row_tokens), integers(4)
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
-        role.propose(2)
-        role.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 6), features)
+        role.propose(2, features)
+        role.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 2 * role.row_tokens), features)
 
 
 def test_what_a_plan_changes() -> None:
