@@ -175,7 +175,8 @@ def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int,
     assert outcome(lives.finished) == expected
     assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
     assert 2 * 12 in lives.rows[0], "a tree is brought whole"
-    assert bool(set(CAPTURED) & set(lives.rows[0])) is bool(captured)
+    if captured:
+        assert set(CAPTURED) & set(lives.rows[0])
     for counters in lives.counters:
         assert counters["spec_num_accepted_tokens"] > counters["spec_num_drafts"] > 0, "more than a guess a round"
     assert lives.counters[1]["speculation_off{batch}"] > 0
