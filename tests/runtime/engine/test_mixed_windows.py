@@ -34,6 +34,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, prompt, unbroken
+from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_speculation import repeating, speculating
@@ -177,6 +178,24 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         (StepKind.MIXED, 4): {3},
     }
     assert life.counters["speculation_off{mixed}"] > 0
+
+
+# ---- the corners of what steps share ----
+
+
+@pytest.mark.parametrize(
+    ("family", "replayed_first"),
+    [("attention", False), ("qwen3.5", True), pytest.param("nemotron-h", False, marks=pytest.mark.long)],
+)
+def test_the_corners_of_what_steps_share_by_both_paths(
+    family: str, replayed_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, guesses, and what layers made of them: nothing that a larger step left behind is anybody's."""
+    over_model(family, monkeypatch)
+    corners = Corners(width=4)
+    paths_in_turn(monkeypatch, replayed_first=replayed_first)
+    life = speculating(corners.first, 4, every=corners.everybody, act=corners.act, depth=2, **corners.limits)
+    corners.check(life)
 
 
 # ---- mutants ----
