@@ -1,4 +1,5 @@
-"""Steps with chunks at the corners of their memory: one row with the most tokens, most rows with the fewest tokens.
+"""Steps with chunks at the corners of their memory: one row that decodes, or as many as there may be, beside a chunk of
+the most tokens, or of one.
 
 Knows: who comes when, so that a step of one corner is followed by one of another; how steps with chunks are replayed
 and launched kernel by kernel in turn, so that each path finds what the other one left. Does not know: the model, the
@@ -51,7 +52,13 @@ class Corners:
         # Each as soon as so many requests are left.
         self._waves = [(NEXT_TURN, [*lasting, *some(ROWS - 1, 1, answer)])]
         for _ in range(2):
-            self._waves += [(1, some(1, MOST, 1)), (1, some(ROWS - 2, 1, answer)), (NEXT_TURN, some(1, 1, answer))]
+            self._waves += [
+                (1, some(1, MOST, 1)),
+                (1, some(ROWS - 2, 1, answer)),
+                (NEXT_TURN, some(1, 1, 1)),
+                (NEXT_TURN, some(1, MOST, 1)),
+                (1, some(1, 1, 1)),
+            ]
         self.everybody = [*self.first, *(one for _, wave in self._waves for one in wave)]
 
     def act(self, engine: Engine, turn: int) -> None:
@@ -60,7 +67,7 @@ class Corners:
                 engine.add(one)
 
     def check(self, life: Life) -> None:
-        """Each corner was met by both paths, from the other corner and from the other path."""
+        """Each corner was met by both paths, behind another corner by the other path."""
         assert not self._waves, "everything was over before the last requests came"
         width = self._width
         met = [
@@ -68,12 +75,12 @@ class Corners:
             for spec in life.specs
             if spec.plan.chunks
         ]
-        assert len(met) == 8
+        assert len(met) == 12
         assert all(before[3] is not after[3] for before, after in pairwise(met))
         for path in (True, False):
-            assert (1, 1, width + MOST, path) in met
-            assert (1, ROWS - 2, width + ROWS - 2, path) in met
-            assert (ROWS - 1, 1, (ROWS - 1) * width + 1, path) in met
+            for decoding in (1, ROWS - 1):
+                for tokens in (1, MOST):
+                    assert (decoding, 1, decoding * width + tokens, path) in met
         assert {(0, 1, MOST), (0, ROWS, ROWS)} == {step[:3] for step in met[:2]}
 
 
