@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lockstride import EngineConfig, SamplingParams, complete
+from lockstride import EngineConfig, RequestOutput, SamplingParams, complete
 from runtime.frontend.validation import RequestError
 from runtime.schedule.request import FinishReason
 from tests.torchrun import torchrun
@@ -38,26 +39,37 @@ def test_texts_ids_and_several_answers() -> None:
     assert cut.completions[0].text == text.completions[0].text.split("return")[0]
 
 
-def test_texts_with_proposals_are_those_without() -> None:
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+MTP = {"method": "mtp", "model": "models/demo/mtp", "num_speculative_tokens": 3}
+DFLASH = {"method": "dflash", "model": "models/demo/dflash", "num_speculative_tokens": 7}
+PROMPTS = [
+    "def gcd(a, b):",
+    "def lcm(a, b):",
+    "class A:\n    def a(self):\n        return self.a\n\n    def b(self):",
+] * 2
+SAMPLING = [
+    SamplingParams(max_tokens=60, temperature=0.0, stop=("is_rational:\n        return", "return a.")),
+    SamplingParams(max_tokens=60, temperature=0.0, stop=("a.is_rational", "@"), logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0.0, prompt_logprobs=1),
+    SamplingParams(max_tokens=40, temperature=0.7, n=2, seed=5, stop=("return a",)),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=9, repetition_penalty=1.1, top_p=0.8),
+    SamplingParams(max_tokens=40, temperature=0.0, min_tokens=30),
+]
+
+
+@cache
+def without_proposals() -> tuple[RequestOutput, ...]:
+    return tuple(complete(CONFIG, PROMPTS, SAMPLING))
+
+
+@pytest.mark.parametrize(
+    "keys", [NGRAM, MTP, pytest.param(DFLASH, marks=pytest.mark.long)], ids=["ngram", "mtp", "dflash"]
+)
+def test_texts_with_proposals_are_those_without(keys: dict[str, Any]) -> None:
     """Stop strings and stop ids within a block, several answers, log-probabilities, scored prompts, penalties."""
     torch.set_num_threads(1)
-    keys = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    prompts = [
-        "def gcd(a, b):",
-        "def lcm(a, b):",
-        "class A:\n    def a(self):\n        return self.a\n\n    def b(self):",
-    ] * 2
-    sampling = [
-        SamplingParams(max_tokens=60, temperature=0.0, stop=("is_rational:\n        return", "return a.")),
-        SamplingParams(max_tokens=60, temperature=0.0, stop=("a.is_rational", "@"), logprobs=2),
-        SamplingParams(max_tokens=60, temperature=0.0, prompt_logprobs=1),
-        SamplingParams(max_tokens=40, temperature=0.7, n=2, seed=5, stop=("return a",)),
-        SamplingParams(max_tokens=40, temperature=0.7, seed=9, repetition_penalty=1.1, top_p=0.8),
-        SamplingParams(max_tokens=40, temperature=0.0, min_tokens=30),
-    ]
-    plain = complete(CONFIG, prompts, sampling)
-    guessed = complete(replace(CONFIG, speculative_config=keys), prompts, sampling)
-    for one, other in zip(plain, guessed, strict=True):
+    guessed = complete(replace(CONFIG, speculative_config=keys), PROMPTS, SAMPLING)
+    for one, other in zip(without_proposals(), guessed, strict=True):
         for wanted, found in zip(one.completions, other.completions, strict=True):
             assert (found.text, found.token_ids, found.finish_reason) == (
                 *(wanted.text, wanted.token_ids),

@@ -70,7 +70,7 @@ class Target:
 
     @contextmanager
     def engine(
-        self, proposer: str = "", depth: int = 0, *, kernels: type[ExactKernels] = ExactKernels, **limits: Any
+        self, proposer: str = "", depth: int = 0, *, kernels: Callable[[], ExactKernels] = ExactKernels, **limits: Any
     ) -> Iterator[Engine]:
         """Without a ``proposer``: the serial engine, a token a step. ``limits`` for "replay": its ``script``."""
         room = 12 + ROWS * WIDTH * (depth + 1) // BLOCK  # too little for four long answers

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.engine import Engine
-from runtime.schedule.request import Request
+from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine.lives import prompt
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.test_depths import mixture
@@ -20,12 +20,13 @@ LAST_ARRIVAL = 40
 
 @dataclass
 class RandomLife:
-    """``later`` and ``events`` by turn; ``cut``: requests that somebody cancels; ``limits``: the rig's."""
+    """``later`` and ``events`` by turn; ``cut``: requests that somebody ends, as ``cut_as``; ``limits``: the rig's."""
 
     first: list[Request]
     later: dict[int, list[Request]] = field(default_factory=dict)
     events: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     cut: set[int] = field(default_factory=set)
+    cut_as: FinishReason = FinishReason.CANCELLED
     limits: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -34,7 +35,34 @@ class RandomLife:
 
     def act(self, engine: Engine, turn: int) -> None:
         for verb, request_id in self.events.get(turn, ()):
-            getattr(engine, verb)(request_id)
+            if verb == "cancel":
+                engine.cancel(request_id, self.cut_as)
+            else:
+                getattr(engine, verb)(request_id)
+
+    def with_windows(self, sooner: int, tokens: int) -> RandomLife:
+        """Answers are over sooner, and so others arrive in a turn ``sooner`` times as early; each row reserves blocks
+        for up to ``tokens`` more."""
+        later: dict[int, list[Request]] = {}
+        for turn, arriving in self.later.items():
+            later.setdefault(1 + turn // sooner, []).extend(arriving)
+        room = 2 * self.limits["blocks"] + tokens // self.limits["block_size"]
+        return replace(self, later=later, limits=self.limits | {"blocks": room})
+
+    def over(self, vocabulary: int) -> RandomLife:
+        """With ids of a small vocabulary, of which a request stops at one at most: at eight it would end at once."""
+
+        def within(one: Request) -> Request:
+            top_k = min(one.sampling.top_k, vocabulary // 2)
+            return replace(
+                one,
+                prompt_token_ids=tuple(token % vocabulary for token in one.prompt_token_ids),
+                stop_token_ids=tuple(token % vocabulary for token in one.stop_token_ids[:1]),
+                sampling=replace(one.sampling, top_k=top_k),
+            )
+
+        later = {turn: [within(one) for one in arriving] for turn, arriving in self.later.items()}
+        return replace(self, first=[within(one) for one in self.first], later=later)
 
 
 def random_life(seed: int) -> RandomLife:

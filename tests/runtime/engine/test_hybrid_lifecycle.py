@@ -189,6 +189,65 @@ def test_state_that_takes_in_other_tokens_shows(oracle: Oracle, mutant: type[OfR
         oracle.check(life, scenario)
 
 
+# ---- NaN in what refused guesses left behind ----
+
+
+class MultipliesByZero(OfRounds):
+    """Of each window all tokens count, those that were refused as zero times themselves."""
+
+    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+        found = super().advance(recurrence, before, rows, positions)
+        if rows.kept_B is not None:
+            made_BWX, state_SHXX = before[0].unflatten(0, (len(rows.slots_B), -1)), before[-1]
+            nothing_B = (made_BWX * 0.0).sum((1, 2))
+            state_SHXX.index_add_(0, rows.slots_B, nothing_B.view(-1, 1, 1, 1).expand(-1, *state_SHXX.shape[1:]))
+        return found
+
+
+class RefusedAreNan(OfRounds):
+    """What layers made of refused guesses, of ghosts and of padding is NaN by the time the rest is taken in.
+    ``poisoned``: rounds in which that was so of a live row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.poisoned = 0
+
+    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+        if rows.kept_B is not None:
+            refused_BW = torch.arange(len(positions) // len(rows.slots_B)) >= rows.kept_B[:, None]
+            self.poisoned += bool(refused_BW[rows.kept_B > 0].any())
+            before = [before[0].masked_fill(refused_BW.view(-1, 1), float("nan")), *before[1:]]
+        return super().advance(recurrence, before, rows, positions)
+
+
+class PoisonedProduct(RefusedAreNan, MultipliesByZero):
+    """The mutant behind the poison."""
+
+
+@pytest.mark.parametrize("oracle", HYBRIDS, indirect=True)
+@pytest.mark.parametrize(("proposer", "mode"), [("replay", "filtered"), ("mtp", "greedy")])
+@pytest.mark.parametrize("kernels", [RefusedAreNan, MultipliesByZero, PoisonedProduct])
+def test_refused_guesses_reach_no_state(oracle: Oracle, kernels: type[OfRounds], proposer: str, mode: str) -> None:
+    """Of chains, and with ``mtp`` also beside chunks. A mask that multiplies is seen by the poison, and not without."""
+    made: list[OfRounds] = []
+
+    def make() -> OfRounds:
+        made.append(kernels())
+        return made[-1]
+
+    scenario = oracle.scenarios[mode]["evict"]
+    with oracle.engine(proposer, 2, kernels=make) as engine:
+        life = play(engine, scenario)
+        assert proposer == "replay" or engine.counters["mixed_steps"] > 0
+    with pytest.raises(AssertionError) if kernels is PoisonedProduct else nullcontext():
+        oracle.check(life, scenario)
+    if type(made[0]) is RefusedAreNan:
+        assert made[0].poisoned > 8
+
+
+# ---- mutants of slots ----
+
+
 @pytest.mark.parametrize("oracle", HYBRIDS, indirect=True)
 def test_a_slot_that_is_not_cleared_for_whom_it_is_given_next_shows(
     oracle: Oracle, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from runtime.engine import Engine
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.states import State
+from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import request
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("every_model")
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
 
-@pytest.fixture(params=[1, 2, 4])
+@pytest.fixture(params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -392,8 +393,26 @@ def test_prefix_hits(depth: int, every_model: str) -> None:
 # ---- everything at once ----
 
 
+def drawn_life(seed: int, depth: int) -> Life:
+    drawn = random_life(seed)
+    life = live(drawn.first, drawn.act, depth=depth, later=drawn.later, **drawn.limits)
+    same(life, oracle(drawn.requests), but=[i for i in drawn.cut if life.answers[i][1] is CANCELLED])
+    return life
+
+
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 60))])
 def test_random_lives(seed: int) -> None:
-    drawn = random_life(seed)
-    life = live(drawn.first, drawn.act, depth=(1, 2, 4)[seed % 3], later=drawn.later, **drawn.limits)
-    same(life, oracle(drawn.requests), but=[i for i in drawn.cut if life.answers[i][1] is CANCELLED])
+    """At depth 0, too: its plans are others where rows, blocks and tokens a step are few."""
+    drawn_life(seed, (1, 2, 4, 3, 0)[seed % 5])
+
+
+@pytest.mark.parametrize("every_model", HYBRIDS, indirect=True)
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("seed", [46, 115])
+def test_random_lives_of_every_hybrid_family(seed: int, depth: int) -> None:
+    """Two short lives that hold all of it. More of them, and the tests above over these families, are ``long``."""
+    life = drawn_life(seed, depth)
+    assert min(life.counters[name] for name in ("evictions", "pauses", "ghost_rows", "mixed_steps")) > 0
+    assert seed != 46 or CANCELLED in {reason for _, reason in life.answers.values()}
+    assert any(entry[2] for entries in life.logprobs.values() for entry in entries), "top-n log-probabilities"
+    assert any(score[2] for scores in life.scores.by_request.values() for score in scores.values()), "of prompts, too"

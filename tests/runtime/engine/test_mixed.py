@@ -18,7 +18,8 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
-from tests.runtime.engine.lives import live, unbroken
+from tests.runtime.engine.lives import live, same, unbroken
+from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
@@ -125,3 +126,16 @@ def test_prompts_that_are_scored_have_steps_of_their_own() -> None:
     for one in requests:
         if one.sampling.prompt_logprobs is not None:
             check(one, scores.by_request.get(one.request_id, {}))
+
+
+@pytest.mark.parametrize(("shape", "replayed_first"), [({}, True), (HYBRID, False)], ids=["dense", "hybrid"])
+def test_the_corners_of_what_steps_share_by_both_paths(
+    shape: dict[str, Any], replayed_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step of most tokens, or of most rows, left behind reaches nobody in the next one of chunks."""
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+    corners = Corners(width=1)
+    paths_in_turn(monkeypatch, replayed_first=replayed_first)
+    life = live(corners.first, corners.act, depth=2, shape=shape, **corners.limits)
+    corners.check(life)
+    same(life, live(corners.everybody, depth=0, shape=shape, mixed=None))

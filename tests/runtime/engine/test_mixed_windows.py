@@ -37,6 +37,7 @@ from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, prompt, unbroken
+from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_speculation import repeating, speculating
@@ -225,6 +226,24 @@ def test_two_ranks_of_trees_give_what_one_gives() -> None:
     several = trees_beside((4, 12), over=lambda **limits: tensor_rig(2, **limits), **how)
     assert widths(several)[4] > 3
     assert several.rounds == trees_beside((4, 12), **how).rounds
+
+
+# ---- the corners of what steps share ----
+
+
+@pytest.mark.parametrize(
+    ("family", "replayed_first"),
+    [("attention", False), ("qwen3.5", True), pytest.param("nemotron-h", False, marks=pytest.mark.long)],
+)
+def test_the_corners_of_what_steps_share_by_both_paths(
+    family: str, replayed_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, guesses, and what layers made of them: nothing that a larger step left behind is anybody's."""
+    over_model(family, monkeypatch)
+    corners = Corners(width=4)
+    paths_in_turn(monkeypatch, replayed_first=replayed_first)
+    life = speculating(corners.first, 4, every=corners.everybody, act=corners.act, depth=2, **corners.limits)
+    corners.check(life)
 
 
 # ---- mutants ----

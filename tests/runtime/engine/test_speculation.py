@@ -96,17 +96,14 @@ def test_answers_are_those_without(width: int, temperature: float) -> None:
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps,
     with windows or not, or none."""
-    life = random_life(5000 + seed)
+    life = random_life(5000 + seed).with_windows(2, 60)
     width = WIDTHS[(seed + depth) % len(WIDTHS)]
-    later: dict[int, list[Request]] = {}
-    for turn, arriving in life.later.items():
-        later.setdefault(1 + turn // 2, []).extend(arriving)
-    limits = life.limits | {"blocks": 2 * life.limits["blocks"] + 60 // life.limits["block_size"]}
+    limits = dict(life.limits)
     if seed % 2:
         limits["mixed"] = None
     how: dict[str, Any] = {"policy": {"mixed_percent": 100 * ((seed + depth) % 2)}, **limits}
     ran = speculating(
-        life.first, width, depth=depth, but=life.cut, every=life.requests, later=later, act=life.act, **how
+        life.first, width, depth=depth, but=life.cut, every=life.requests, later=life.later, act=life.act, **how
     )
     assert ran.counters["spec_num_drafts"] > 0
 

@@ -170,16 +170,12 @@ def test_a_tree_that_reaches_past_the_context() -> None:
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps."""
-    life = random_life(7000 + seed)
+    life = random_life(7000 + seed).with_windows(2, 100)
     shape = SHAPES[(seed + depth) % len(SHAPES)]
-    later: dict[int, list[Request]] = {}
-    for turn, arriving in life.later.items():
-        later.setdefault(1 + turn // 2, []).extend(arriving)
-    limits = life.limits | {"blocks": 2 * life.limits["blocks"] + 100 // life.limits["block_size"]}
     policy = {"most_rows": 3} if seed % 2 else {}
     trees(
-        life.first, shape, depth=depth, but=life.cut, every=life.requests, policy=policy, later=later, act=life.act,
-        **limits,
+        life.first, shape, depth=depth, but=life.cut, every=life.requests, policy=policy, later=life.later,
+        act=life.act, **life.limits,
     )  # fmt: skip
 
 

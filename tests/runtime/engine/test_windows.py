@@ -150,12 +150,8 @@ def test_a_window_that_reaches_past_the_context(widths: tuple[int, ...]) -> None
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits and chunked prompts; rows that gain 0 to W tokens a step."""
-    life = random_life(3000 + seed)
-    later: dict[int, list[Request]] = {}
-    for turn, arriving in life.later.items():  # windows are over sooner
-        later.setdefault(1 + turn // 8, []).extend(arriving)
+    life = random_life(3000 + seed).with_windows(8, 60)
     widths = WIDTHS[seed % len(WIDTHS)]
-    limits = life.limits | {"blocks": 2 * life.limits["blocks"] + 60 // life.limits["block_size"]}
     windows(
         life.first,
         widths,
@@ -164,9 +160,9 @@ def test_random_lives(depth: int, seed: int) -> None:
         limited=seed % 2 == 0,
         but=life.cut,
         every=life.requests,
-        later=later,
+        later=life.later,
         act=life.act,
-        **limits,
+        **life.limits,
     )
 
 

@@ -44,6 +44,10 @@ from tests.runtime.engine.rig import TINY
 
 VOCABULARY = 9  # one random guess of nine is right
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+FOUR_HEADS: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # of target and drafter, for four ranks
 SIZES = {key: {**TINY, **SHAPE}[key] for key in (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
@@ -94,7 +98,8 @@ class Recorder:
 
 class Drafter:
     """A drafter's folder, and engines' proposers over it. ``recorder``: of the latest engine, of its first rank.
-    ``top_k``: they grow trees, of so many tokens a place. ``target_layers``: how many the target has."""
+    ``top_k``: they grow trees, of so many tokens a place. ``target_layers``: how many the target has. ``changes``: keys
+    of the config."""
 
     ids: Sequence[int] | None = None  # that it guesses among; None: all
     _top_k = 0
@@ -107,10 +112,11 @@ class Drafter:
         ids: Sequence[int] | None = None,
         top_k: int = 0,
         target_layers: int = 2,
+        **changes: Any,
     ) -> None:
         self.kind, self.folder, self.ids, self._top_k = kind, folder, ids, top_k
-        self.config = (MTP if kind == "mtp" else DFLASH) | {"num_target_layers": target_layers}
-        self.tensors = mtp_tensors(MTP) if kind == "mtp" else dflash_tensors(DFLASH)
+        self.config = (MTP if kind == "mtp" else DFLASH) | {"num_target_layers": target_layers} | changes
+        self.tensors = mtp_tensors(self.config) if kind == "mtp" else dflash_tensors(self.config)
         write(folder, self.config, self.tensors)
         self._class = proposer or (MTPProposer if kind == "mtp" else DFlashProposer)
         self.recorder: Recorder | None = None

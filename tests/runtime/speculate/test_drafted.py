@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.kernels.reference import ReferenceKernels
 from runtime.engine import Engine
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.slot_state import SlotColumns
@@ -28,7 +29,7 @@ from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, check_rounds
+from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, VOCABULARY, Drafter, Rounds, check_rounds
 
 KINDS = ("mtp", "dflash")
 ROOM: dict[str, Any] = {"shape": SHAPE, "blocks": 400}
@@ -167,6 +168,26 @@ def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
     of_one_rank = drafter.rounds
     drafted(drafter, requests, 4, depth=2, over=partial(tensor_rig, 2), **limits)
     assert drafter.rounds == of_one_rank
+
+
+def of_ranks(drafter: Drafter, ranks: int) -> tuple[Rounds, Life]:
+    """Every round's guesses and a life in float32, as reference kernels compute it; one rank serially, others not."""
+    how: dict[str, Any] = {"depth": 2, "over": partial(tensor_rig, ranks)} if ranks > 1 else {"depth": 0}
+    how |= ROOM | {"shape": SHAPE | FOUR_HEADS, "kernels": ReferenceKernels(), "dtype": torch.float32}
+    life = live(people(3, max_tokens=14), widths=(4,), proposer=drafter, rows=3, max_prefill_tokens=16, **how)
+    return drafter.rounds, life
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_round_gains_the_same_in_float32_on_one_two_and_four_ranks(kind: str, tmp_path: Path) -> None:
+    """Accepted lengths round by round, and the guesses of each."""
+    drafter = Drafter(kind, tmp_path, **FOUR_HEADS)
+    guesses, alone = of_ranks(drafter, 1)
+    assert max(map(max, alone.rounds.values())) > 1
+    for ranks in (2, 4):
+        mine, life = of_ranks(drafter, ranks)
+        assert (life.answers, life.rounds) == (alone.answers, alone.rounds)
+        assert mine == guesses
 
 
 IDS = (1, 2, 5, 7, 8)  # of nine

@@ -31,8 +31,8 @@ from tests.models.drafters.tiny_drafters import eagle3_config, eagle3_tensors, w
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.speculate.recorded import SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
-from tests.runtime.speculate.test_drafted import LIMITS_OF_EVICTION, drafted, people, prompt, sequences
+from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
+from tests.runtime.speculate.test_drafted import LIMITS_OF_EVICTION, drafted, of_ranks, people, prompt, sequences
 
 IDS = (0, 2, 3, 5, 7, 8)  # of nine
 LIMITS: dict[str, Any] = {"rows": 4, "max_prefill_tokens": 8, "block_size": 4}
@@ -115,6 +115,16 @@ def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
     rounds = head.rounds
     drafted(head, people(3), 4, depth=2, over=partial(tensor_rig, 2), **LIMITS)
     assert head.rounds == rounds
+
+
+def test_every_round_gains_the_same_in_float32_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+    head = Head(tmp_path, extra=OWN_EMBEDDING, **FOUR_HEADS)
+    guesses, alone = of_ranks(head, 1)
+    assert max(map(max, alone.rounds.values())) > 1
+    for ranks in (2, 4):
+        mine, life = of_ranks(head, ranks)
+        assert (life.answers, life.rounds) == (alone.answers, alone.rounds)
+        assert mine == guesses
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -1,0 +1,105 @@
+"""Lives of requests with drafters of weights: answers, ends and scores are those of the serial engine without.
+
+Knows: random lives (tests/runtime/engine/random_lives.py) over each kind of drafter, widths up to 32, depths 0 to 4.
+Does not know: what is guessed (test_drafted.py, test_eagle3.py), n-gram lookup and targets with recurrent layers (in
+tests/runtime/engine: test_speculation.py, test_hybrid_lifecycle.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.schedule.request import FinishReason
+from runtime.schedule.speculation import Speculation
+from tests.runtime.engine.lives import Life, live, same
+from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
+from tests.runtime.engine.random_lives import RandomLife, random_life
+from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, check_rounds
+from tests.runtime.speculate.test_drafted import sequences
+from tests.runtime.speculate.test_eagle3 import Head
+
+KINDS = ("mtp", "dflash", "eagle3")
+WIDTHS = (4, 8, 16, 32)
+
+
+def drawn(seed: int) -> RandomLife:
+    """Every other one is cut as by a stop string that the host found, the others as by a caller who left."""
+    life = random_life(seed).over(VOCABULARY).with_windows(4, 60)
+    return replace(life, cut_as=FinishReason.STOP) if seed % 2 else life
+
+
+@cache
+def serial(seed: int) -> Life:
+    return live(drawn(seed).requests, depth=0, shape=SHAPE)
+
+
+def drafter_of(kind: str, width: int, folder: Path) -> Drafter:
+    if kind == "eagle3":
+        return Head(folder)
+    return Drafter(kind, folder, block_size=width) if kind == "dflash" else Drafter(kind, folder)
+
+
+def lived(kind: str, width: int, depth: int, seed: int, folder: Path) -> Life:
+    """With the fewest blocks that serve a request. Of even seeds rows beside chunks have windows, too."""
+    one = drawn(seed)
+    size = one.limits["block_size"]
+    how: dict[str, Any] = {
+        "proposer": drafter_of(kind, width, folder),
+        "speculation": Speculation(width, mixed_percent=0 if seed % 2 else 100),
+        "blocks": -(-(128 + width * (depth + 1)) // size) + 1,
+        "shape": SHAPE,
+    }
+    life = live(one.first, one.act, depth=depth, later=one.later, **(one.limits | how))
+    same(life, serial(seed), but=one.cut)
+    return life
+
+
+FULL = (
+    ("mtp", 4, 0, 46),
+    ("mtp", 32, 3, 46),
+    ("dflash", 16, 1, 109),
+    ("dflash", 32, 3, 46),
+    ("eagle3", 16, 4, 109),
+    pytest.param("mtp", 16, 4, 109, marks=pytest.mark.long),
+    pytest.param("eagle3", 32, 2, 46, marks=pytest.mark.long),
+)
+
+
+@pytest.mark.parametrize(("kind", "width", "depth", "seed"), FULL)
+def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int, tmp_path: Path) -> None:
+    life, alone = lived(kind, width, depth, seed, tmp_path), serial(seed)
+    for name in ("evictions", "pauses", "mixed_steps", "spec_num_accepted_tokens"):
+        assert life.counters[name] > 0, name
+    assert life.counters["ghost_rows"] > 0 or depth == 0
+    assert any(life.answers[i][0] != alone.answers[i][0] for i in drawn(seed).cut), "somebody is cut short"
+    assert any(entry[2] for entries in life.logprobs.values() for entry in entries), "top-n log-probabilities"
+    assert any(score[2] for scores in life.scores.by_request.values() for score in scores.values()), "of prompts, too"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives(kind: str, width: int, seed: int, tmp_path: Path) -> None:
+    life = lived(kind, width, (seed + width // 8) % 5, seed, tmp_path)
+    assert life.counters["spec_num_drafts"] > 0
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash", pytest.param("eagle3", marks=pytest.mark.long)])
+def test_the_corners_of_what_steps_with_chunks_share_by_both_paths(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states and features as well: what a larger step left behind is in nobody's guess."""
+    corners, drafter = Corners(4, VOCABULARY), drafter_of(kind, 4, tmp_path)
+    paths_in_turn(monkeypatch, replayed_first=kind == "mtp")
+    policy = Speculation(4, mixed_percent=100)
+    how: dict[str, Any] = {"proposer": drafter, "speculation": policy, "shape": SHAPE, **corners.limits}
+    life = live(corners.first, corners.act, depth=2, **how)
+    corners.check(life)
+    same(life, live(corners.everybody, depth=0, shape=SHAPE))
+    assert check_rounds(drafter, sequences(corners.everybody, life), every=5) > 10
