@@ -69,9 +69,6 @@ class Resources:
         self.evicted_sessions: list[SequenceState] = []
         self.decode_version = 0
         self.waiting_tokens = 0
-        # Of the limits, looked up here once: some of these are worked out at each look, and rows by the hundred ask.
-        self._block_size, self._tokens_ahead = config.limits.block_size, config.limits.tokens_ahead
-        self._beyond_end = config.limits.window - 2
         self._spread = max(1, (config.limits.block_size - 4) // 2)
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
@@ -597,7 +594,7 @@ class Resources:
         blocks, and may be wider. Of a draft tree the last step writes more entries than W. An upper bound of both is
         ``max_model_len - 2 + limits.window`` entries.
         """
-        return min(len(sequence.tokens) + self._tokens_ahead, sequence.max_length + self._beyond_end)
+        return min(sequence.landed_tokens + self.limits.tokens_ahead, self._most_kv(sequence.max_length))
 
     def reserve(self, sequence: SequenceState) -> bool:
         """Blocks for its ``reservation``, evicting others where that helps.
@@ -635,7 +632,7 @@ class Resources:
         For a step that changes block tables anyway: those behind it then change nothing, and send nothing to the
         device. Soon is as many tokens as give blocks to about _TOGETHER rows of all lengths, half a block at most.
         """
-        size, plenty = self._block_size, len(decoding)
+        size, plenty = self.limits.block_size, len(decoding)
         soon = min(size // 2, _TOGETHER * size // max(1, plenty))
         for sequence in [s for s in decoding if s.planned_tokens + soon >= s.wake_at]:
             if self.pool.free_count <= plenty:
@@ -659,12 +656,13 @@ class Resources:
         Rows that are as long as each other would all need a block in the same step. So some are looked at earlier, by
         slot, and take a block then if one is free.
         """
-        wake_at = len(sequence.blocks) * self._block_size - self._beyond_end
-        end = sequence.max_length
-        sequence.wake_at = wake_at - sequence.slot % self._spread if wake_at < end else end
+        sequence.wake_at = self._wake_at_latest(sequence)
+        if sequence.wake_at < sequence.max_length:
+            sequence.wake_at -= self._early(sequence)
 
     def _wake_at_latest(self, sequence: SequenceState) -> int:
-        return min(len(sequence.blocks) * self._block_size - self._beyond_end, sequence.max_length)
+        capacity = len(sequence.blocks) * self.limits.block_size
+        return min(capacity + 2 - self.limits.window, sequence.max_length)
 
     def _early(self, sequence: SequenceState) -> int:
         """In tokens: 0 to not quite half a block."""
@@ -674,11 +672,11 @@ class Resources:
         """KV entries that live rows can ever write. The newest token has none yet, so a live row starts at most at
         position max_length - 2, and writes a window from there: W entries, or those of a draft tree.
         """
-        return max_length + self._beyond_end
+        return max_length - 2 + self.limits.window
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold ``tokens`` KV entries."""
-        return -(-tokens // self._block_size)
+        return -(-tokens // self.limits.block_size)
 
     def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
         """(slot, index, block) of every block handed out since the last call, for the plan to carry."""

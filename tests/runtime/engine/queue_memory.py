@@ -26,25 +26,31 @@ from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from tests.runtime.engine.rig import VOCABULARY, rig
 
+_TEXT = array("i", random.Random(1).choices(range(3, VOCABULARY), k=99_991))
+
 
 def prompt(tokens: int, seed: int) -> array[int]:
-    """Unlike any other."""
-    return array("i", random.Random(seed).choices(range(3, VOCABULARY), k=tokens))
+    """Unlike the others around it, in memory of its own."""
+    begin = 13 * seed % len(_TEXT)
+    return (_TEXT[begin:] + _TEXT * (tokens // len(_TEXT) + 1))[:tokens]
 
 
 @contextmanager
 def open_leader(tokens: int, prompts: int) -> Iterator[EngineClient]:
-    """A client whose engine has one row, taken by a request that is in no hurry, and no limit to who may queue."""
+    """A client whose engine has one row, taken by an answer that lasts until all ``prompts`` are announced (one a turn,
+    of so many tokens), and no limit to who may queue."""
+    turns = prompts + 500
+    longest = max(tokens, turns) + 64
     with rig(
         rows=1,
-        blocks=2 * (tokens + 64) // 64 + 8,
+        blocks=longest // 64 + 8,
         block_size=64,
-        max_model_len=tokens + 64,
+        max_model_len=longest,
         max_prefill_tokens=1024,
-        shape={"max_position_embeddings": tokens + 64, "num_hidden_layers": 1},
+        shape={"max_position_embeddings": longest, "num_hidden_layers": 1},
     ) as engine:
         client = EngineClient(engine, text=False, concurrency=prompts + 1)
-        client.submit(PromptRequest([5, 6, 7], SamplingParams(max_tokens=tokens, ignore_eos=True), priority=-1))
+        client.submit(PromptRequest([5, 6, 7], SamplingParams(max_tokens=turns, ignore_eos=True), priority=-1))
         client.turn()
         yield client
         client.cancel_all()
@@ -62,6 +68,7 @@ def fill_leader(client: EngineClient, prompts: int, tokens: int, *, ahead: int =
             client.turn()
     while scheduler.waiting < prompts:
         client.turn()
+        assert client.live > prompts, "the answer that keeps the others waiting has ended"
 
 
 def open_follower(tokens: int) -> Scheduler:
@@ -97,7 +104,8 @@ def main() -> None:
         held = _resident_bytes() - before
         print(
             f"{options.rank}: {prompts} prompts of {tokens} tokens: {before / 1e6:.0f} MB before, {held / 1e6:.0f} MB "
-            f"more, {held / prompts / tokens:.2f} bytes a token, {seconds:.0f} s of processor time"
+            f"more, {held / prompts / tokens:.2f} bytes a token, {seconds:.0f} s of processor time",
+            flush=True,
         )
 
     began = time.process_time()
