@@ -119,6 +119,7 @@ class Engine:
         self._late = late or NeverLate()
         self._in_flight: deque[_Flight] = deque()
         self._outbox = open_pending_events(config)
+        self._announced: deque[list[Event]] = deque()  # of the leader: records that are not agreed yet, oldest first
         control.explain_with(scheduler.digest.recent)
 
     # ---- the loop ----
@@ -156,9 +157,15 @@ class Engine:
             self._watchdog.step, self._watchdog.place = self.scheduler.step, place
 
     def _submit_agreed_events(self) -> tuple[Finished, ...]:
-        payload = encode_events(self._outbox.portion()) if self._outbox else b""
+        payload = b""
+        if self._outbox:
+            announced = self._outbox.portion()
+            payload = encode_events(announced)
+            self._announced.append(announced)
         agreed = self.control.exchange(self.scheduler.step, self.scheduler.digest.value, payload)
-        events: Sequence[Event] = decode_events(agreed) if agreed else ()
+        events: Sequence[Event] = ()
+        if agreed:
+            events = decode_events(agreed, self._announced.popleft() if self._announced else None)
         if self._router is not None:
             events = self._router.mine(events)
         ended: tuple[Finished, ...] = ()

@@ -204,6 +204,8 @@ class StopMatcher:
         """Append text; returns the part that may be shown. After a match nothing more is ever shown."""
         if self.matched is not None:
             return ""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # most pieces: no stop string can begin in it
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:

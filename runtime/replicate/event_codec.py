@@ -138,9 +138,24 @@ def encode_events(events: Sequence[Event]) -> bytes:
     return payload
 
 
-def decode_events(payload: bytes) -> tuple[Event, ...]:
-    """The events in ``payload``, in order. Raises EventsRefused for bytes that are anything else."""
-    return tuple(_from_wire(event) for event in _decode(payload)) if payload else ()
+def decode_events(payload: bytes, own: Sequence[Event] | None = None) -> tuple[Event, ...]:
+    """The events in ``payload``, in order. Raises EventsRefused for bytes that are anything else.
+
+    ``own``: the events that ``payload`` was made from, on the rank that made it. Prompts that are packed there are
+    taken over, so that the rank whose callers hold them until the answer is there does not hold each a second time.
+    """
+    if not payload:
+        return ()
+    wire = _decode(payload)
+    if own is None:
+        return tuple(_from_wire(event) for event in wire)
+    return tuple(_from_wire(event, _prompt_of(mine)) for event, mine in zip(wire, own, strict=True))
+
+
+def _prompt_of(event: Event) -> array[int] | None:
+    """Of an arrival, where it is packed already."""
+    prompt = event.request.prompt_token_ids if isinstance(event, Admit) else None
+    return prompt if isinstance(prompt, array) and prompt.typecode == "i" else None
 
 
 def _decode(payload: bytes) -> list[_Wire]:
@@ -218,10 +233,10 @@ def _little_endian(numbers: array[int]) -> array[int]:
     return numbers
 
 
-def _from_wire(event: _Wire) -> Event:
+def _from_wire(event: _Wire, own_prompt: array[int] | None = None) -> Event:
     if isinstance(event, _Admit):
         request = event.request
-        prompt = _unpack_tokens(request.prompt_token_ids)
+        prompt = _unpack_tokens(request.prompt_token_ids) if own_prompt is None else own_prompt
         sampling = SamplingParams(*_sampling_fields(request.sampling))
         arrived = Request(request.request_id, prompt, sampling, request.stop_token_ids, request.priority)
         return Admit(arrived, event.quantum, event.keep)

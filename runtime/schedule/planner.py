@@ -25,6 +25,7 @@ Policy, in one place:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from runtime.schedule.budget import TokenBudget
 from runtime.schedule.config import MixedSteps, SchedulerConfig
@@ -107,7 +108,7 @@ class Planner:
             return self._prefill_step(self._cut_shares(most, scored=None)) if prompts_wait else None
         if not prompts_wait:
             return self._decode_step()
-        kv_tokens = sum(sequence.planned_tokens for sequence in self._rows)
+        kv_tokens = sum([sequence.planned_tokens for sequence in self._rows])
         policy, rows = self.speculation, len(self._rows)
         room = 0 if policy is None else self._budget.window_room(rows, kv_tokens, policy.row_tokens)
         width = self._width() if policy is None else policy.mixed_width(rows, room)
@@ -488,7 +489,7 @@ class Planner:
         self._slot_writes.clear()
         self._restored.clear()
         self._saved.clear()
-        writes = [number for write in plan.block_writes for number in write]
+        writes = list(chain.from_iterable(plan.block_writes))
         for write in plan.slot_writes:
             writes += (write.slot, write.epoch, write.request_id, write.length)
         for chunk in chunks:

@@ -77,7 +77,8 @@ class Resources:
         self._arrivals = 0
         self._requeued = 0  # of the requests that wait, those that held a slot before
         self._idled = 0  # times that a request became PAUSED or PARKED
-        self._block_writes: dict[tuple[int, int], int] = {}  # (slot, index) -> block, for the next step
+        # (slot, index) -> (slot, index, block), for the next step
+        self._block_writes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._slot_updates: dict[int, SlotUpdate] = {}  # by slot, for the next step
         self._copies: dict[int, tuple[SlotCopy, SequenceState]] = {}  # by slot, and whose it is; for the next step
         self._saving: dict[int, int] = {}  # by request, the snapshot that the plan which is being made writes
@@ -564,8 +565,9 @@ class Resources:
 
     def _write_blocks(self, sequence: SequenceState, first: int, end: int | None = None) -> None:
         """Have the device told of its blocks [first, end), by default of all from ``first`` on."""
-        for index in range(first, len(sequence.blocks) if end is None else end):
-            self._block_writes[sequence.slot, index] = sequence.blocks[index]
+        slot = sequence.slot
+        for index, block in enumerate(sequence.blocks[first:end], first):
+            self._block_writes[slot, index] = slot, index, block
 
     def update_slot(self, sequence: SequenceState, *, revive: bool) -> None:
         """Have the device told where it ends now."""
@@ -635,10 +637,10 @@ class Resources:
         device. Soon is as many tokens as give blocks to about _TOGETHER rows of all lengths, half a block at most.
         """
         size, plenty = self.limits.block_size, len(decoding)
-        soon = min(size // 2, _TOGETHER * size // max(1, len(decoding)))
-        for sequence in decoding:
-            if sequence.planned_tokens + soon < sequence.wake_at or self.pool.free_count <= plenty:
-                continue
+        soon = min(size // 2, _TOGETHER * size // max(1, plenty))
+        for sequence in [s for s in decoding if s.planned_tokens + soon >= s.wake_at]:
+            if self.pool.free_count <= plenty:
+                return
             if self._wake_at_latest(sequence) < sequence.max_length:
                 self._take_blocks(sequence, 1)
                 self.set_wake(sequence)
@@ -688,7 +690,7 @@ class Resources:
 
     def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
         """(slot, index, block) of every block handed out since the last call, for the plan to carry."""
-        writes = tuple((slot, index, block) for (slot, index), block in self._block_writes.items())
+        writes = tuple(self._block_writes.values())
         self._block_writes.clear()
         return writes
 

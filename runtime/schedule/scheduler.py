@@ -161,13 +161,15 @@ class Scheduler:
                 return self._apply_windows(flight, width, result)
         self._steady = None
         rows: list[SequenceState | None] = list(flight.rows)
+        ghosts: list[int] = []
         if flight.slot_version != self.slots.version:
-            self._drop_ghosts(rows, plan, result)
+            ghosts = self._drop_ghosts(rows, plan, result)
         done = []
         gains: list[int] = []  # of live windows
         last_gains: list[int] = []  # of those that ended
         barren: list[tuple[SequenceState, int]] = []
-        for i, (sequence, count, code) in enumerate(zip(rows, counts, result.finish, strict=True)):
+        for i in range(len(rows)) if wide else self._apply_to_plain_rows(flight, ghosts, result):
+            sequence, count, code = rows[i], counts[i], result.finish[i]
             if sequence is None:
                 continue
             if count == 1:
@@ -222,6 +224,25 @@ class Scheduler:
         again = flight.rows is self._rows_told
         self._steady = SteadyRows(flight.rows, self.resources.gained) if again else None
         return self._told(flight, 1, result)
+
+    def _apply_to_plain_rows(self, flight: Flight, ghosts: Sequence[int], result: StepResult) -> list[int]:
+        """The same for those rows of a step of width 1 of which it is true; returns the numbers of the others.
+
+        A mixed step always has others, of a thousand rows a few: rows with chunks, ghosts, and those that end.
+        """
+        rows, tokens, others = flight.rows, result.tokens, set(ghosts)
+        if not all(result.counts):
+            others.update([row for row, count in enumerate(result.counts) if not count])
+        if any(result.finish):
+            others.update([row for row, code in enumerate(result.finish) if code])
+        in_order, begin = sorted(others), 0
+        for end in (*in_order, len(rows)):
+            for sequence, token in zip(rows[begin:end], tokens[begin:end], strict=True):
+                sequence.tokens.append(token)
+                if len(sequence.tokens) > sequence.publish_at:
+                    self.resources.gained(sequence)
+            begin = end + 1
+        return in_order
 
     def _apply_windows(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
         """The same for a step of windows of ``width`` tokens: every row is live, gained some and goes on."""
@@ -282,12 +303,15 @@ class Scheduler:
             if code == _ERROR:
                 self.resources.distrust(sequence, ghost=self._is_ghost(slot, epoch))
 
-    def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> None:
-        for i, (slot, epoch) in enumerate(zip(plan.slots, plan.epochs, strict=True)):
-            if self._is_ghost(slot, epoch):
-                rows[i] = None
-                self.counters.ghost_rows += 1
-                self.counters.wasted_tokens += result.counts[i]
+    def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
+        """Returns their numbers."""
+        epochs, pairs = self.slots.epochs, enumerate(zip(plan.slots, plan.epochs, strict=True))
+        ghosts = [i for i, (slot, epoch) in pairs if epochs[slot] != epoch]
+        for i in ghosts:
+            rows[i] = None
+            self.counters.ghost_rows += 1
+            self.counters.wasted_tokens += result.counts[i]
+        return ghosts
 
     def _is_ghost(self, slot: int, epoch: int) -> bool:
         return self.slots.epochs[slot] != epoch

@@ -60,6 +60,19 @@ def test_events_come_back_as_they_went(events: list[Event]) -> None:
     assert [type(event) for event in back] == [type(event) for event in events]
 
 
+def test_who_made_the_record_keeps_its_own_packed_prompts_and_takes_all_else_from_it() -> None:
+    mine = replace(PLAIN, prompt_token_ids=packed(PLAIN.prompt_token_ids), request_id=4)
+    own: list[Event] = [Admit(PLAIN), Cancel(9), Admit(mine)]
+    back = decode_events(encode_events(own), own)
+    assert back == decode_events(encode_events(own))
+    ours, theirs = back[2], back[0]
+    assert isinstance(ours, Admit)
+    assert isinstance(theirs, Admit)
+    assert ours.request.prompt_token_ids is mine.prompt_token_ids
+    assert ours.request.sampling is not mine.sampling
+    assert theirs.request.prompt_token_ids == packed(PLAIN.prompt_token_ids), "one that was not packed is unpacked"
+
+
 def test_no_events_are_no_bytes() -> None:
     assert encode_events([]) == b""
     assert decode_events(b"") == ()

@@ -178,6 +178,9 @@ class NoGhostCheck(Scheduler):
     def _is_ghost(self, slot: int, epoch: int) -> bool:
         return False
 
+    def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
+        return []
+
 
 class FreesOnPlannedCounts(Planner):
     """A request whose last token is planned gives its slot and blocks back before that token has landed."""
