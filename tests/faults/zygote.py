@@ -7,7 +7,7 @@ Does not know: jobs, faults. Why: six imports of torch cost a case more than eve
     stdout   the program's process id; then, when it has ended, its exit code
 
 Triton is not imported: whether it compiles or interprets is decided by the environment when it is. What is imported is
-frozen: a fork's own garbage collections, of which the start of an engine has two, do not look at it, nor copy its pages.
+frozen: a fork's garbage collections, of which the start of an engine has two, do not look at it, nor copy its pages.
 
 A launcher forks its ranks beside threads of its own: the store of the rendezvous looks up the name of whoever connects,
 and libc holds a lock while it does. A rank forked in that moment finds the lock held for ever, at its first lookup. So
@@ -33,12 +33,14 @@ from typing import Any
 
 import torch.distributed.run
 
-import launch.bench.command  # noqa: F401  what ranks need is here before they are: commands, each of which
-import launch.daemon.command  # noqa: F401  imports its own when it runs
-import launch.serve.command  # noqa: F401
-import tests.faults.rank  # noqa: F401
+import launch.bench.command
+import launch.daemon.command
+import launch.serve.command
+import tests.faults.rank
 from runtime.watchdog.parent_death import die_with_parent
 
+# What ranks need is here before they are. The program imports a command when it runs it.
+IMPORTED = (tests.faults.rank, launch.bench.command, launch.daemon.command, launch.serve.command)
 TORCHRUN = "torch.distributed.run"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -15,6 +16,7 @@ from runtime.engine import Engine
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.states import State
+from tests.runtime.engine.conftest import HYBRIDS, long, over_model, over_models
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import request
@@ -23,9 +25,40 @@ pytestmark = pytest.mark.usefixtures("every_model")
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
 
-@pytest.fixture(params=[1, 2, 4])
+DEPTHS = (1, 2, 4)
+
+
+@pytest.fixture
+def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return over_model(request.param, monkeypatch)
+
+
+@pytest.fixture
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every event happens at each depth and over each kind of model; each of both together is long."""
+    if has_depths(metafunc):
+        metafunc.parametrize("every_model", over_models(), indirect=True)
+    elif "depth" in metafunc.fixturenames:
+        cases = over_models(DEPTHS, turned=turn(metafunc))
+        metafunc.parametrize(("every_model", "depth"), cases, indirect=True)
+    else:
+        assert metafunc.function.__name__ == "test_random_lives"
+        further = [long(model, seed) for model in ("attention", "hybrid", *HYBRIDS) for seed in range(10, 60)]
+        metafunc.parametrize(("every_model", "seed"), over_models(range(10)) + further, indirect=["every_model"])
+
+
+def has_depths(metafunc: pytest.Metafunc) -> bool:
+    """It says itself which."""
+    return any("depth" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+
+
+def turn(metafunc: pytest.Metafunc) -> int:
+    """Other events meet other depths."""
+    return crc32(metafunc.function.__name__.encode())
 
 
 def ending(at: int, requests: list[Request]) -> list[Request]:
@@ -392,7 +425,6 @@ def test_prefix_hits(depth: int, every_model: str) -> None:
 # ---- everything at once ----
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 60))])
 def test_random_lives(seed: int) -> None:
     drawn = random_life(seed)
     life = live(drawn.first, drawn.act, depth=(1, 2, 4)[seed % 3], later=drawn.later, **drawn.limits)
