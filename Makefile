@@ -74,7 +74,7 @@ test-batches: $(STAMP)  ## 1,000 random batches through the whole front end agai
 test-groups: $(STAMP)  ## data-parallel groups: the lifecycle suite at every depth, 450 random lives: fifteen minutes
 	$(BIN)/python -m pytest -n 2 -m long tests/runtime/engine/test_dealt_groups.py tests/runtime/engine/test_groups_lifecycle.py
 
-test-long: $(STAMP)  ## more seeds, sizes and models of what `make test` has, but Slurm: an hour and a half
+test-long: $(STAMP)  ## more seeds, sizes and models of what `make test` has, but Slurm: hours
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not slurm and not gpu and not multigpu'
 
 test-serve: $(STAMP)  ## the server under 50,000 requests, 50,000 clients that leave, 20,000 broken requests, 10,000 at once

@@ -95,18 +95,10 @@ def _log_as(rank: str) -> None:
 
 
 def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCommand) -> int:
-    from launch.bench import command as bench
     from launch.bench.trace import BenchError
-    from launch.daemon import command as daemon
     from launch.errors import UsageError
-    from launch.generate.command import run
     from launch.generate.output_file import ResultsFileError, ResultsWriteError
-    from launch.ranks.start_engine import open_engine
-    from launch.report.load_plot import LoadPictures
-    from launch.report.mixed_plot import plot_mixed
-    from launch.report.peers_plot import plot
-    from launch.serve import command as serve
-    from launch.tune import command as tune
+    from launch.serve.command import ApiProcessesFailed
     from models.checkpoint import WeightsError
     from models.config import ModelConfigError
     from runtime.config import ConfigError
@@ -117,22 +109,47 @@ def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCo
     of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
     of_the_model = (ModelConfigError, WeightsError, CacheMemoryError, CaptureError)
     try:
-        if isinstance(command, TuneCommand):
-            return tune.run(command, os.environ)
-        if isinstance(command, BenchCommand):
-            if command.subcommand == "plot":
-                return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
-            return bench.run(command, os.environ, open_engine, LoadPictures())
-        if isinstance(command, ServeCommand):
-            return serve.run(command, os.environ, open_engine)
-        if isinstance(command, DaemonCommand):
-            return daemon.run(command, os.environ, open_engine)
-        return run(command, os.environ, open_engine)
-    except (MeetingError, ResultsWriteError, BenchError, serve.ApiProcessesFailed) as error:
+        return _run_its_module(command)
+    except (MeetingError, ResultsWriteError, BenchError, ApiProcessesFailed) as error:
         print(f"lockstride {command.name}: error: {error}", file=sys.stderr)
         return FAILED
     except (*of_the_command_line, *of_the_model) as error:
         return _refused(command, error)
+
+
+def _run_its_module(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCommand) -> int:
+    """Each command imports its own module only: that of ``tune`` imports Triton, which takes each rank 0.1 to 0.3 s."""
+    from launch.ranks.start_engine import open_engine
+
+    if isinstance(command, TuneCommand):
+        from launch.tune import command as tune
+
+        return tune.run(command, os.environ)
+    if isinstance(command, BenchCommand):
+        return _run_bench(command)
+    if isinstance(command, ServeCommand):
+        from launch.serve import command as serve
+
+        return serve.run(command, os.environ, open_engine)
+    if isinstance(command, DaemonCommand):
+        from launch.daemon import command as daemon
+
+        return daemon.run(command, os.environ, open_engine)
+    from launch.generate.command import run
+
+    return run(command, os.environ, open_engine)
+
+
+def _run_bench(command: BenchCommand) -> int:
+    from launch.bench import command as bench
+    from launch.ranks.start_engine import open_engine
+    from launch.report.load_plot import LoadPictures
+    from launch.report.mixed_plot import plot_mixed
+    from launch.report.peers_plot import plot
+
+    if command.subcommand == "plot":
+        return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
+    return bench.run(command, os.environ, open_engine, LoadPictures())
 
 
 def _refused(

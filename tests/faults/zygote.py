@@ -6,7 +6,8 @@ Does not know: jobs, faults. Why: six imports of torch cost a case more than eve
     stdin    {"module": to run, "arguments": [...], "environ": {...}, "output": path of a FIFO, "errors": of another}
     stdout   the program's process id; then, when it has ended, its exit code
 
-Triton is not imported: whether it compiles or interprets is decided by the environment when it is.
+Triton is not imported: whether it compiles or interprets is decided by the environment when it is. What is imported is
+frozen: a fork's garbage collections, of which the start of an engine has two, do not look at it, nor copy its pages.
 
 A launcher forks its ranks beside threads of its own: the store of the rendezvous looks up the name of whoever connects,
 and libc holds a lock while it does. A rank forked in that moment finds the lock held for ever, at its first lookup. So
@@ -16,6 +17,7 @@ no rank runs, and connects, before the launcher has forked all of its own (``_fo
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import json
 import logging
@@ -31,9 +33,14 @@ from typing import Any
 
 import torch.distributed.run
 
-import tests.faults.rank  # noqa: F401  what ranks need is here before they are
+import launch.bench.command
+import launch.daemon.command
+import launch.serve.command
+import tests.faults.rank
 from runtime.watchdog.parent_death import die_with_parent
 
+# What ranks need is here before they are. The program imports a command when it runs it.
+IMPORTED = (tests.faults.rank, launch.bench.command, launch.daemon.command, launch.serve.command)
 TORCHRUN = "torch.distributed.run"
 
 
@@ -102,6 +109,8 @@ def main() -> None:
     die_with_parent()
     faulthandler.enable()  # of what it forks, too: tests/torchrun.py asks a job that does not end where it stands
     torch.arange(1, device="meta")  # the first of a process imports sympy
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         process = os.fork()

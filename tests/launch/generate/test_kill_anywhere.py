@@ -1,4 +1,4 @@
-"""Thirty kills of `generate`, of real processes, over both engines; the long form is `make test-kill`."""
+"""Thirteen kills of `generate`, of real processes, over both engines; the long form is `make test-kill`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("engine", "kills", "lines"), [("fake", 24, 30), ("real", 6, 12)])
+@pytest.mark.parametrize(("engine", "kills", "lines"), [("fake", 10, 30), ("real", 3, 12)])
 def test_whenever_it_is_killed_it_ends_as_if_it_had_not_been(engine: str, kills: int, lines: int) -> None:
     """A program of its own, because runs are forked and pytest's process has threads."""
     options = ["--engine", engine, "--kills", str(kills), "--lines", str(lines), "--fresh-every", "0"]

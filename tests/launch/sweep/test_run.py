@@ -216,19 +216,19 @@ def test_two_sweeps_over_one_ledger_share_the_points(tmp_path: Path) -> None:
     assert not any(line.startswith("double") for line in journal_lines(out))
 
 
-# ---- thirty kills; the long form is `make test-kill` ----
+# ---- twelve kills; the long form is `make test-kill` ----
 
 
 @pytest.mark.multiprocess
 def test_kills_at_any_moment_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
-    tally = kill_sweep.kill_anywhere(tmp_path, kills=20, seed=20261120)
-    assert tally.kills == 20
+    tally = kill_sweep.kill_anywhere(tmp_path, kills=8, seed=20261120)
+    assert tally.kills == 8
     assert tally.clean, tally
 
 
 @pytest.mark.multiprocess
 def test_kills_of_submissions_and_tasks_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
-    tally = kill_sweep_jobs.kill_anywhere(tmp_path, kills=10, seed=20261121, points=6)
-    assert tally.kills == 10
+    tally = kill_sweep_jobs.kill_anywhere(tmp_path, kills=4, seed=20261121, points=6)
+    assert tally.kills == 4
     assert tally.clean, tally
     assert list(tmp_path.glob("cluster*/slurm-logs/*")), "and not where the test was called"

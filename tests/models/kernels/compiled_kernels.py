@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,23 +79,30 @@ def dense(driver: CompilingDriver) -> None:
     rank.several_queries(32, 16)
     for rows in (1, 32):  # without a list of splits, and with one
         rank.several_queries(rows, 32, tree=True)
-    Rank(driver, "8b", tp=4).decode(1)
     two = Rank(driver, "8b", tp=2)
     two.decode(32)
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
-    products(driver, likeliest_wide())
+    products(driver, likeliest_wide(128))
     driver.where = "a fork"
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
     copy_blocks(torch.empty(1, dtype=torch.int64, device=META), pairs, 300, words=32 * 128 * 128, halves=36)
     draft_trees(driver)
     windows(driver)
-    same_bits(driver, "8b")
+    same_bits(driver, "8b", buckets=(1, 64))
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def more_dense(driver: CompilingDriver) -> None:
+    """Further sizes of kernels that ``dense`` has: four ranks, wide products of 256 rows, the deterministic mode's
+    other tiles."""
+    Rank(driver, "8b", tp=4).decode(1)
+    products(driver, likeliest_wide(256))
+    same_bits(driver, "8b", buckets=(32, 128))
 
 
 def draft_trees(driver: CompilingDriver) -> None:
@@ -157,29 +164,28 @@ def windows(driver: CompilingDriver) -> None:
     joined_norms(state, state[0], state, state[0], 1e-6, True)
 
 
-def same_bits(driver: CompilingDriver, shape: str, **more: Any) -> None:
+def same_bits(driver: CompilingDriver, shape: str, buckets: Sequence[int] = (1, 32, 64, 128), **more: Any) -> None:
     """The deterministic mode: products in every tile, attention with a row's chunks in several programs and in one."""
     rank = Rank(driver, shape, same_bits=True, **more)
-    for bucket in (1, 32, 64, 128):
+    for bucket in buckets:
         rank.decode(bucket)
     rank.prefill(MOST_PREFILL)
     rank.several_queries(2, 16)
 
 
-def likeliest_wide() -> ChoiceTable:
-    """A wide kernel for 8B's gate-up and, with K split, for its down at 128 and 256 rows."""
+def likeliest_wide(rows: int) -> ChoiceTable:
+    """A wide kernel for 8B's gate-up and, with K split, for its down."""
     table = ChoiceTable()
-    for rows in (128, 256):
-        for outputs, inner, split in ((24576, 4096, 1), (4096, 12288, 4)):
-            shape = LinearShape(rows, outputs, inner, torch.bfloat16, normed=split == 1, gate_up=split == 1)
-            fitting = (c for c in wide_candidates(shape) if isinstance(c, Wide) and c.split == split)
-            table.put(shape, max(fitting, key=lambda choice: choice.block_o))
+    for outputs, inner, split in ((24576, 4096, 1), (4096, 12288, 4)):
+        shape = LinearShape(rows, outputs, inner, torch.bfloat16, normed=split == 1, gate_up=split == 1)
+        fitting = (c for c in wide_candidates(shape) if isinstance(c, Wide) and c.split == split)
+        table.put(shape, max(fitting, key=lambda choice: choice.block_o))
     return table
 
 
 def experts(driver: CompilingDriver) -> None:
-    """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's, with all tiles. What
-    it shares with dense models is compiled for its sizes by ``--shape 30b-a3b`` only.
+    """And of the sparse one: the streamed and the grouped path, with the load counted; Mixtral's. What it shares with
+    dense models is compiled for its sizes by ``--shape 30b-a3b`` only.
     """
     driver.package = "models.kernels.experts."
     rank = Rank(driver, "30b-a3b", tp=2, ep=True)
@@ -188,8 +194,19 @@ def experts(driver: CompilingDriver) -> None:
         rank.decode(bucket)
     rank.prefill(MOST_PREFILL)
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
+    mixtral(driver, 1, 64, 2048)
+    without_a_gate(driver)
+
+
+def more_experts(driver: CompilingDriver) -> None:
+    """All tiles."""
+    mixtral(driver, 8, 128, 256, 8192)
+
+
+def mixtral(driver: CompilingDriver, *lists: int) -> None:
+    """Its experts over ``lists`` of so many rows."""
     layer = dataclasses.replace(share_of("mixtral-8x7b", 2), device="meta")
-    for rows in (1, 8, 64, 128, 256, 2048, 8192):
+    for rows in lists:
         driver.where = f"Mixtral, {rows} rows"
         given = (layer.tokens(rows), *layer.weights(), *layer.chosen(rows), True)
         if rows == 1:
@@ -199,7 +216,6 @@ def experts(driver: CompilingDriver) -> None:
         mean = rows * layer.choices / layer.experts
         if (tiles := long_list_tiles(mean, layer.held, layer.hidden, layer.inner)) is not None:
             grouped_tma.expert_mlp(*given, tiles)
-    without_a_gate(driver)
 
 
 def without_a_gate(driver: CompilingDriver) -> None:
@@ -290,11 +306,11 @@ def pushing(driver: CompilingDriver) -> None:
             kernels.matmul.run(x, weight, None, choice, gate_up=False, buffers=into)
 
 
-def all_reduces(driver: CompilingDriver) -> None:
-    """Between two, three, five and eight ranks, with and without what follows a sum in a decoder. Of float32, whose
-    rows only take more stores, between eight.
+def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
+    """Between so many ranks, with and without what follows a sum in a decoder. Of float32, whose rows only take more
+    stores, between eight.
     """
-    for size in (2, 3, 5, 8):
+    for size in sizes:
         made = FirstRank(size).dispatch
         for name, way in {"one-shot": made.one_shot, "pushed": made.pushed, "two-shot": made.two_shot}.items():
             for dtype in (torch.bfloat16, torch.float32)[: 1 + size // 8]:
@@ -304,9 +320,9 @@ def all_reduces(driver: CompilingDriver) -> None:
                 way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
-def exchanges(driver: CompilingDriver) -> None:
-    """There and back, between two, three, five and eight groups: any number of tokens runs the same code."""
-    for size in (2, 3, 5, 8):
+def exchanges(driver: CompilingDriver, *sizes: int) -> None:
+    """There and back, between so many groups: any number of tokens runs the same code."""
+    for size in sizes:
         use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
         buffers = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), use_counts, 0, ROWS, ROW_BYTES)
         for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
@@ -367,16 +383,21 @@ def more_same_bits(driver: CompilingDriver) -> None:
 
 
 def slot_state(driver: CompilingDriver) -> None:
-    """The kernels over slot state at the sizes of Qwen3-Next on one rank and on two: every launch of a prefill, of a
-    mixed step and of decode; and of small float32 heads.
-    """
+    """The kernels over slot state at the sizes of Qwen3-Next, and of small float32 heads; Mamba-2's."""
+    gated_delta(driver, (16, 32, 128, torch.bfloat16), (2, 4, 24, torch.float32))
+    mamba(driver)
+
+
+def more_slot_state(driver: CompilingDriver) -> None:
+    """Heads that do not make a power of two."""
+    gated_delta(driver, (8, 24, 128, torch.bfloat16))
+
+
+def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dtype]) -> None:
+    """Every launch of a prefill, of a mixed step and of decode."""
     driver.package = "models.kernels.recurrent."
     kernels = NvidiaKernels(META)
-    for k_heads, v_heads, dim, dtype in (
-        (16, 32, 128, torch.bfloat16),
-        (8, 24, 128, torch.bfloat16),
-        (2, 4, 24, torch.float32),
-    ):
+    for k_heads, v_heads, dim, dtype in shapes:
         driver.where = f"{v_heads} heads of {dim}, {dtype}"
         channels, values = (2 * k_heads + v_heads) * dim, v_heads * dim
         number = torch.empty(v_heads, device=META)
@@ -408,20 +429,24 @@ def slot_state(driver: CompilingDriver) -> None:
         x = torch.empty(9, 2048, dtype=dtype, device=META)
         kernels.sigmoid_mul(x, x)
         kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))
-    mamba(driver)
 
 
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
+    "more-dense": more_dense,
     "experts": experts,
+    "more-experts": more_experts,
     "rotation": rotation,
     "same-bits": more_same_bits,
     "prefill": prefills,
     "more-prefill": more_prefills,
     "push": pushing,
-    "all-reduce": all_reduces,
-    "exchanges": exchanges,
+    "all-reduce": lambda driver: all_reduces(driver, 3, 8),
+    "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),
+    "exchanges": lambda driver: exchanges(driver, 3, 8),
+    "more-exchanges": lambda driver: exchanges(driver, 2, 5),
     "slot-state": slot_state,
+    "more-slot-state": more_slot_state,
     "table": shipped_table,
     "too-much": too_much,
 }

@@ -22,6 +22,7 @@ from tests.models.kernels.launch_order import launch_order
 from tests.torchrun import python
 
 ROOT = Path(__file__).parents[3]
+LONG = pytest.mark.long  # further sizes of the same kernels
 MOST_SHARED = 232448  # bytes: 227 KiB, what one program of an H200 may have
 
 # Arguments that the launch right before never wrote: weights, what a step says about its rows, and what an earlier step
@@ -103,11 +104,12 @@ def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) 
         assert to_one["programs"] >= min(2, alone["programs"])
 
 
-def test_sums_send_and_empty_as_wide_as_they_can(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "sizes"), [("all-reduce", 3), pytest.param("more-all-reduce", 2, marks=LONG)])
+def test_sums_send_and_empty_as_wide_as_they_can(part: str, sizes: int, tmp_path: Path) -> None:
     """A thread has sixteen bytes or more of each part, which it stores that wide."""
-    found = compiled(tmp_path, "--part", "all-reduce")
+    found = compiled(tmp_path, "--part", part)
     assert complaints(found) == []
-    assert len(found) == (4 + 1) * 3 * 2
+    assert len(found) == sizes * 3 * 2
     for one in found:
         way, ranks = re.findall(r"(.*), (\d+) ranks", one["where"])[0]
         others, results = int(ranks) - 1, 2 if one["constants"]["NORM"] else 1
@@ -116,11 +118,12 @@ def test_sums_send_and_empty_as_wide_as_they_can(tmp_path: Path) -> None:
         assert one["stores"] == {"v4.b32": a_row * (moved + results), "b32": 1}, one  # and the count of exchanges
 
 
-def test_exchanges_move_rows_as_wide_as_they_can(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["exchanges", pytest.param("more-exchanges", marks=LONG)])
+def test_exchanges_move_rows_as_wide_as_they_can(part: str, tmp_path: Path) -> None:
     """Hidden states in sixteen bytes; a weight and an id of each choice are one number a thread."""
-    found = compiled(tmp_path, "--part", "exchanges")
+    found = compiled(tmp_path, "--part", part)
     assert complaints(found) == []
-    assert len(found) == 4 * 3 * 2
+    assert len(found) == 2 * 3 * 2
     for one in found:
         others = int(one["where"].split()[0]) - 1
         if one["kernel"] == "_all_reduce_kernel":
@@ -134,7 +137,7 @@ def test_exchanges_move_rows_as_wide_as_they_can(tmp_path: Path) -> None:
         assert one["shared"] <= 64, "nothing changes threads"
 
 
-@pytest.mark.parametrize("part", ["prefill", pytest.param("more-prefill", marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", ["prefill", pytest.param("more-prefill", marks=LONG)])
 def test_prefill_attention_of_every_dtype_fits(part: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--part", part)
     assert complaints(found) == []
@@ -171,8 +174,10 @@ def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_the_deterministic_mode_of_other_shapes_fits(tmp_path: Path) -> None:
-    assert complaints(compiled(tmp_path, "--part", "same-bits")) == []
+@pytest.mark.parametrize("part", ["more-dense", "more-experts", "more-slot-state", "same-bits"])
+def test_kernels_at_further_sizes_fit(part: str, tmp_path: Path) -> None:
+    """``same-bits``: the deterministic mode of other shapes."""
+    assert complaints(compiled(tmp_path, "--part", part)) == []
 
 
 @pytest.mark.long

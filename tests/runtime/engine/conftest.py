@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
 import pytest
 
 from models.registry import ARCHITECTURES
@@ -9,11 +13,23 @@ from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine import rig
+from tests.selection import covering
 
 HYBRIDS: dict[str, dict[str, object]] = {**FAMILIES, "nemotron-h": NEMOTRON}
 
 
-@pytest.fixture(params=["attention", "hybrid", *(pytest.param(family, marks=pytest.mark.long) for family in HYBRIDS)])
+def long(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def over_models(*axes: Sequence[Any], at_once: int = 1, turned: int = 0) -> list[Any]:
+    """For ``every_model`` and other parameters: a selection of their grid (tests/selection.py); that of families is
+    long."""
+    cases = covering(("attention", "hybrid"), *axes, at_once=at_once, turned=turned)
+    return cases + [long(*values) for values in product(HYBRIDS, *axes)]
+
+
+@pytest.fixture(params=["attention", "hybrid", *map(long, HYBRIDS)])
 def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return over_model(str(request.param), monkeypatch)
 

@@ -138,7 +138,10 @@ def live(
 
 @cache
 def _alone(requests: tuple[Request, ...], limits: tuple[tuple[str, Any], ...], model: str) -> Life:
-    return live(list(requests), depth=0, **dict(limits))
+    life = live(list(requests), depth=0, **dict(limits))
+    for steps in (life.plans, life.specs, life.gained):
+        steps.clear()  # thousands of objects, in which nobody looks for what must be equal
+    return life
 
 
 def oracle(requests: list[Request], **limits: Any) -> Life:

@@ -1,6 +1,6 @@
-"""5,000 bad and border requests through each door of an engine of one rank, 1,000 of an engine of two (5,000 with
-``-m long``): nobody else notices. What is refused is refused before another rank hears of it, so two ranks take the
-time for those that are served.
+"""1,000 bad and border requests through each door of an engine of one rank and of two (5,000 with ``-m long``): nobody
+else notices. What is refused is refused before another rank hears of it, so two ranks take the time for those that are
+served.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.runtime.engine.bad_requests import CONTEXT, ROWS, check, model_folder
 from tests.runtime.engine.rig import rig
 from tests.torchrun import torchrun
 
-COUNT = 5000
+COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.long)])
 
 
 def enough(found: dict[str, int], count: int) -> None:
@@ -24,13 +24,14 @@ def enough(found: dict[str, int], count: int) -> None:
     assert found["steps"] > 100
 
 
-def test_one_rank(tmp_path: Path) -> None:
+@COUNTS
+def test_one_rank(tmp_path: Path, count: int) -> None:
     with rig(rows=ROWS, max_model_len=CONTEXT, max_prefill_tokens=128) as engine:
-        enough(check(engine, model_folder(tmp_path), COUNT), COUNT)
+        enough(check(engine, model_folder(tmp_path), count), count)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("count", [COUNT // 5, pytest.param(COUNT, marks=pytest.mark.long)])
+@COUNTS
 def test_two_ranks(tmp_path: Path, count: int) -> None:
     folder, output = model_folder(tmp_path / "model"), tmp_path / "found.json"
     ran = torchrun(2, "tests.runtime.engine.bad_requests", str(folder), str(count), str(output))

@@ -29,6 +29,7 @@ from tests.runtime.engine.test_hybrid import on_banks, whole
 from tests.runtime.engine.test_lifecycle import ending
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_windows import windows
+from tests.selection import covering
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -60,8 +61,7 @@ def test_a_mixture_at_every_depth(family: str) -> None:
         assert deep.by_request.keys() == serial.by_request.keys()
 
 
-@FAMILY
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("family", "depth"), covering([*FAMILIES], (0, 2), at_once=1))
 def test_what_belongs_to_nobody_reaches_nobody(family: str, depth: int) -> None:
     """NaN in the null slot, in free slots, in idle blocks, before every turn; rows are evicted meanwhile."""
     requests = mixture(11) + [request(20 + i, range(i, i + 40), max_tokens=50, stops=()) for i in range(4)]
@@ -160,13 +160,16 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
 # -- windows: state takes in the tokens that are kept ------------------------------------------------------------------
 
 
-@FAMILY
-@pytest.mark.parametrize(("widths", "depth"), [((3,), 0), ((2, 8), 2), ((32, 1), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "how"), covering([*FAMILIES], [((3,), 0), ((2, 8), 2), ((32, 1), 4)], at_once=1), ids=str
+)
 def test_windows_give_the_tokens_of_single_steps(
-    family: str, widths: tuple[int, ...], depth: int, monkeypatch: pytest.MonkeyPatch
+    family: str, how: tuple[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some proposals are right and some wrong; ends by length, by stop id in the middle of a window, penalties."""
+    """``how``: widths, and the depth. Some proposals are right and some wrong; ends by length, by stop id in the middle
+    of a window, penalties."""
     over_model(family, monkeypatch)
+    widths, depth = how
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=1 + 7 * i)) for i, r in enumerate(people(6))]
     life = windows(requests, widths, depth=depth)
     assert life.counters["spec_num_accepted_tokens"] > 0

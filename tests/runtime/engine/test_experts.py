@@ -19,10 +19,12 @@ from runtime.build import build_engine
 from runtime.chain_depth import settled
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.executor import Executor
-from tests.runtime.engine import lives, rig
+from tests.runtime.engine import lives, rig, test_lifecycle
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.rig import TINY, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_lifecycle import *  # noqa: F403 - the whole suite, over the model below
+from tests.runtime.engine.test_lifecycle import DEPTHS, says, turn
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_ranks import SEED, start
 
@@ -43,6 +45,18 @@ MIXTRAL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "intermediate_size": 32,
 }
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:  # type: ignore[no-redef]  # instead of the suite's own
+    """Each event at one depth, one seed of random lives for each; the others are long."""
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", [*range(3), *map(long, range(3, 60))])
+    elif "every_model" in metafunc.fixturenames:
+        test_lifecycle.pytest_generate_tests(metafunc)
+    elif "depth" in metafunc.fixturenames and not says(metafunc, "depth"):
+        kept = turn(metafunc) % len(DEPTHS)
+        depths = [depth if at == kept else long(depth) for at, depth in enumerate(DEPTHS)]
+        metafunc.parametrize("depth", depths, indirect=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,10 +13,12 @@ from runtime.engine import Engine
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.request import Request
 from runtime.schedule.states import State
+from tests.runtime.engine.conftest import over_models
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import VOCABULARY, request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_mixed import last_layer_for_draws
+from tests.selection import covering
 
 DEPTHS = (0, 1, 2, 4)
 BUCKETS = (4, 8, 16, 24, 40, 64)
@@ -53,9 +55,11 @@ def alone(requests: list[Request], **limits: Any) -> Life:
     return oracle([answer for one in requests for answer in one.answers()], prefix_caching=False, **limits)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
-@pytest.mark.parametrize("chunk", [WITHOUT_CHUNKS, 11], ids=["whole", "chunks"])
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("every_model", "depth", "chunk", "prefix_caching"),
+    over_models(DEPTHS, (WITHOUT_CHUNKS, 11), (True, False), at_once=2),
+    indirect=["every_model"],
+)
 @pytest.mark.usefixtures("every_model")
 def test_answers_are_those_of_single_requests(depth: int, chunk: int, prefix_caching: bool) -> None:
     limits: dict[str, Any] = {"max_prefill_tokens": chunk, "prefix_caching": prefix_caching}
@@ -105,8 +109,7 @@ def test_eight_answers_to_1024_tokens_compute_1024_tokens() -> None:
     assert forked.counters["prefix_waits"] == 0, "nobody waits for blocks"
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
+@pytest.mark.parametrize(("depth", "prefix_caching"), covering(DEPTHS, (True, False), at_once=1))
 def test_with_little_room_as_many_fork_as_fit(depth: int, prefix_caching: bool) -> None:
     """Rows for three and blocks for a few: the others come later, evictions and all."""
     requests = families()
@@ -115,11 +118,9 @@ def test_with_little_room_as_many_fork_as_fit(depth: int, prefix_caching: bool) 
     assert 0 < forked.counters["forks"] < sum(one.sampling.n - 1 for one in requests)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("victim", [0, 2], ids=["whose row the prompt has", "another"])
-@pytest.mark.parametrize("turn", [1, 3, 6])
+@pytest.mark.parametrize(("turn", "victim", "depth"), covering((1, 3, 6), (0, 2), (0, 2)))
 def test_one_answer_may_be_cancelled_at_any_time(turn: int, victim: int, depth: int) -> None:
-    """In turn 1 and 3 the prompt is being computed, in turn 6 all answers are running."""
+    """In turn 1 and 3 the prompt is being computed, in turn 6 all answers are running. It is in row 0."""
     requests = [request(0, prompt(37, 2), n=4, temperature=1.0, max_tokens=12, logprobs=1)]
     states: list[State] = []
 

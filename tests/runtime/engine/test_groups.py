@@ -35,23 +35,24 @@ from tests.runtime.engine.serial_answers import Answers, serial_answers
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers, some
+from tests.selection import covering
 
 LIMITS: RigLimits = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
 BUCKETS = (1, 2, 4, 8)
 CAPTURED = (16, 40, 72)  # tokens; the last holds a whole prefill and every row that decodes
 
 
-@pytest.fixture(
-    params=[
-        pytest.param({}, id="launched"),
-        pytest.param({"prefill_buckets": CAPTURED}, id="captured"),
-        pytest.param({"prefill_buckets": (16, 40, 64), "mixed": None}, id="in turns"),
-    ]
-)
+CHUNKS: dict[str, RigLimits] = {
+    "launched": {},
+    "captured": {"prefill_buckets": CAPTURED},
+    "in turns": {"prefill_buckets": (16, 40, 64), "mixed": None},
+}
+
+
+@pytest.fixture(params=CHUNKS)
 def chunks(request: pytest.FixtureRequest) -> RigLimits:
     """How steps with chunks are launched: one by one, as graphs, or as graphs without rows that decode."""
-    limits: RigLimits = request.param
-    return limits
+    return CHUNKS[request.param]
 
 
 def within(limits: RigLimits, **more: Unpack[RigLimits]) -> RigLimits:
@@ -117,7 +118,7 @@ def ids_from(first: int, requests: Sequence[Request]) -> list[Request]:
 _REST = ("prompt_token_ids", "sampling", "stop_token_ids", "priority")
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("chunks", "depth"), covering([*CHUNKS], (0, 2), at_once=1), indirect=["chunks"])
 def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: RigLimits) -> None:
     first, second = mixture(31, count=5), ids_from(100, mixture(32, count=4))
     late = ids_from(200, mixture(33, count=2))
@@ -132,7 +133,7 @@ def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: R
         assert captured[0] == captured[1]
 
 
-@pytest.mark.parametrize("percent", [0, 50])
+@pytest.mark.parametrize(("chunks", "percent"), covering([*CHUNKS], (50, 0), at_once=1), indirect=["chunks"])
 def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigLimits, percent: int) -> None:
     """Windows only with at most two rows: so widths differ between groups, and change while others prefill."""
     few: dict[str, Any] = {"temperature": 0.5, "allowed_token_ids": (5, 6, 7), "max_tokens": 30}
@@ -156,8 +157,7 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigL
             assert set(CAPTURED) & set(lives.rows[0])
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("launched", ["launched", "captured"])
+@pytest.mark.parametrize(("depth", "launched"), covering((0, 2), ("launched", "captured"), at_once=1))
 def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int, launched: str) -> None:
     """Trees of 12 tokens, of which a row gains four at most, only with at most two rows; also beside chunks, which of
     captured steps those are that another group has.
@@ -264,7 +264,7 @@ def test_windows_beside_as_many_tokens_of_a_chunk_as_there_may_be_fit_in_an_exch
     assert max(lives.rows[0]) == 64 + 8 * 4
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("chunks", "seed"), covering([*CHUNKS], range(4), at_once=1), indirect=["chunks"])
 def test_random_arrivals(seed: int, chunks: RigLimits) -> None:
     draw = random.Random(seed)
     requests = mixture(40 + seed, count=9)

@@ -28,17 +28,21 @@ OTHERS = {
     turn: [Admit(request(9000 + turn, range(turn % 7, turn % 7 + 9), max_tokens=1 + turn % 5, stops=()))]
     for turn in (*range(4, 18, 5), *range(25, 90, 9))
 }
-DEPTHS = [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+DEPTHS_OF_GROUPS = [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
 SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))]
 
 
-@pytest.fixture(params=["attention", pytest.param("hybrid", marks=pytest.mark.long)])
+@pytest.fixture(params=["attention", pytest.param("hybrid", marks=pytest.mark.long)])  # type: ignore[no-redef]
 def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both long: groups agree on steps, whatever a layer keeps."""
     return over_model(str(request.param), monkeypatch)
 
 
-@pytest.fixture(params=DEPTHS)  # type: ignore[no-redef]  # instead of the suite's own
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:  # type: ignore[no-redef]  # instead of the suite's own
+    """Fixtures have all parameters."""
+
+
+@pytest.fixture(params=DEPTHS_OF_GROUPS)  # type: ignore[no-redef]  # instead of the suite's own
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.hybrid_lives import MODES, PROPOSERS, Scenario, Target, Written, play, scenarios
 from tests.runtime.engine.lives import same
 from tests.runtime.engine.rig import run
+from tests.selection import covering
 
 HYBRIDS = ("qwen3.5", "nemotron-h")
 
@@ -78,15 +78,11 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Oracle(target, engine)
 
 
-def _cases() -> Iterator[Any]:
-    """All of them; ten are tested always: each family with each proposer, each mode at each depth."""
-    for f, p, m, depth in product(range(len(HYBRIDS)), range(len(PROPOSERS)), range(len(MODES)), range(5)):
-        chosen = m == (f + p) % 2 and depth == (2 * p + m) % 5
-        case = HYBRIDS[f], PROPOSERS[p], [*MODES][m], depth
-        yield pytest.param(*case, marks=() if chosen else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("oracle", "proposer", "mode", "depth"), [*_cases()], indirect=["oracle"])
+@pytest.mark.parametrize(
+    ("oracle", "proposer", "mode", "depth"),
+    covering(HYBRIDS, PROPOSERS, [*MODES], range(5), at_once=1),
+    indirect=["oracle"],
+)
 def test_every_life_is_that_of_the_serial_engine(oracle: Oracle, proposer: str, mode: str, depth: int) -> None:
     """One scenario after the other in one engine."""
     with oracle.engine(proposer, depth) as engine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -15,7 +16,7 @@ from runtime.engine import Engine
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.states import State
-from tests.runtime.engine.conftest import HYBRIDS
+from tests.runtime.engine.conftest import HYBRIDS, long, over_model, over_models
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import request
@@ -24,9 +25,42 @@ pytestmark = pytest.mark.usefixtures("every_model")
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
 
-@pytest.fixture(params=[1, 2, pytest.param(3, marks=pytest.mark.long), 4])
+DEPTHS = (1, 2, 4)
+
+
+@pytest.fixture
+def every_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return over_model(request.param, monkeypatch)
+
+
+@pytest.fixture
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every event happens at each depth and over each kind of model; each of both together is long."""
+    if says(metafunc, "every_model"):
+        return
+    if says(metafunc, "depth"):
+        metafunc.parametrize("every_model", over_models(), indirect=True)
+    elif "depth" in metafunc.fixturenames:
+        cases = over_models(DEPTHS, turned=turn(metafunc)) + [long(model, 3) for model in ("attention", "hybrid")]
+        metafunc.parametrize(("every_model", "depth"), cases, indirect=True)
+    else:
+        assert metafunc.function.__name__ == "test_random_lives"
+        further = [long(model, seed) for model in ("attention", "hybrid", *HYBRIDS) for seed in range(10, 60)]
+        metafunc.parametrize(("every_model", "seed"), over_models(range(10)) + further, indirect=["every_model"])
+
+
+def says(metafunc: pytest.Metafunc, name: str) -> bool:
+    """It says itself which."""
+    return any(name in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+
+
+def turn(metafunc: pytest.Metafunc) -> int:
+    """Other events meet other depths."""
+    return crc32(metafunc.function.__name__.encode())
 
 
 def ending(at: int, requests: list[Request]) -> list[Request]:
@@ -400,19 +434,6 @@ def drawn_life(seed: int, depth: int) -> Life:
     return life
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 60))])
 def test_random_lives(seed: int) -> None:
     """At depth 0, too: its plans are others where rows, blocks and tokens a step are few."""
     drawn_life(seed, (1, 2, 4, 3, 0)[seed % 5])
-
-
-@pytest.mark.parametrize("every_model", HYBRIDS, indirect=True)
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("seed", [46, 115])
-def test_random_lives_of_every_hybrid_family(seed: int, depth: int) -> None:
-    """Two short lives that hold all of it. More of them, and the tests above over these families, are ``long``."""
-    life = drawn_life(seed, depth)
-    assert min(life.counters[name] for name in ("evictions", "pauses", "ghost_rows", "mixed_steps")) > 0
-    assert seed != 46 or CANCELLED in {reason for _, reason in life.answers.values()}
-    assert any(entry[2] for entries in life.logprobs.values() for entry in entries), "top-n log-probabilities"
-    assert any(score[2] for scores in life.scores.by_request.values() for score in scores.values()), "of prompts, too"

@@ -27,20 +27,21 @@ from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_prompt_logprobs import check
+from tests.selection import covering
 
 BUCKETS = (16, 24, 40, 64)
 MIXED = MixedSteps(BUCKETS, ((4, 10_000, 24), (8, 10_000, 40)), long_prompt=30)
+SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, "hybrid": HYBRID}
 EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
 
 
-@pytest.mark.parametrize("buckets", [(), BUCKETS], ids=["launched", "replayed"])
-@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
-@pytest.mark.parametrize("depth", [0, *DEPTHS])
+@pytest.mark.parametrize(("depth", "model", "buckets"), covering((0, *DEPTHS), [*SHAPES], ((), BUCKETS)))
 def test_mixed_steps_give_the_tokens_of_separate_ones(
-    depth: int, shape: dict[str, Any], buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    depth: int, model: str, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Launched kernel by kernel, or replayed where there are ``buckets``."""
     monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
-    requests = mixture(depth)
+    requests, shape = mixture(depth), SHAPES[model]
     separate = serial_answers(requests, shape=shape, exact=True)
     device = TwinDevice(jitter_s=0.0005, seed=depth)
     mixed = MIXED if buckets else MixedSteps(budgets=MIXED.budgets, long_prompt=30)

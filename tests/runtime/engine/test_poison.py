@@ -9,6 +9,7 @@ from runtime.engine import Engine
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason
 from runtime.schedule.states import State
+from tests.runtime.engine.conftest import over_models
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 
@@ -33,7 +34,7 @@ def idle_blocks(engine: Engine) -> list[int]:
     return [0, *(b for b in unreferenced if b not in pool._cached)]
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize(("every_model", "depth"), over_models((0, 2, 4)), indirect=["every_model"])
 def test_freed_blocks_and_the_trash_block_are_never_read(depth: int) -> None:
     requests = mixture(11)
     with rig(depth=depth) as engine:
@@ -111,7 +112,7 @@ def test_a_request_that_breaks_after_it_has_lost_its_blocks_leaves_nothing_to_fi
     assert (healthy.token_ids, healthy.reason) == (clean.token_ids, clean.reason)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("every_model", "depth"), over_models((1, 2, 4)), indirect=["every_model"])
 def test_whoever_shared_a_prompt_with_a_request_that_breaks_is_computed_again(depth: int, every_model: str) -> None:
     """Blocks are shared as soon as the step that writes them is planned: what breaks them tells D steps later."""
     prompt = tuple(range(40, 72))

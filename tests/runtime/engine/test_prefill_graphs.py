@@ -20,16 +20,16 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs, prefill_buckets
 from runtime.schedule.config import MixedSteps
-from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
-from tests.runtime.engine.test_experts import EXPERTS
-from tests.runtime.engine.test_mixed import MIXED
+from tests.runtime.engine.test_mixed import MIXED, SHAPES
 from tests.runtime.engine.test_prompt_logprobs import check
+from tests.selection import covering
 
 BUCKETS = (16, 40, 64)
 EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "mixed": None}
@@ -48,13 +48,12 @@ def replays(engine: Engine) -> dict[int, int]:
     return counts
 
 
-@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
-@pytest.mark.parametrize("depth", [0, *DEPTHS])
+@pytest.mark.parametrize(("depth", "model"), covering((0, *DEPTHS), [*SHAPES], at_once=1))
 def test_replayed_steps_give_the_tokens_of_launched_ones(
-    depth: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    depth: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
-    requests = mixture(depth)
+    requests, shape = mixture(depth), SHAPES[model]
     launched = serial_answers(requests, shape=shape, exact=True, mixed=None)
     device = TwinDevice(jitter_s=0.0005, seed=depth)
     with rig(depth=depth, shape=shape, prefill_buckets=BUCKETS, device=device, **EXACT) as engine:
@@ -65,13 +64,12 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(
     assert sum(map(bool, counts.values())) > 1, f"steps of one size show little: {counts}"
 
 
-@pytest.mark.parametrize("mixed", [None, MIXED], ids=["separate", "mixed"])
-@pytest.mark.parametrize("shape", [{}, EXPERTS, HYBRID], ids=["dense", "sparse", "hybrid"])
+@pytest.mark.parametrize(("model", "mixed"), covering([*SHAPES], [None, MIXED], at_once=1))
 def test_steps_with_split_keys_give_the_same_tokens(
-    shape: dict[str, Any], mixed: MixedSteps | None, monkeypatch: pytest.MonkeyPatch
+    model: str, mixed: MixedSteps | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
-    requests = mixture(2)
+    requests, shape = mixture(2), SHAPES[model]
     launched = serial_answers(requests, shape=shape, exact=True, mixed=None)
     monkeypatch.setattr(launch_spec, "LONG_PREFIX", 4)
     with rig(depth=2, shape=shape, prefill_buckets=BUCKETS, **{**EXACT, "mixed": mixed}) as engine:

@@ -20,10 +20,12 @@ from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
+from tests.runtime.engine.conftest import over_models
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, oracle, prompt
 from tests.runtime.engine.rig import VOCABULARY, request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.selection import covering
 
 DEPTHS = (0, 1, 2, 4)
 MOST_TURNS = 2000
@@ -157,8 +159,9 @@ def same_as_requests(them: list[Talk], life: Life) -> None:
         assert life.logprobs.get(talk.first.request_id, []) == entries
 
 
-@pytest.mark.parametrize("quantum", [1, 3, 64])
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("every_model", "depth", "quantum"), over_models(DEPTHS, (1, 3, 64), at_once=2), indirect=["every_model"]
+)
 @pytest.mark.usefixtures("every_model")
 def test_quanta_and_turns_are_those_of_single_requests(depth: int, quantum: int) -> None:
     them = talks(quantum)
@@ -183,8 +186,11 @@ def test_a_quantum_that_was_granted_early_does_not_break_the_chain(depth: int) -
         assert life.counters["chain_breaks{start}"] == 1
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
+@pytest.mark.parametrize(
+    ("every_model", "depth", "prefix_caching"),
+    over_models((0, 2), (True, False), at_once=2),
+    indirect=["every_model"],
+)
 @pytest.mark.usefixtures("every_model")
 def test_with_little_memory_parked_sessions_are_computed_again(depth: int, prefix_caching: bool) -> None:
     them = talks(2)
@@ -193,8 +199,7 @@ def test_with_little_memory_parked_sessions_are_computed_again(depth: int, prefi
     assert life.counters["session_evictions"] > 0
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
-@pytest.mark.parametrize("width", [2, 6])
+@pytest.mark.parametrize(("depth", "width"), covering((0, 2, 4), (2, 6), at_once=1))
 def test_windows_end_where_quanta_end(depth: int, width: int) -> None:
     """A quantum's end is the device's to keep, however many tokens a step could gain. Few tokens are allowed, so that
     answers repeat themselves and proposals are kept."""

@@ -28,6 +28,7 @@ from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_speculation import ngram
+from tests.selection import covering
 
 SHAPES = {"toy": HYBRID, **FAMILIES, "nemotron": NEMOTRON}
 POLICY = SnapshotPolicy(4, interval=3, worth=1)
@@ -66,8 +67,7 @@ def _serial(requests: tuple[Request, ...], family: str) -> Life:
     return live(list(requests), depth=0, rows=24, blocks=400, **limits)
 
 
-@pytest.mark.parametrize("chunk", [5, 64])
-@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize(("depth", "chunk"), covering(range(5), (5, 64), at_once=1))
 def test_whoever_goes_on_from_a_snapshot_gives_the_same_tokens(depth: int, chunk: int) -> None:
     requests = sharers(max_tokens=12)
     life = restoring(requests, depth=depth, max_prefill_tokens=chunk)
@@ -78,8 +78,7 @@ def test_whoever_goes_on_from_a_snapshot_gives_the_same_tokens(depth: int, chunk
         unbroken(life)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("family", [*FAMILIES, "nemotron"])
+@pytest.mark.parametrize(("family", "depth"), covering([*FAMILIES, "nemotron"], (0, 2), at_once=1))
 def test_each_family_does(family: str, depth: int) -> None:
     """Windows of convolutions lie across the end of the block."""
     requests = sharers(5, max_tokens=8)

@@ -33,6 +33,7 @@ from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_lifecycle import ending
+from tests.selection import covering
 
 ROOM: dict[str, Any] = {"blocks": 400}
 WIDTHS = [2, 3, 4, 5, 6, 7, 8, 16, 32]
@@ -76,8 +77,7 @@ def repeating(count: int, **sampling: Any) -> list[Request]:
 # ---- the same answers ----
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
+@pytest.mark.parametrize(("width", "temperature"), covering(WIDTHS, (0.0, 0.6), at_once=1))
 def test_answers_are_those_without(width: int, temperature: float) -> None:
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=9 + 7 * r.request_id)) for r in repeating(5)]
     requests = [replace(r, sampling=replace(r.sampling, temperature=temperature, logprobs=2)) for r in requests]
@@ -91,8 +91,7 @@ def test_answers_are_those_without(width: int, temperature: float) -> None:
     assert all(len(one.token_ids) == 1 + one.rounds + one.accepted for one in finished if one.rounds)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("depth", "seed"), covering(range(5), range(4), at_once=1))
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps,
     with windows or not, or none."""

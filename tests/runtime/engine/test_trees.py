@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product, starmap
 from typing import Any
 
 import pytest
@@ -29,12 +30,14 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.replay_proposer import mixed, script_of
 from tests.runtime.engine.rig import VOCABULARY, request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_lifecycle import ending
+from tests.selection import covering
 
 RANKS = 3  # candidates a place
 SHAPES = [(2, 3), (3, 3), (4, 12), (6, 16), (8, 32), (5, 33)]  # (W, tokens of a tree)
@@ -105,11 +108,7 @@ def some(count: int, **sampling: Any) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("depth", "shape"),
-    [*((depth, shape) for shape in SHAPES for depth in (0, 2)), *((depth, (8, 32)) for depth in (1, 3, 4))],
-    ids=str,
-)
+@pytest.mark.parametrize(("depth", "shape"), covering(range(5), SHAPES, at_once=1), ids=str)
 def test_answers_and_log_probabilities_are_those_without(depth: int, shape: tuple[int, int]) -> None:
     life = trees(some(5), shape, depth=depth)
     counters = life.counters
@@ -166,8 +165,9 @@ def test_a_tree_that_reaches_past_the_context() -> None:
     assert [(len(tokens), reason) for tokens, reason in life.answers.values()] == [(44, FinishReason.LENGTH)] * 3
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 30))])
-@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("seed", "depth"), [*covering(range(3), (0, 2, 4), at_once=1), *starmap(long, product(range(3, 30), (0, 2, 4)))]
+)
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps."""
     life = random_life(7000 + seed).with_windows(2, 100)

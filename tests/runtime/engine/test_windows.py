@@ -7,17 +7,20 @@ so answers are compared bit for bit with the serial engine, one token a step.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product, starmap
 from typing import Any
 
 import pytest
 
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import FinishReason, Request
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.replay_proposer import script_of, window_roles
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.test_lifecycle import ending
+from tests.selection import covering
 
 WIDTHS = [(2,), (3,), (5,), (8,), (16,), (32,), (1, 4), (8, 1, 3), (32, 1)]
 FURTHER_WIDTHS = [(4,), (6,), (7,), (16, 2), (5, 6, 7)]
@@ -48,7 +51,7 @@ def windows(
 @pytest.mark.parametrize(
     ("widths", "depth"),
     [
-        *((widths, depth) for widths in WIDTHS for depth in (0, 1, 2, 4)),
+        *covering(WIDTHS, (0, 1, 2, 4), at_once=1),
         *((widths, 3) for widths in FURTHER_WIDTHS),
         *(pytest.param(widths, 3, marks=pytest.mark.long) for widths in WIDTHS),
         *(pytest.param(widths, depth, marks=pytest.mark.long) for widths in FURTHER_WIDTHS for depth in (0, 1, 2, 4)),
@@ -80,9 +83,7 @@ def test_right_proposals_are_all_kept(widths: tuple[int, ...]) -> None:
         assert sum(by_place) == kept <= life.counters["spec_num_draft_tokens"]
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
-@pytest.mark.parametrize("at", [0, 1, 5, 9])
-@pytest.mark.parametrize("widths", [(2,), (8,), (32, 1)], ids=str)
+@pytest.mark.parametrize(("widths", "at", "depth"), covering([(2,), (8,), (32, 1)], (0, 1, 5, 9), (0, 2, 4)), ids=str)
 def test_a_stop_id_in_the_middle_of_a_window_cuts_the_rest(widths: tuple[int, ...], at: int, depth: int) -> None:
     requests = ending(at, people(6))
     assert len(requests) >= 4
@@ -98,8 +99,7 @@ def test_a_stop_id_does_not_count_before_min_tokens(widths: tuple[int, ...]) -> 
     windows(requests, widths, depth=2)
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("widths", [(2,), (8,), (16, 1)], ids=str)
+@pytest.mark.parametrize(("widths", "depth"), covering([(2,), (8,), (16, 1)], (0, 3), at_once=1), ids=str)
 def test_penalties_count_the_tokens_of_a_window_in_order(widths: tuple[int, ...], depth: int) -> None:
     requests = [
         request(
@@ -119,8 +119,7 @@ def test_penalties_count_the_tokens_of_a_window_in_order(widths: tuple[int, ...]
     windows(requests, widths, depth=depth)
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("widths", [(2,), (8,), (16, 1)], ids=str)
+@pytest.mark.parametrize(("widths", "depth"), covering([(2,), (8,), (16, 1)], (0, 3), at_once=1, turned=1), ids=str)
 def test_bad_words_look_at_the_tokens_of_a_window_in_order(widths: tuple[int, ...], depth: int) -> None:
     requests = [
         request(
@@ -146,8 +145,10 @@ def test_a_window_that_reaches_past_the_context(widths: tuple[int, ...]) -> None
     assert [(len(tokens), reason) for tokens, reason in life.answers.values()] == [(44, FinishReason.LENGTH)] * 3
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 40))])
-@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("seed", "depth"),
+    [*covering(range(5), (0, 1, 2, 4), at_once=1), *starmap(long, product(range(5, 40), (0, 1, 2, 4)))],
+)
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits and chunked prompts; rows that gain 0 to W tokens a step."""
     life = random_life(3000 + seed).with_windows(8, 60)
