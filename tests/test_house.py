@@ -119,6 +119,13 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_trees_are_left() -> Iterator[None]:
+    """They are nearly two million objects, which each full collection of a later test would look at: two seconds."""
+    yield
+    parsed.cache_clear()
+
+
 def dotted(node: ast.expr) -> str:
     """``a.b.c`` of a name or of attributes of one; the last attribute of anything else; nothing of the rest."""
     if isinstance(node, ast.Name):
