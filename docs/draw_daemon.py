@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from docs import drawn
 from runtime.daemon.frames import PAYLOADS
 from runtime.daemon.verbs import OPTIONS, VERBS
 
@@ -44,24 +45,8 @@ TABLES = {"verbs": verb_table, "frames": frame_table, "options": option_table, "
 
 
 def redrawn(text: str) -> str:
-    """``text`` with everything between ``<!-- drawn: NAME -->`` and ``<!-- end -->`` drawn anew."""
-    for name, draw in TABLES.items():
-        begin, end = f"<!-- drawn: {name} -->\n", "<!-- end -->"
-        if text.count(begin) != 1:
-            raise ValueError(f"there is not exactly one {begin.strip()}")
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{draw()}\n{end}{rest.partition(end)[2]}"
-    return text
-
-
-def main() -> int:
-    text = PAGE.read_text()
-    current = redrawn(text)
-    if "--check" in sys.argv[1:]:
-        return int(current != text)
-    PAGE.write_text(current)
-    return 0
+    return drawn.redrawn(text, TABLES)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drawn.keep(PAGE, redrawn, __doc__))

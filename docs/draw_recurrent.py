@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from docs import drawn
 from models.cache_layout import SlotState
 from models.config import ModelConfig
 from models.inputs import StateRows
@@ -154,24 +155,8 @@ TABLES = {"banks": bank_table, "writers": writer_table}
 
 
 def redrawn(text: str) -> str:
-    """``text`` with everything between ``<!-- drawn: NAME -->`` and ``<!-- end -->`` drawn anew."""
-    for name, draw in TABLES.items():
-        begin, end = f"<!-- drawn: {name} -->\n", "<!-- end -->"
-        if text.count(begin) != 1:
-            raise ValueError(f"the document needs exactly one {begin.strip()}")
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{draw()}\n{end}{rest.partition(end)[2]}"
-    return text
-
-
-def main() -> int:
-    text = PAGE.read_text()
-    current = redrawn(text)
-    if "--check" in sys.argv[1:]:
-        return int(current != text)
-    PAGE.write_text(current)
-    return 0
+    return drawn.redrawn(text, TABLES)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drawn.keep(PAGE, redrawn, __doc__))

@@ -9,12 +9,11 @@ Does not know: what the text around the markers says.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections import deque
 from pathlib import Path
 
+from docs import drawn
 from docs.scripted_device import Part, ScriptedDevice
 from runtime.schedule.config import SchedulerConfig, StepLimits
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
@@ -110,27 +109,8 @@ DRAWN = {"states": state_diagram, "timeline": timeline}
 
 
 def redrawn(text: str) -> str:
-    """``text`` with everything between ``<!-- drawn: NAME -->`` and ``<!-- end -->`` drawn anew."""
-    for name, draw in DRAWN.items():
-        pattern = re.compile(rf"(<!-- drawn: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        found = list(pattern.finditer(text))
-        if len(found) != 1:
-            raise ValueError(f"the document needs exactly one pair of <!-- drawn: {name} --> and <!-- end -->")
-        text = f"{text[: found[0].end(1)]}{draw()}\n{text[found[0].start(2) :]}"
-    return text
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 when the drawings are old")
-    options = parser.parse_args()
-    text = DOCUMENT.read_text()
-    current = redrawn(text)
-    if options.check:
-        return int(current != text)
-    DOCUMENT.write_text(current)
-    return 0
+    return drawn.redrawn(text, DRAWN)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drawn.keep(DOCUMENT, redrawn, __doc__))

@@ -8,16 +8,15 @@ Knows: which calls are stages, and what each is for. Does not know: what the tex
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from docs import drawn
 from runtime.execute.proposer import guesses_for
 from runtime.execute.step.tail import Tail
 from runtime.execute.step.window import WindowRole
@@ -76,24 +75,8 @@ def diagram() -> str:
 
 
 def redrawn(text: str) -> str:
-    """``text`` with what stands between ``<!-- drawn: round -->`` and ``<!-- end -->`` drawn anew."""
-    found = list(re.finditer(r"(<!-- drawn: round -->\n).*?(<!-- end -->)", text, re.DOTALL))
-    if len(found) != 1:
-        raise ValueError("the document needs exactly one pair of <!-- drawn: round --> and <!-- end -->")
-    return f"{text[: found[0].end(1)]}{diagram()}\n{text[found[0].start(2) :]}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 when the drawing is old")
-    options = parser.parse_args()
-    text = DOCUMENT.read_text()
-    current = redrawn(text)
-    if options.check:
-        return int(current != text)
-    DOCUMENT.write_text(current)
-    return 0
+    return drawn.redrawn(text, {"round": diagram})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drawn.keep(DOCUMENT, redrawn, __doc__))
