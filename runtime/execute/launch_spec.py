@@ -157,7 +157,7 @@ class LaunchResolver:
         """
         latest = self._latest
         if latest is not None and agreed is None and _is_like(plan, latest.plan):
-            return LaunchSpec(plan, latest.kind, latest.role, latest.bucket, latest.variant)
+            return LaunchSpec(plan, plan.kind, self._role(plan, plan.kind), latest.bucket, latest.variant)
         spec = self._resolve(plan, agreed)
         self._latest = spec if agreed is None and plan.kind is StepKind.DECODE else None
         if spec.kind is not StepKind.MIXED or spec.width == 1:
@@ -168,10 +168,7 @@ class LaunchResolver:
         needs = agreed or self.needs(plan)
         tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
         kind = StepKind.MIXED if tokens_of_all and plan.kind is StepKind.DECODE else plan.kind
-        role = next((role.name for role in self._roles if role.serves(plan, kind)), None)
-        if role is None:
-            known = ", ".join(role.name for role in self._roles)
-            raise ValueError(f"step {plan.step}: no role serves {kind.name} of width {plan.width}; there are {known}")
+        role = self._role(plan, kind)
         ladders, exchange_rows, shared_bucket = self._ladders, 0, 0
         if tokens_of_all:
             rows, scored = len(plan.slots), plan.scored_tokens > 0
@@ -202,6 +199,13 @@ class LaunchResolver:
         padded = _rung(ladders.prefill, tokens)
         split = padded in ladders.split and worth_splitting(plan)
         return LaunchSpec(plan, kind, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
+
+    def _role(self, plan: StepPlan, kind: StepKind) -> str:
+        for role in self._roles:
+            if role.serves(plan, kind):
+                return role.name
+        known = ", ".join(role.name for role in self._roles)
+        raise ValueError(f"step {plan.step}: no role serves {kind.name} of width {plan.width}; there are {known}")
 
     def _captured_for_all(self, agreed: LaunchNeeds) -> int:
         """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none.

@@ -122,6 +122,16 @@ def test_a_steady_batch_is_launched_as_before_until_its_rows_or_width_change() -
     assert one.resolve(other._replace(slot_writes=(), width=4)).role == "wide"
 
 
+def test_roles_are_asked_of_each_step_of_a_steady_batch() -> None:
+    class Odd(Serves):
+        def serves(self, plan: StepPlan, kind: StepKind) -> bool:
+            return plan.step % 2 == 1 and super().serves(plan, kind)
+
+    roles = Odd("odd", StepKind.DECODE), Serves("decode", StepKind.DECODE)
+    one, first = LaunchResolver(LADDERS, 25, roles), decode(2)
+    assert [one.resolve(first._replace(step=step)).role for step in range(1, 5)] == ["odd", "decode"] * 2
+
+
 def test_what_was_agreed_with_other_groups_widens_the_step() -> None:
     shared = resolver(Ladders((1, 2, 4, 8), exchange=(4, 16, 64)))
     agreed = LaunchNeeds(decode_bucket=4, prefill_tokens=10, variant=SamplingVariant(filters=True))
