@@ -33,7 +33,8 @@ FOLDERS = (
     "tests/runtime/execute",
     "tests/runtime/speculate",
     "tests/parallel/comm",
-    "tests/launch/bench",
+    "tests/launch",
+    "tests/docs/test_embedding.py",
 )
 NO_FLOATS = ("tests/models/kernels/test_compiled_kernels.py",)  # compiles for another machine, and runs nothing
 THREADS = (1, 4)
