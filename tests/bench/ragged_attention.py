@@ -6,7 +6,11 @@ kernels' choice without a list, by their choice with one, and by other rules and
 replayed in turns. FOLDER/ragged-attention.md has a line a case, and which constants win; ragged-attention.json has
 every time. A candidate whose output differs from that without a list is named and left out.
 
-Knows: the loads that decode attention has to serve. Does not know: what surrounds it in a layer (attention.py).
+--in-layer puts a layer's o and qkv products between two launches of attention, and takes the time of a graph without
+attention away: in a step nothing hides how attention begins and ends. --grid: all combinations of few forms, longest
+splits, numbers of splits and programs over a list, instead of variations of one number each.
+
+Knows: the loads that decode attention has to serve. Does not know: the rest of a layer.
 """
 
 from __future__ import annotations
@@ -46,6 +50,19 @@ HEADS = {"8B": (32, 8), "0.6B": (16, 8), "30B-A3B-tp2": (16, 2), "one head": (4,
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LONGEST = (256, 512, 1024, 2048)
 PROGRAMS = (16, 32)
+GRID_LONGEST = (128, 256, 512)
+GRID_PROGRAMS = (8, 32)
+GRID_FEWEST = (1, 2)
+GRID_FORMS = (  # TMA, (keys a block, stages, warps)
+    (False, (64, 5, 4)),
+    (False, (64, 3, 4)),
+    (False, (32, 5, 2)),
+    (True, (32, 3, 1)),
+    (True, (64, 3, 2)),
+)
+
+
+Launch = Callable[[Tensor, Tensor], Tensor]  # packed qkv, a layer's keys and values -> what is attended
 
 
 class Case(NamedTuple):
@@ -108,7 +125,7 @@ def _cases(quick: bool) -> list[Case]:
         *(Case("8B", f"{n} x lognormal, {256 - n} absent", lognormal(n) + (0,) * (256 - n)) for n in (16, 64)),
     ]
     for rows in (1, 16, 64) if quick else BUCKETS:
-        for length in (512, 1024, 3055):
+        for length in (512, 640, 1024, 3055):
             found.append(Case("8B", f"{rows} x {length}", (length,) * rows))
         found.append(Case("8B", f"{rows} x lognormal", lognormal(rows)))
     for model in () if quick else ("0.6B", "30B-A3B-tp2"):
@@ -121,9 +138,14 @@ def _cases(quick: bool) -> list[Case]:
 class Bench:
     """A case's rows over ``copies`` layers' caches, which lie in ``pool``; as many as the L2 does not hold."""
 
-    def __init__(self, kernels: NvidiaKernels, case: Case, pool: Tensor, copies: int | None = None) -> None:
+    def __init__(
+        self, kernels: NvidiaKernels, case: Case, pool: Tensor, copies: int | None = None, *, in_layer: bool = False
+    ) -> None:
         self.kernels, self.case = kernels, case
         self.heads, self.kv_heads = HEADS[case.model]
+        width, packed = self.heads * DIM, (self.heads + 2 * self.kv_heads) * DIM
+        layers = -(-COLD_BYTES // (2 * width * (width + packed))) if in_layer else 0
+        self.products = [tuple(self._weight(outputs, width) for outputs in (width, packed)) for _ in range(layers)]
         shape = (2, case.pages + 1, PAGE, self.kv_heads, DIM)
         size, copies = math.prod(shape), copies or layers_of(case)
         self.layers = [pool[i * size : (i + 1) * size].view(shape) for i in range(copies)]
@@ -145,6 +167,10 @@ class Bench:
         self.inputs = DecodeAttention(table.to(DEVICE), lengths.to(DEVICE), 1, most, skip_empty=skip)
         self.qkv = torch.randn(rows, (self.heads + 2 * self.kv_heads) * DIM, dtype=BF16, device=DEVICE)
 
+    @staticmethod
+    def _weight(outputs: int, inner: int) -> Tensor:
+        return torch.randn(outputs, inner, dtype=BF16, device=DEVICE).mul_(inner**-0.5)
+
     def usual(self) -> Candidate:
         """What the kernels choose."""
         rule = self.kernels._decode.rule(self.inputs, self.heads, self.layers[0])
@@ -154,7 +180,7 @@ class Bench:
         each = decode_choice._PROGRAMS_OF_MIXED if self.inputs.skip_empty else decode_choice._PROGRAMS_EACH
         return Candidate(rule, each, tma, blocks)
 
-    def with_longest(self, one: Candidate, longest: int) -> Candidate:
+    def with_longest(self, one: Candidate, longest: int, fewest: int | None = None) -> Candidate:
         assert one.rule is not None
         rule = decode_work.choose_rule(
             len(self.case.lengths),
@@ -164,10 +190,19 @@ class Bench:
             self.inputs.max_kv_length,
             block=one.blocks[0],
             longest=longest,
-            fewest=one.rule.fewest,
+            fewest=fewest or one.rule.fewest,
             room=self.kernels._attention_partial.numel(),
         )
         return one._replace(rule=rule)
+
+    def grid(self) -> list[Candidate]:
+        """No list, the kernels' choice, then all combinations of GRID_*."""
+        usual = self.usual()
+        distinct: dict[object, Candidate] = {self._key(usual): usual}
+        for (tma, blocks), longest, fewest, each in product(GRID_FORMS, GRID_LONGEST, GRID_FEWEST, GRID_PROGRAMS):
+            one = self.with_longest(Candidate(usual.rule, each, tma, blocks), longest, fewest)
+            distinct.setdefault(self._key(one), one)
+        return [Candidate(), *distinct.values()]
 
     def candidates(self, all_of_them: bool) -> list[Candidate]:
         """No list, the kernels' choice, then variations of one number each that make a difference to these rows."""
@@ -210,18 +245,18 @@ class Bench:
             self.inputs, self.kv_heads, one.rule, self.kernels.traits.multiprocessors, one.each
         )
 
-    def launch(self, one: Candidate) -> Callable[[Tensor], Tensor]:
+    def launch(self, one: Candidate) -> Launch:
         """One layer's attention over its cache. Makes the list."""
         kernels, scale = self.kernels, DIM**-0.5
         if one.rule is None and self.usual().tma:
-            return lambda kv: kernels.rope_cache_attend(self.qkv, self.heads, kv, self.rotation, self.inputs, scale)
+            return lambda qkv, kv: kernels.rope_cache_attend(qkv, self.heads, kv, self.rotation, self.inputs, scale)
         if one.rule is None or not one.each:
             return self._without_list(one, scale)
         attend = decode_balanced_tma.attend_list_tma if one.tma else decode_balanced.attend_list
         work = decode_work.plan_decode(self.inputs, one.rule, kernels.pdl)
         block_n, stages, warps = one.blocks
-        return lambda kv: attend(
-            self.qkv,
+        return lambda qkv, kv: attend(
+            qkv,
             self.heads,
             kv,
             self.inputs,
@@ -237,15 +272,15 @@ class Bench:
             pdl=kernels.pdl,
         )
 
-    def _without_list(self, one: Candidate, scale: float) -> Callable[[Tensor], Tensor]:
+    def _without_list(self, one: Candidate, scale: float) -> Launch:
         kernels, (block_n, stages, warps) = self.kernels, one.blocks if one.rule else self.usual().blocks
         rule = one.rule
         if rule is None:
             rows, most = len(self.case.lengths), self.inputs.max_kv_length
             splits = decode_work.choose_splits(rows, self.kv_heads, most, block_n, kernels.traits.multiprocessors)
             rule = decode_work.even_rule(block_n, splits)
-        return lambda kv: decode.decode_attention(
-            self.qkv,
+        return lambda qkv, kv: decode.decode_attention(
+            qkv,
             self.heads,
             kv,
             self.inputs,
@@ -259,9 +294,18 @@ class Bench:
             pdl=kernels.pdl,
         )
 
-    def all_layers(self, launch: Callable[[Tensor], Tensor]) -> None:
+    def once(self, launch: Launch) -> Tensor:
+        return launch(self.qkv, self.layers[0])
+
+    def all_layers(self, launch: Launch | None) -> None:
+        """``launch``: None leaves attention out."""
+        qkv, attended = self.qkv, self.qkv[:, : self.heads * DIM].contiguous()
         for number in range(LAYERS):
-            launch(self.layers[number % len(self.layers)])
+            if self.products:
+                o, packed = self.products[number % len(self.products)]
+                qkv = self.kernels.linear(self.kernels.linear(attended, o), packed)
+            if launch is not None:
+                attended = launch(qkv, self.layers[number % len(self.layers)]).flatten(1)
 
 
 def splits_of(rule: SplitRule, length: int) -> int:
@@ -314,15 +358,17 @@ def objection(found: Tensor, expected: Tensor, counters: Tensor) -> str | None:
     return "it left its counters set" if counters.any() else None
 
 
-def measure(bench: Bench, all_of_them: bool) -> tuple[dict[Candidate, float], dict[Candidate, str]]:
-    """(microseconds of a layer, why others were left out)"""
+def measure(
+    bench: Bench, candidates: Sequence[Candidate]
+) -> tuple[dict[Candidate, float], dict[Candidate, str], float]:
+    """(microseconds of a layer's attention, why others were left out, microseconds of what surrounds attention)"""
     kernels, graphs, left_out = bench.kernels, dict[Candidate, torch.cuda.CUDAGraph](), dict[Candidate, str]()
-    expected = bench.launch(Candidate())(bench.layers[0])[bench.live]
+    expected = bench.once(bench.launch(Candidate()))[bench.live]
     launches = []  # a captured launch reads the list that its function holds
-    for one in bench.candidates(all_of_them):
+    for one in candidates:
         try:
             launches.append(launch := bench.launch(one))
-            why = objection(launch(bench.layers[0])[bench.live], expected, kernels._attention_counters)
+            why = objection(bench.once(launch)[bench.live], expected, kernels._attention_counters)
             if why is None:
                 graphs[one] = graph_of(partial(bench.all_layers, launch))
         except Exception as error:  # the compiler's and the launcher's have no common class
@@ -333,10 +379,14 @@ def measure(bench: Bench, all_of_them: bool) -> tuple[dict[Candidate, float], di
     took: dict[Candidate, list[float]] = {one: [] for one in graphs}
     once = replay_us(graphs[Candidate()], 2)
     replays = max(1, min(10, int(12_000 / once)))
+    rest, rests = graph_of(partial(bench.all_layers, None)) if bench.products else None, [0.0]
     for _ in range(ROUNDS):
         for one, graph in graphs.items():
             took[one].append(replay_us(graph, replays))
-    return {one: statistics.median(us) / LAYERS for one, us in took.items()}, left_out
+        if rest is not None:
+            rests.append(replay_us(rest, 3 * replays))
+    beside = statistics.median(rests[1:] or rests) / LAYERS
+    return {one: statistics.median(us) / LAYERS - beside for one, us in took.items()}, left_out, beside
 
 
 def plan_us(bench: Bench) -> float:
@@ -411,14 +461,15 @@ def as_dict(case: Case, us: dict[Candidate, float], left_out: dict[Candidate, st
     }
 
 
-def compile_share(index: int, share: int, quick: bool, only: Sequence[str]) -> None:
+def compile_share(index: int, share: int, quick: bool, only: Sequence[str], grid: bool) -> None:
     """Run every ``share``-th launch once, so that Triton's cache on disk holds it."""
     kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
     for case in cases(quick, only):
         heads, kv_heads = HEADS[case.model]
         shapes = torch.empty(pool_size([case]), dtype=BF16, device="meta")  # enough to choose candidates by
-        for one in Bench(kernels, case, shapes).candidates(not quick):
+        bench = Bench(kernels, case, shapes)
+        for one in bench.grid() if grid else bench.candidates(not quick):
             # Of a list, only the form is compiled in; without, the number of splits, too.
             form = (one.tma, one.blocks) if one.rule is not None else ("no list", len(case.lengths), case.most)
             small = case._replace(lengths=(1,) * len(case.lengths))
@@ -428,7 +479,7 @@ def compile_share(index: int, share: int, quick: bool, only: Sequence[str]) -> N
 
 def _once(kernels: NvidiaKernels, case: Case, one: Candidate) -> None:
     bench = Bench(kernels, case, torch.zeros(pool_size([case], 1), dtype=BF16, device=DEVICE), copies=1)
-    bench.launch(one)(bench.layers[0])
+    bench.once(bench.launch(one))
 
 
 def main() -> None:
@@ -436,24 +487,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="three buckets of 8B and the ragged extremes")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose model or name has it")
+    parser.add_argument("--in-layer", action="store_true", help="between products, as in a step")
+    parser.add_argument("--grid", action="store_true", help="all combinations, instead of one number each")
     parser.add_argument("--compile-workers", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begun = time.time()
     if args.compile_workers:
-        compile_all(compile_share, (args.quick, args.only), args.compile_workers)
+        compile_all(compile_share, (args.quick, args.only, args.grid), args.compile_workers)
     torch.manual_seed(0)
     kernels, chosen, found = NvidiaKernels(DEVICE), cases(args.quick, args.only), []
     pool = torch.empty(pool_size(chosen), dtype=BF16, device=DEVICE).normal_()
     lines = [HEADER]
     print(HEADER, flush=True)
     for case in chosen:
-        bench = Bench(kernels, case, pool)
-        us, left_out = measure(bench, not args.quick)
+        bench = Bench(kernels, case, pool, in_layer=args.in_layer)
+        us, left_out, beside = measure(bench, bench.grid() if args.grid else bench.candidates(not args.quick))
         lines.append(line(case, us, bench.usual(), plan_us(bench)))
         print(lines[-1], flush=True)
         lines += [f"\nleft out {one}: {why}\n" for one, why in left_out.items()]
-        found.append(as_dict(case, us, left_out, bench.usual()))
+        found.append(as_dict(case, us, left_out, bench.usual()) | {"beside_us": beside})
         (args.out / "ragged-attention.json").write_text(json.dumps(found, indent=1))
         (args.out / "ragged-attention.md").write_text("\n".join(lines) + "\n")
     lines += summary(found)

@@ -42,7 +42,7 @@ def case_of(bench: Any, kernels: Any, case: Any) -> Any:
 
 def test_every_case_fits_a_gpu_and_has_few_distinct_candidates(bench: Any, kernels: Any) -> None:
     found = bench.cases(quick=False)
-    assert len(found) == len(set(found)) == 59
+    assert len(found) == len(set(found)) == 68
     assert set(bench.cases(quick=True)) <= set(found)
     assert 2 * bench.pool_size(found) <= 24 << 30, "bytes of all caches"
     for case in found:
@@ -54,6 +54,17 @@ def test_every_case_fits_a_gpu_and_has_few_distinct_candidates(bench: Any, kerne
         launched = {(c.tma, c.blocks, one.programs(c), str([bench.splits_of(c.rule, n) for n in case.lengths]))
                     for c in tried[1:]}  # fmt: skip
         assert len(launched) == len(tried) - 1, "two candidates launch the same"
+
+
+def test_a_grid_has_every_combination_once(bench: Any, kernels: Any) -> None:
+    [case] = [case for case in bench.cases(quick=False) if (case.model, case.name) == ("8B", "16 x lognormal")]
+    one = case_of(bench, kernels, case)
+    tried = one.grid()
+    assert tried[:2] == [bench.Candidate(), one.usual()]
+    assert len(set(tried)) == len(tried)
+    assert {(c.tma, c.blocks) for c in tried[2:]} == set(bench.GRID_FORMS)
+    assert {c.each for c in tried[2:]} == set(bench.GRID_PROGRAMS)
+    assert {c.rule.longest for c in tried[2:]} == set(bench.GRID_LONGEST)
 
 
 def test_a_long_row_among_short_ones_is_read_by_many_programs(bench: Any, kernels: Any) -> None:

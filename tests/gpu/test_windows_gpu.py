@@ -47,18 +47,21 @@ def live(widths: tuple[int, ...], depth: int, **more: Any) -> Life:
     return life
 
 
-@pytest.mark.parametrize("widths", [(2,), (3,), (5,), (8,), (16,), (32,), (1, 4), (8, 1, 3)], ids=str)
+WIDTHS = [*((width,) for width in range(2, 9)), (16,), (32,), (1, 4), (8, 1, 3), (5, 32, 1)]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_windows_give_the_tokens_of_single_steps(widths: tuple[int, ...]) -> None:
+    """At every depth; ``limited``: a row may have fewer tokens than its window."""
     alone = live((1,), 0)
     script = script_of(mixed(), {i: tokens for i, (tokens, _) in alone.answers.items()})
-    for depth in (0, 2):
-        for limited in (False, True):
-            life = live(widths, depth, further_roles=window_roles(widths, script, limited=limited))
-            assert life.answers == alone.answers
-            for i, entries in alone.logprobs.items():
-                for (chosen, _, ids, _), (wanted, _, wanted_ids, _) in zip(life.logprobs[i], entries, strict=True):
-                    assert chosen == pytest.approx(wanted, abs=1e-3)
-                    assert ids == wanted_ids
+    for depth, limited in [*((depth, False) for depth in range(5)), (0, True), (2, True), (4, True)]:
+        life = live(widths, depth, further_roles=window_roles(widths, script, limited=limited))
+        assert life.answers == alone.answers, (depth, limited)
+        for i, entries in alone.logprobs.items():
+            for (chosen, _, ids, _), (wanted, _, wanted_ids, _) in zip(life.logprobs[i], entries, strict=True):
+                assert chosen == pytest.approx(wanted, abs=1e-3), (depth, limited)
+                assert ids == wanted_ids, (depth, limited)
 
 
 def test_a_window_step_is_one_captured_launch_without_a_sync() -> None:
