@@ -159,7 +159,8 @@ class Bench:
         lengths = torch.tensor(case.lengths, dtype=torch.int32)
         positions = (lengths.long() - 1).clamp(min=0)
         slots = table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
-        norm = torch.ones(DIM, dtype=BF16, device=DEVICE)
+        self.norm = torch.ones(width, dtype=BF16, device=DEVICE)
+        norm = self.norm[:DIM]
         angles = torch.ones(case.most + 1, DIM, device=DEVICE)
         self.rotation = Rotation(norm, norm, 1e-6, angles, positions.to(DEVICE), slots.to(DEVICE))
         self.live = torch.tensor([row for row, length in enumerate(case.lengths) if length], device=DEVICE)
@@ -300,10 +301,12 @@ class Bench:
     def all_layers(self, launch: Launch | None) -> None:
         """``launch``: None leaves attention out."""
         qkv, attended = self.qkv, self.qkv[:, : self.heads * DIM].contiguous()
+        residual, norm = attended, self.norm
         for number in range(LAYERS):
             if self.products:
                 o, packed = self.products[number % len(self.products)]
-                qkv = self.kernels.linear(self.kernels.linear(attended, o), packed)
+                added = self.kernels.linear(attended, o)
+                qkv, residual = self.kernels.add_norm_linear(added, residual, norm, 1e-6, packed)
             if launch is not None:
                 attended = launch(qkv, self.layers[number % len(self.layers)]).flatten(1)
 

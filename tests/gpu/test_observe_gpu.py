@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_observed_steps_do_not_synchronise(tmp_path: Path) -> None:
-    """Everything on: NVTX ranges, device times, a timeline. The first run captures the variants that come lazily."""
+    """Everything on: NVTX ranges, device times, a timeline. The first run captures the variants that come lazily, the
+    second those of its own steps: prompts that the prefix cache holds are shorter."""
     requests = mixture(3)
     with gpu_rig(depth=2) as engine:
         alone, digest = outcome(run(engine, requests)), engine.scheduler.digest.value
@@ -34,8 +35,9 @@ def test_observed_steps_do_not_synchronise(tmp_path: Path) -> None:
     with gpu_rig(depth=2, observe=observe, ranges=ranges) as engine:
         assert outcome(run(engine, requests)) == alone
         assert engine.scheduler.digest.value == digest
+        run(engine, [replace(item, request_id=100 + item.request_id) for item in requests])
         with no_synchronisation():
-            run(engine, [replace(item, request_id=100 + item.request_id) for item in requests])
+            run(engine, [replace(item, request_id=200 + item.request_id) for item in requests])
         steps = engine.counters["steps"]
     records = [step for step in observe.recent() if step.role != VOID]
     assert steps == len(records) < RECENT

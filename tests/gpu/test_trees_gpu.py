@@ -127,7 +127,7 @@ def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
     seen = lay_out_in_torch(parents, new).seen_BN
     inputs = DecodeAttention(table, lengths, new, pages * page, tree_BQ=seen)
     q = torch.randn(rows * new, heads, dim, device="cuda").to(torch.bfloat16)
-    expected = ReferenceKernels().decode_attention(q, kv, inputs, dim**-0.5).float()
+    expected = ReferenceKernels().decode_attention(q, kv, inputs, dim**-0.5).float().contiguous()
     for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
         found = kernels.decode_attention(q, kv, planned, dim**-0.5).float()
         assert float((found - expected).norm() / expected.norm()) < 1e-2
