@@ -175,8 +175,7 @@ class Bench:
         tma, blocks = self.kernels._decode.form(self.inputs, self.heads, self.layers[0])
         if self.kernels._decode.without_list(self.inputs, self.layers[0]):
             return Candidate(rule, 0, tma, blocks)
-        each = decode_choice._PROGRAMS_OF_MIXED if self.inputs.skip_empty else decode_choice._PROGRAMS_EACH
-        return Candidate(rule, each, tma, blocks)
+        return Candidate(rule, decode_choice.programs_each(self.inputs, self.kv_heads), tma, blocks)
 
     def with_longest(self, one: Candidate, longest: int, fewest: int | None = None) -> Candidate:
         assert one.rule is not None

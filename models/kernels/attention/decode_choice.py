@@ -30,7 +30,11 @@ from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.traits import DeviceTraits
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
-_LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_LIST_PAIRS = 256  # (row, kv head) pairs of windows; with fewer, every split that a row could have is a program
+_LIST_PAIRS_ALONE = 64  # the same of single tokens
+_LIST_PAIRS_OF_ROWS = 32, 16  # the same, and from how many rows on: many rows differ more in length
+_FEW_LISTED = 256  # pairs of single tokens; with fewer, a list has at most _MOST_OF_FEW splits a row
+_MOST_OF_FEW = 16  # so splits of long rows have more keys, and are merged in one level
 _FEW_PAIRS = 8  # of a single token's pairs: 64 keys a block and a split, as for the windows of few rows
 _WINDOW_PAIRS = 16  # up to so many, and from 16 query rows on: the launches of _few_windows
 _WINDOW_SPLITS = 8  # of their rows; long ones have more
@@ -38,9 +42,13 @@ _LONGEST_OF_WINDOW = 1024  # keys of such a split, where ``most`` allows it
 _TALL_BLOCKS = range(17, 65)  # pairs for which 64 keys a block, and splits by choose_splits, were faster
 _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
 _LONGEST_BY_POINTERS = 512  # the same where keys do not come by TMA
-_LONGEST_OF_MIXED = 256  # the same where most rows may be absent
-_PROGRAMS_OF_MIXED = 8  # the same, where most rows may be absent
+_LONGEST_OF_MIXED = 384  # the same of single tokens where most rows may be absent
+_LONGEST_OF_MIXED_WINDOWS = 256
+# The same of single tokens by TMA, up to so many pairs: the best of chat-like and of equal lengths on an H200.
+_LONGEST_ALONE = ((63, 128), (127, 256), (255, 384), (319, 768), (1023, 512), (2047, 768))
 _PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where the rows need fewer
+_PROGRAMS_OF_FEW = 16  # the same with fewer than _FEW_LISTED pairs
+_PROGRAMS_OF_MIXED_WINDOWS = 8
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 
 
@@ -64,7 +72,7 @@ class DecodeChoice:
         tuned = nearest_form(self.forms, DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
         pairs = rows * kv_heads
         every_split = self.balanced and self.without_list(inputs, kv_layer)
-        by_tma = _by_tma(pairs, self.balanced) if tuned is None else tuned.tma
+        by_tma = _by_tma(pairs, self.balanced, inputs.query_len) if tuned is None else tuned.tma
         by_tma = by_tma and inputs.tree_BQ is None  # those kernels mask by position alone
         if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
@@ -83,8 +91,12 @@ class DecodeChoice:
 
     def without_list(self, inputs: DecodeAttention, kv_layer: Tensor) -> bool:
         """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
-        few = inputs.kv_lengths_B.shape[0] * kv_layer.shape[3] < _LIST_PAIRS
-        return few and inputs.starts_B is None and not inputs.skip_empty
+        rows, kv_heads = inputs.kv_lengths_B.shape[0], kv_layer.shape[3]
+        enough = _LIST_PAIRS if inputs.query_len > 1 else _LIST_PAIRS_ALONE
+        pairs, many_rows = _LIST_PAIRS_OF_ROWS
+        if inputs.query_len == 1 and rows >= many_rows:
+            enough = pairs
+        return rows * kv_heads < enough and inputs.starts_B is None and not inputs.skip_empty
 
     def rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         """How rows are split."""
@@ -107,9 +119,13 @@ class DecodeChoice:
             enough = pairs <= _FEW_PAIRS and pairs * fewest >= self.traits.multiprocessors
             longest = ANY_LENGTH if enough else max(block_n, -(-most // (2 * fewest)))
         elif inputs.skip_empty:
-            longest = _LONGEST_OF_MIXED
+            longest = _LONGEST_OF_MIXED if inputs.query_len == 1 else _LONGEST_OF_MIXED_WINDOWS
+        elif not by_tma:
+            longest = _LONGEST_BY_POINTERS
         else:
-            longest = _LONGEST_SPLIT if by_tma else _LONGEST_BY_POINTERS
+            longest = _longest_by_tma(pairs, inputs.query_len)
+            if pairs < _FEW_LISTED and inputs.query_len == 1:
+                splits = _MOST_OF_FEW
         return choose_rule(
             rows,
             kv_heads,
@@ -139,12 +155,19 @@ def programs_of(
 ) -> int:
     """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
 
-    Where rows may be absent, most of them usually are: programs that do nothing take time, too.
+    Where rows may be absent there are no more than ``each``: programs that do nothing take time, too.
     """
     if each is None:
-        each = _PROGRAMS_OF_MIXED if inputs.skip_empty else _PROGRAMS_EACH
+        each = programs_each(inputs, kv_heads)
     rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
     return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
+
+
+def programs_each(inputs: DecodeAttention, kv_heads: int) -> int:
+    """Of a multiprocessor, where the rows need fewer."""
+    if inputs.skip_empty:
+        return _PROGRAMS_EACH if inputs.query_len == 1 else _PROGRAMS_OF_MIXED_WINDOWS
+    return _PROGRAMS_OF_FEW if inputs.kv_lengths_B.shape[0] * kv_heads < _FEW_LISTED else _PROGRAMS_EACH
 
 
 def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:
@@ -178,9 +201,18 @@ def _fewest_splits(pairs: int, query_rows: int, multiprocessors: int) -> int:
     return min(max(wanted, 4), 64 if pairs < 8 else 16 if query_rows < 64 else 8)
 
 
-def _by_tma(pairs: int, listed: bool) -> bool:
-    """From where on TMA was faster on an H200, or drew less power."""
+def _by_tma(pairs: int, listed: bool, query_len: int) -> bool:
+    """Where TMA was faster on an H200, or drew less power; of single tokens over a list everywhere."""
+    if query_len == 1 and listed:
+        return True
     return pairs >= _MANY_PAIRS or (listed and _LIST_PAIRS <= pairs < 2 * _LIST_PAIRS)
+
+
+def _longest_by_tma(pairs: int, query_len: int) -> int:
+    """Keys of a split over a list."""
+    if query_len > 1:
+        return _LONGEST_SPLIT
+    return next((longest for most, longest in _LONGEST_ALONE if pairs <= most), _LONGEST_SPLIT)
 
 
 def _many_blocks(query_rows: int) -> tuple[int, int, int]:
