@@ -281,7 +281,7 @@ class NvidiaKernels(Kernels):
         if not self.balanced:
             return inputs
         rule = self._decode.rule(inputs, heads, kv_layer)
-        if self._decode.without_list(inputs, kv_layer):
+        if self._decode.without_list(inputs, heads, kv_layer):
             return dataclasses.replace(inputs, work=rule)
         return dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, self.pdl))
 

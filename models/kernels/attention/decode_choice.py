@@ -71,7 +71,7 @@ class DecodeChoice:
         query_rows = heads // kv_heads * inputs.query_len
         tuned = nearest_form(self.forms, DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
         pairs = rows * kv_heads
-        every_split = self.balanced and self.without_list(inputs, kv_layer)
+        every_split = self.balanced and self.without_list(inputs, heads, kv_layer)
         by_tma = _by_tma(pairs, self.balanced, inputs.query_len) if tuned is None else tuned.tma
         by_tma = by_tma and inputs.tree_BQ is None  # those kernels mask by position alone
         if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
@@ -89,14 +89,19 @@ class DecodeChoice:
             blocks = min(blocks[0], 32), 3, 8
         return False, blocks
 
-    def without_list(self, inputs: DecodeAttention, kv_layer: Tensor) -> bool:
-        """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
+    def without_list(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> bool:
+        """Whether every split that a row could have is a program. So few that none need be looked up are faster.
+
+        Single tokens that TMA serves take a list earlier than others.
+        """
+        if inputs.starts_B is not None or inputs.skip_empty:
+            return False
         rows, kv_heads = inputs.kv_lengths_B.shape[0], kv_layer.shape[3]
-        enough = _LIST_PAIRS if inputs.query_len > 1 else _LIST_PAIRS_ALONE
-        pairs, many_rows = _LIST_PAIRS_OF_ROWS
-        if inputs.query_len == 1 and rows >= many_rows:
-            enough = pairs
-        return rows * kv_heads < enough and inputs.starts_B is None and not inputs.skip_empty
+        enough, (pairs, many_rows) = _LIST_PAIRS, _LIST_PAIRS_OF_ROWS
+        block_n, _, _ = _many_blocks(heads // kv_heads)
+        if inputs.query_len == 1 and self.pdl and decode_tma.supports(heads, kv_layer, inputs, block_n):
+            enough = pairs if rows >= many_rows else _LIST_PAIRS_ALONE
+        return rows * kv_heads < enough
 
     def rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         """How rows are split."""
@@ -108,10 +113,10 @@ class DecodeChoice:
         fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
         if not self.balanced:
             longest = ANY_LENGTH
-        elif self.without_list(inputs, kv_layer) and _few_windows(pairs, tall, head_dim):
+        elif self.without_list(inputs, heads, kv_layer) and _few_windows(pairs, tall, head_dim):
             fewest, longest = _WINDOW_SPLITS, _LONGEST_OF_WINDOW
             splits = _most_of_window(pairs, _merged_apart(pairs, tall, head_dim))
-        elif self.without_list(inputs, kv_layer):
+        elif self.without_list(inputs, heads, kv_layer):
             if pairs not in _TALL_BLOCKS:
                 fewest = _fewest_splits(pairs, query_rows, self.traits.multiprocessors)
             # Programs of splits that no row has cost time, too: a long row gets twice as many as the others, and where
