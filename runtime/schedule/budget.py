@@ -94,7 +94,7 @@ def _entry(limits: Sequence[int], number: int) -> int:
 LONGEST = 7.0  # a mixed step takes at most so many times as long as the smallest step there is: what every step costs
 #                whatever it holds, its reads of the weights above all, is then at most a seventh of it
 SLOWDOWN = 2.0  # or, where that is more, so many times as long as the decode step in whose place it comes
-CALM_SLOWDOWN = 1.75  # the same, while few prompt tokens wait
+CALM_SLOWDOWN = 1.5  # the same, while few prompt tokens wait
 CHEAPER = 0.8  # larger chunks are worth it while few wait, where a token of them costs at most so much of one of these
 LEAST_CHUNK = 16  # tokens of prompts in a mixed step, where even fewer would miss the target
 
