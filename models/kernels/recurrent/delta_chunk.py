@@ -12,10 +12,10 @@ With G_i the sum of log decays up to token i of a chunk, q and k of norm 1:
               slice of V          S <- e^(G_last) S + d^T (e^(G_last - G) k)
               a program, chunk by chunk
 
-Only what depends on S is left to the scan, whose loads run ahead of it. q and k come into its products as they are: their
-norms are in T, P and the factors e^G.. of a token. It computes d and out transposed, [V, tokens], so that S and what
-follows from it go from one product into the next in registers (wgmma takes its left operand from there), and only what
-was loaded comes from shared memory.
+Only what depends on S is left to the scan, and its loads run ahead of it. q and k come into its products as they are:
+their norms are in T and P, and in the factors e^G.. of a token. It computes d and out transposed, [V, tokens]: so what
+follows from S goes from one product into the next in registers, from where wgmma takes its left operand, and shared
+memory has only what was loaded.
 
 ``pdl``: see models/kernels/dependent_launch.py.
 """
@@ -37,13 +37,13 @@ from models.kernels.recurrent.delta_step import L2_EPS, softplus
 
 _CHUNK, _CHUNK_FLOAT32 = 64, 32  # wider operands would not leave products of 64 tokens enough registers
 _PIECE = tl.constexpr(16)  # tokens whose triangle is inverted row by row
-_ON_READ, _ON_QUERY, _ON_KEY, _LAST = (tl.constexpr(number) for number in range(4))  # the factors of a token and head
 
 # Launch parameters of 16 bits an element, and of float32, whose products have no tensor cores.
 PREPARE_WARPS, PREPARE_WARPS_FLOAT32 = 4, 8
-SCAN_V, SCAN_V_FLOAT32 = 64, 32  # values of a program: 64 are the rows of a product of one group of four warps
+SCAN_V, SCAN_V_FLOAT32 = 64, 16  # values of a program: 64 are the rows of a product of one group of four warps
 SCAN_WARPS, SCAN_WARPS_FLOAT32 = 4, 8
-SCAN_STAGES, SCAN_STAGES_FLOAT32 = 3, 1  # chunks in shared memory, at 56 KiB each
+SCAN_STAGES, SCAN_STAGES_FLOAT32 = 3, 1  # chunks in shared memory, at 56 KiB each where K and V are 128
+_SHARED = 200 * 1024  # bytes, of all of these
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _product(x, y, WIDE: tl.constexpr):
     return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
 
 
-@triton.jit(do_not_specialize=["factor_stride", "rows", "most"])
+@triton.jit(do_not_specialize=["rows", "most"])
 def _prepare_kernel(
     qkv_ptr,
     b_ptr,
@@ -79,10 +79,9 @@ def _prepare_kernel(
     ends_ptr,
     pairs_ptr,  # [tokens, HV, P of C | T of C]
     pieces_ptr,  # pairs as float32
-    factors_ptr,  # [4, HV, tokens]
+    factors_ptr,  # [tokens, HV, e^G of k S^T, negative | of q S^T | e^(G_last - G) of k | e^G_last]
     qkv_stride,
     gate_stride,
-    factor_stride,
     scale,
     most,
     rows,
@@ -130,21 +129,20 @@ def _prepare_kernel(
         q = _rows(qkv_ptr + (head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
         k = _rows(qkv_ptr + (k_heads + head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
         on_q, on_k = _inverse_norms(q) * scale, _inverse_norms(k)
-        factors = factors_ptr + head.to(tl.int64) * factor_stride + tokens
-        of_all = HV * tl.cast(factor_stride, tl.int64)
-        tl.store(factors + _ON_READ * of_all, -tl.exp(G) * on_k, mask=inside)
-        tl.store(factors + _ON_QUERY * of_all, tl.exp(G) * on_q, mask=inside)
-        tl.store(factors + _ON_KEY * of_all, tl.exp(last - G) * on_k, mask=inside)
-        tl.store(factors + _LAST * of_all, tl.exp(last + tl.zeros_like(G)), mask=inside)
+        at_head = tokens.to(tl.int64) * HV + head
+        factors = factors_ptr + at_head * 4
+        tl.store(factors, -tl.exp(G) * on_k, mask=inside)
+        tl.store(factors + 1, tl.exp(G) * on_q, mask=inside)
+        tl.store(factors + 2, tl.exp(last - G) * on_k, mask=inside)
+        tl.store(factors + 3, tl.exp(last + tl.zeros_like(G)), mask=inside)
 
         lower = i[:, None] >= i[None, :]
-        decay = tl.where(lower, tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0)), 0.0) * on_k[None, :]
+        decay = tl.where(lower, tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0)), 0.0)
         turned = tl.trans(k)
-        at_head = tokens.to(tl.int64) * HV + head
         pairs = pairs_ptr + at_head[:, None] * (2 * C) + i[None, :]
-        scores = tl.dot(q, turned, input_precision=PRECISION) * decay * on_q[:, None]
+        scores = tl.dot(q, turned, input_precision=PRECISION) * decay * on_k[None, :] * on_q[:, None]
         tl.store(pairs, scores.to(operand), mask=inside[:, None])
-        A = tl.dot(k, turned, input_precision=PRECISION) * decay * (beta * on_k)[:, None]
+        A = tl.dot(k, turned, input_precision=PRECISION) * decay * (on_k * beta)[None, :] * on_k[:, None]
         A = tl.where(i[:, None] > i[None, :], A, 0.0)
 
         # (1 + A)^-1: of the pieces on the diagonal row by row, all at once; then of the whole, for with D of these and
@@ -165,7 +163,7 @@ def _prepare_kernel(
             found = -tl.load(line[:, None] + r[None, :])
             for before in tl.static_range(row):
                 found -= tl.load(line + before)[:, None] * inverted[before]
-            inverted = inverted + (found,)
+            inverted += (found,)  # type: ignore[assignment]
         tl.debug_barrier()
         for row in tl.static_range(16):
             line = pieces_ptr + ((heads + row).to(tl.int64) * HV + head) * width + column
@@ -178,10 +176,10 @@ def _prepare_kernel(
         T = D - _product(M, D, wide)
         T += _product(_product(M, M, wide), T, wide)
         tl.debug_barrier()
-        tl.store(pairs + C, (T * beta[None, :]).to(operand), mask=inside[:, None])
+        tl.store(pairs + C, (T * beta[:, None]).to(operand), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["factor_stride", "rows", "most"])
+@triton.jit(do_not_specialize=["rows", "most"])
 def _scan_kernel(
     qkv_ptr,
     state_ptr,
@@ -190,7 +188,6 @@ def _scan_kernel(
     pairs_ptr,
     factors_ptr,
     out_ptr,
-    factor_stride,
     most,
     rows,
     HV: tl.constexpr,
@@ -236,9 +233,7 @@ def _scan_kernel(
         q_ptr = qkv_ptr + (head // GROUP) * K
         k_ptr = q_ptr + k_heads * K
         v_ptr = qkv_ptr + 2 * k_heads * K + head * V
-        factors = factors_ptr + head.to(tl.int64) * factor_stride
-        of_all = HV * tl.cast(factor_stride, tl.int64)
-        kept = tl.load(factors + _LAST * of_all + start)
+        of_two = i[:, None] * (HV * 4) + tl.arange(0, 2)[None, :]
         of_qkv_k, of_qkv_v = i[:, None] * STRIDE + ks[None, :], i[:, None] * STRIDE + vs[None, :]
         of_pairs = i[:, None] * (HV * 2 * C) + i[None, :]
         for first in tl.range(start, end, C, num_stages=STAGES):
@@ -250,11 +245,13 @@ def _scan_kernel(
             v = tl.load(v_ptr + at + of_qkv_v, mask=there_v, other=0.0)
             P = tl.load(pairs_ptr + at_head * (2 * C) + of_pairs, mask=inside[:, None], other=0.0)
             T = tl.load(pairs_ptr + at_head * (2 * C) + C + of_pairs, mask=inside[:, None], other=0.0)
-            on_read = tl.load(factors + _ON_READ * of_all + first + i, mask=inside, other=0.0)
-            on_query = tl.load(factors + _ON_QUERY * of_all + first + i, mask=inside, other=0.0)
-            on_key = tl.load(factors + _ON_KEY * of_all + first + i, mask=inside, other=0.0)
-            kept_next = tl.load(factors + _LAST * of_all + tl.minimum(first + C, end - 1))
+            # By twos: 64 numbers alone would be loaded once for every thread that has a column of a product.
+            of_reads = tl.load(factors_ptr + at_head * 4 + of_two, mask=inside[:, None], other=0.0)
+            of_keys = tl.load(factors_ptr + at_head * 4 + 2 + of_two, mask=inside[:, None], other=0.0)
+            kept = tl.load(factors_ptr + at_head * 4 + 3)
 
+            on_read, on_query = tl.split(of_reads)
+            on_key, _ = tl.split(of_keys)
             rounded = S.to(operand)
             out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * on_query[None, :]
             read = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * on_read[None, :]
@@ -265,7 +262,6 @@ def _scan_kernel(
             S = tl.dot(carried, k, S * kept, input_precision=PRECISION)
             found = tl.trans(out.to(out_ptr.dtype.element_ty))
             tl.store(out_ptr + at_head * V + i[:, None] * (HV * V) + vs[None, :], found, mask=there_v)
-            kept = kept_next
         tl.store(held, S, mask=of_v[:, None] & of_k[None, :])
 
 
@@ -301,7 +297,7 @@ def delta_chunks(
     heads, dtype, wide = rule.v_heads, qkv_TC.dtype, qkv_TC.dtype == torch.float32
     chunk = _CHUNK_FLOAT32 if wide else _CHUNK
     pairs = torch.empty(tokens, heads, 2 * chunk, dtype=dtype, device=device)
-    factors = torch.empty(4, heads, tokens, dtype=torch.float32, device=device)
+    factors = torch.empty(tokens, heads, 4, dtype=torch.float32, device=device)
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (rule.k_dim, rule.v_dim))
     shape = {
         "HV": heads,
@@ -329,7 +325,6 @@ def delta_chunks(
         factors,
         qkv_TC.stride(0),
         a_TH.stride(0),
-        tokens,
         rule.k_dim**-0.5,
         most,
         count,
@@ -338,6 +333,8 @@ def delta_chunks(
         **shape,
     )
     block_v = min(block_v, SCAN_V_FLOAT32 if wide else SCAN_V)
+    stages = SCAN_STAGES_FLOAT32 if wide else SCAN_STAGES
+    stages = max(1, min(stages, _SHARED // (chunk * (2 * block_k + block_v + 2 * chunk) * dtype.itemsize)))
     _scan_kernel[(triton.cdiv(rule.v_dim, block_v), heads, long_rows)](
         qkv_TC,
         state_SHVK,
@@ -346,13 +343,12 @@ def delta_chunks(
         pairs,
         factors,
         out_TV,
-        tokens,
         most,
         count,
         V=rule.v_dim,
         BLOCK_V=block_v,
         STRIDE=qkv_TC.stride(0),
-        STAGES=SCAN_STAGES_FLOAT32 if wide else SCAN_STAGES,
+        STAGES=stages,
         num_warps=SCAN_WARPS_FLOAT32 if wide else SCAN_WARPS,
         **shape,
     )
