@@ -6,17 +6,17 @@ captured: grids follow from the number of tokens and rows of a step, never from 
 
 With G_i the sum of log decays up to token i of a chunk, q and k of norm 1:
 
-    prepare   a chunk and head    T = (1 + strictly_lower(beta_i k_i.k_j e^(G_i - G_j)))^-1 beta
-              a program           P = lower(q_i.k_j e^(G_i - G_j))
+    prepare   a chunk and head    T = (1 + strictly_lower(k_i.k_j e^(G_i - G_j) beta_j))^-1
+              a program           P = lower(q_i.k_j e^(G_i - G_j) beta_j)
     scan      a row, head and     d = T (v - e^G k S^T);  out = e^G q S^T + P d
-              slice of V          S <- e^(G_last) S + d^T (e^(G_last - G) k)
+              slice of V          S <- e^(G_last) S + d^T (e^(G_last - G) beta k)
               a program, chunk by chunk
 
 Only what depends on S is left to the scan, and its loads run ahead of it. q and k come into its products as they are:
-their norms are in T and P, and in the factors e^G.. of a token. It computes d and out transposed, [V, tokens]: so what
-follows from S goes from one product into the next in registers, from where wgmma takes its left operand, and shared
-memory has only what was loaded.
-
+their norms are in T and P, and in the factors e^G.. of a token. So is beta, which leaves T's diagonal 1: rounded, it
+would err alike in all tokens that are alike. The scan computes d and out transposed, [V, tokens]. So what follows from
+S goes from one product into the next in registers, where wgmma takes its left operand from, and shared memory has only
+what was loaded.
 ``pdl``: see models/kernels/dependent_launch.py.
 """
 
@@ -79,7 +79,7 @@ def _prepare_kernel(
     ends_ptr,
     pairs_ptr,  # [tokens, HV, P of C | T of C]
     pieces_ptr,  # pairs as float32
-    factors_ptr,  # [tokens, HV, e^G of k S^T, negative | of q S^T | e^(G_last - G) of k | e^G_last]
+    factors_ptr,  # [tokens, HV, e^G of k S^T, negative | of q S^T | e^(G_last - G) beta of k | e^G_last]
     qkv_stride,
     gate_stride,
     scale,
@@ -131,18 +131,19 @@ def _prepare_kernel(
         on_q, on_k = _inverse_norms(q) * scale, _inverse_norms(k)
         at_head = tokens.to(tl.int64) * HV + head
         factors = factors_ptr + at_head * 4
+        of_key = on_k * beta
         tl.store(factors, -tl.exp(G) * on_k, mask=inside)
         tl.store(factors + 1, tl.exp(G) * on_q, mask=inside)
-        tl.store(factors + 2, tl.exp(last - G) * on_k, mask=inside)
+        tl.store(factors + 2, tl.exp(last - G) * of_key, mask=inside)
         tl.store(factors + 3, tl.exp(last + tl.zeros_like(G)), mask=inside)
 
         lower = i[:, None] >= i[None, :]
-        decay = tl.where(lower, tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0)), 0.0)
+        decay = tl.where(lower, tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0)) * of_key[None, :], 0.0)
         turned = tl.trans(k)
         pairs = pairs_ptr + at_head[:, None] * (2 * C) + i[None, :]
-        scores = tl.dot(q, turned, input_precision=PRECISION) * decay * on_k[None, :] * on_q[:, None]
+        scores = tl.dot(q, turned, input_precision=PRECISION) * decay * on_q[:, None]
         tl.store(pairs, scores.to(operand), mask=inside[:, None])
-        A = tl.dot(k, turned, input_precision=PRECISION) * decay * (on_k * beta)[None, :] * on_k[:, None]
+        A = tl.dot(k, turned, input_precision=PRECISION) * decay * on_k[:, None]
         A = tl.where(i[:, None] > i[None, :], A, 0.0)
 
         # (1 + A)^-1: of the pieces on the diagonal row by row, all at once; then of the whole, for with D of these and
@@ -176,7 +177,7 @@ def _prepare_kernel(
         T = D - _product(M, D, wide)
         T += _product(_product(M, M, wide), T, wide)
         tl.debug_barrier()
-        tl.store(pairs + C, (T * beta[:, None]).to(operand), mask=inside[:, None])
+        tl.store(pairs + C, T.to(operand), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
