@@ -3,7 +3,8 @@
 Run on one GPU:  python3 -m tests.bench.gated_delta [--heads 16,32] [--out FOLDER]
 Decode: one token a row, one launch; bytes are those of the state, read and written. Prefill: a prompt alone, several,
 and chunks beside rows that decode. ``--heads`` K,V: heads of one rank (16,32: Qwen3-Next or Qwen3.5-35B-A3B whole;
-8,16 on two ranks; 16,48: Qwen3.5-27B). FOLDER gets gated-delta.json.
+8,16 on two ranks; 16,48: Qwen3.5-27B). FOLDER gets gated-delta.json. ``--apart``: only the two launches of long rows,
+each alone and one behind the other.
 
 Knows: which loads a delta net has to serve. Does not know: the projections around it.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -21,6 +24,7 @@ from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
 from models.kernels.matmul import autotune
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.recurrent import delta_chunk
 
 DEVICE = torch.device("cuda", 0)
 DIM, TAPS, LAYERS = 128, 4, 6
@@ -69,14 +73,44 @@ def microseconds(kernels: NvidiaKernels, layers: list[Layer], lengths: tuple[int
     return autotune.median_graph_us(every_layer, DEVICE, 20) / len(layers)
 
 
+def apart(kernels: NvidiaKernels, layers: list[Layer], tokens: int) -> None:
+    """Microseconds of a layer for a prompt alone. What a launch by itself reads is what lies in memory."""
+    rule = layers[0].rule
+    projected = torch.randn(tokens, sum(rule.widths), dtype=BF16, device=DEVICE)
+    qkv = projected[:, : layers[0].channels].contiguous()
+    b, a = projected[:, -2 * rule.v_heads : -rule.v_heads], projected[:, -rule.v_heads :]
+    out = torch.empty(tokens, rule.v_heads * DIM, dtype=BF16, device=DEVICE)
+    ends = torch.tensor([tokens], device=DEVICE)
+    rows = StateRows(torch.ones_like(ends), ends)
+
+    def every_layer() -> None:
+        for layer in layers:
+            delta_chunk.delta_chunks(qkv, b, a, rule, layer.state, rows, out, kernels.pdl, most=16)
+
+    def us() -> float:
+        return autotune.median_graph_us(every_layer, DEVICE, 20) / len(layers)
+
+    def us_without(launch: str) -> float:
+        with patch.object(delta_chunk, launch, defaultdict(lambda: lambda *_, **__: None)):  # a kernel, by grid
+            return us()
+
+    prepare, scan = us_without("_scan_kernel"), us_without("_prepare_kernel")
+    print(f"{tokens:5d} tokens: both {us():8.2f} us, prepare {prepare:8.2f} us, scan {scan:8.2f} us")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="16,32", help="key and value heads of one rank (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for gated-delta.json")
+    parser.add_argument("--apart", action="store_true", help="time the launches of long rows one by one")
     options = parser.parse_args()
     k_heads, v_heads = (int(part) for part in options.heads.split(","))
     kernels = NvidiaKernels(DEVICE)
     layers = [Layer(k_heads, v_heads, 260) for _ in range(LAYERS)]
+    if options.apart:
+        for tokens in (512, 2048, 8192):
+            apart(kernels, layers, tokens)
+        return
     time_of = partial(microseconds, kernels, layers)
     found: list[dict[str, object]] = []
     print(f"{k_heads} key heads, {v_heads} value heads of {DIM}")

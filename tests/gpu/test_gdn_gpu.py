@@ -18,6 +18,7 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import EVERYTHING, SHAPE, gpu_rig
+from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, Made, run_pieces
 from tests.models.tiny_delta import FAMILIES, ON_GPU
 from tests.runtime.engine.rig import run
@@ -54,6 +55,24 @@ def test_any_cut_equals_the_reference(
     for a, b in zip(found, expected, strict=True):
         assert off(a, b) < BOUNDS[dtype]
     assert off(found_states, states) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("k_heads", "v_heads", "dim"), [(2, 6, 128), (4, 4, 64), (1, 2, 40)])
+def test_rows_end_anywhere_in_a_chunk(
+    kernels: NvidiaKernels, dtype: torch.dtype, k_heads: int, v_heads: int, dim: int
+) -> None:
+    for lengths, most in (
+        (AT_EDGES, 32),
+        ((3, 64, 1, 2), 0),
+        ((1000, 16, 17, 700), 16),
+        ((65, 65), 16),
+        ((40, 40), 40),
+    ):
+        case = DeltaCase(k_heads, v_heads, dim, dim, lengths, dtype, device=DEVICE)
+        found, expected = both(case, most, kernels.pdl)
+        for a, b in zip(found, expected, strict=True):
+            assert not len(b) or off(a, b) < BOUNDS[torch.float32 if dtype == torch.float32 else torch.bfloat16]
 
 
 def test_repeated_tokens_do_not_blow_up(kernels: NvidiaKernels) -> None:

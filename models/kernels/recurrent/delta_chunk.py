@@ -4,12 +4,19 @@ Knows: the chunked form, and how a program finds its chunk from the rows' ends o
 captured: grids follow from the number of tokens and rows of a step, never from lengths. Does not know: short rows
 (delta_step.py), the convolution, or the norm behind (gates.py).
 
-With G_i the sum of log decays up to token i of a chunk, and T = (1 + strictly_lower(beta_i k_i.k_j e^(G_i - G_j)))^-1:
+With G_i the sum of log decays up to token i of a chunk, q and k of norm 1:
 
-    prepare   a chunk and head a program    u = T (beta v),  w = T (beta e^G k)
-    scan      a row, head and slice of V    d = u - w S^T;  out = e^G q S^T + lower(q_i.k_j e^(G_i - G_j)) d;
-              a program, chunk by chunk     S <- e^(G_last) S + d^T (e^(G_last - G) k)
+    prepare   a chunk and head    T = (1 + strictly_lower(k_i.k_j e^(G_i - G_j) beta_j))^-1
+              a program           P = lower(q_i.k_j e^(G_i - G_j) beta_j)
+    scan      a row, head and     d = T (v - e^G k S^T);  out = e^G q S^T + P d
+              slice of V          S <- e^(G_last) S + d^T (e^(G_last - G) beta k)
+              a program, chunk by chunk
 
+Only what depends on S is left to the scan, and its loads run ahead of it. q and k come into its products as they are:
+their norms are in T and P, and in the factors e^G.. of a token. So is beta, which leaves T's diagonal 1: rounded, it
+would err alike in all tokens that are alike. The scan computes d and out transposed, [V, tokens]. So what follows from
+S goes from one product into the next in registers, where wgmma takes its left operand from, and shared memory has only
+what was loaded.
 ``pdl``: see models/kernels/dependent_launch.py.
 """
 
@@ -31,25 +38,35 @@ from models.kernels.recurrent.delta_step import L2_EPS, softplus
 _CHUNK, _CHUNK_FLOAT32 = 64, 32  # wider operands would not leave products of 64 tokens enough registers
 _PIECE = tl.constexpr(16)  # tokens whose triangle is inverted row by row
 
+# Launch parameters of 16 bits an element, and of float32, whose products have no tensor cores.
+PREPARE_WARPS, PREPARE_WARPS_FLOAT32 = 4, 8
+SCAN_V, SCAN_V_FLOAT32 = 64, 16  # values of a program: 64 are the rows of a product of one group of four warps
+SCAN_WARPS, SCAN_WARPS_FLOAT32 = 4, 8
+SCAN_STAGES, SCAN_STAGES_FLOAT32 = 3, 1  # chunks in shared memory, at 56 KiB each where K and V are 128
+_SHARED = 200 * 1024  # bytes, of all of these
+
 
 @triton.jit
-def _normed_rows(base_ptr, tokens, inside, stride, dims, of_dim):
-    """Rows of a head [CHUNK, BLOCK], l2-normed in float32; zeros where not ``inside``."""
-    x = tl.load(
-        base_ptr + tokens.to(tl.int64)[:, None] * stride + dims[None, :],
-        mask=inside[:, None] & of_dim[None, :],
-        other=0.0,
-    )
+def _rows(base_ptr, tokens, inside, stride, dims, of_dim):
+    """Rows of a head [CHUNK, BLOCK] as they are; zeros where not ``inside``."""
+    at = base_ptr + tokens.to(tl.int64)[:, None] * stride + dims[None, :]
+    return tl.load(at, mask=inside[:, None] & of_dim[None, :], other=0.0)
+
+
+@triton.jit
+def _inverse_norms(x):
     x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
+    return tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)
 
 
 @triton.jit
-def _decays(a_ptr, tokens, inside, stride, decay_log, decay_bias):
-    """G: the running sum of log decays over a chunk [CHUNK]; constant behind the last token."""
-    a = tl.load(a_ptr + tokens.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
-    log = -tl.exp(decay_log) * softplus(a + decay_bias)
-    return tl.cumsum(tl.where(inside, log, 0.0), 0)
+def _product(x, y, WIDE: tl.constexpr):
+    """x y of float32 within about 2^-21; where not ``WIDE`` as sums of two numbers of float16: no entry is large."""
+    if WIDE:
+        return tl.dot(x, y, input_precision="tf32x3")
+    x_high, y_high = x.to(tl.float16), y.to(tl.float16)
+    x_low, y_low = (x - x_high.to(tl.float32)).to(tl.float16), (y - y_high.to(tl.float32)).to(tl.float16)
+    return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
@@ -60,19 +77,18 @@ def _prepare_kernel(
     decay_log_ptr,
     decay_bias_ptr,
     ends_ptr,
-    triangle_ptr,
-    u_ptr,
-    w_ptr,
+    pairs_ptr,  # [tokens, HV, P of C | T of C]
+    pieces_ptr,  # pairs as float32
+    factors_ptr,  # [tokens, HV, e^G of k S^T, negative | of q S^T | e^(G_last - G) beta of k | e^G_last]
     qkv_stride,
     gate_stride,
+    scale,
     most,
     rows,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -101,77 +117,78 @@ def _prepare_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if end > start:
-        i = tl.arange(0, C)
+        i, ks = tl.arange(0, C), tl.arange(0, BLOCK_K)
         tokens = start + i
         inside = tokens < end
-        ks, vs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
         operand = qkv_ptr.dtype.element_ty
-        k = _normed_rows(qkv_ptr + (k_heads + head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
         gate = tokens.to(tl.int64) * gate_stride + head
+        a = tl.load(a_ptr + gate, mask=inside, other=0.0).to(tl.float32)
         beta = tl.sigmoid(tl.load(b_ptr + gate, mask=inside, other=0.0).to(tl.float32))
-        G = _decays(a_ptr + head, tokens, inside, gate_stride, decay_log, decay_bias)
-        rounded = k.to(operand)
-        products = tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION)
-        lower = (i[:, None] > i[None, :]) & inside[:, None]
-        decay = tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0))
-        A = tl.where(lower, beta[:, None] * products * decay, 0.0)
+        G = tl.cumsum(tl.where(inside, -tl.exp(decay_log) * softplus(a + decay_bias), 0.0), 0)
+        last = tl.min(G, 0)  # G falls, and stays behind the last token
+        q = _rows(qkv_ptr + (head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
+        k = _rows(qkv_ptr + (k_heads + head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
+        on_q, on_k = _inverse_norms(q) * scale, _inverse_norms(k)
+        at_head = tokens.to(tl.int64) * HV + head
+        factors = factors_ptr + at_head * 4
+        of_key = on_k * beta
+        tl.store(factors, -tl.exp(G) * on_k, mask=inside)
+        tl.store(factors + 1, tl.exp(G) * on_q, mask=inside)
+        tl.store(factors + 2, tl.exp(last - G) * of_key, mask=inside)
+        tl.store(factors + 3, tl.exp(last + tl.zeros_like(G)), mask=inside)
+
+        lower = i[:, None] >= i[None, :]
+        decay = tl.where(lower, tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0)) * of_key[None, :], 0.0)
+        turned = tl.trans(k)
+        pairs = pairs_ptr + at_head[:, None] * (2 * C) + i[None, :]
+        scores = tl.dot(q, turned, input_precision=PRECISION) * decay * on_q[:, None]
+        tl.store(pairs, scores.to(operand), mask=inside[:, None])
+        A = tl.dot(k, turned, input_precision=PRECISION) * decay * on_k[:, None]
+        A = tl.where(i[:, None] > i[None, :], A, 0.0)
 
         # (1 + A)^-1: of the pieces on the diagonal row by row, all at once; then of the whole, for with D of these and
-        # M = D (A - its diagonal pieces) it is (1 + M)^-1 D, where M^4 = 0.
-        scratch = triangle_ptr + (tokens.to(tl.int64) * HV + head) * C
-        tl.store(scratch[:, None] + i[None, :], A, mask=inside[:, None])
+        # M = D (A - its diagonal pieces) it is (1 + M)^-1 D = (1 + M^2) (1 - M) D, where M^4 = 0. The pieces go through
+        # memory, where T will be: a thread has all rows of a column.
+        width: tl.constexpr = 2 * C * operand.primitive_bitwidth // 32
+        piece = i // _PIECE
+        same = piece[:, None] == piece[None, :]
+        own = pieces_ptr + at_head[:, None] * width + (width // 2 + i % _PIECE)[None, :]
+        tl.store(own, A, mask=same & inside[:, None])
         tl.debug_barrier()
-        piece, r = tl.arange(0, C // _PIECE), tl.arange(0, _PIECE)
-        at = start + piece[:, None] * _PIECE + r[None, :]
-        diagonal = triangle_ptr + (at.to(tl.int64) * HV + head)[:, :, None] * C
-        diagonal = diagonal + piece[:, None, None] * _PIECE + r[None, None, :]
-        known = (at < end)[:, :, None]
-        P = tl.load(diagonal, mask=known, other=0.0)
-        D = -P
-        for step in tl.static_range(1, 16):
-            picked = (r == step)[None, :, None]
-            coefficients = tl.sum(tl.where(picked, P, 0.0), 1)
-            update = -coefficients - tl.sum(coefficients[:, :, None] * D, 1)
-            D = tl.where(picked, update[:, None, :], D)
+        heads, r = start + tl.arange(0, C // _PIECE) * _PIECE, tl.arange(0, _PIECE)
+        column: tl.constexpr = width // 2
+        inverted = ()
+        for row in tl.static_range(16):
+            # Rows behind the last token are garbage, of which nothing is kept.
+            line = pieces_ptr + (tl.minimum(heads + row, end - 1).to(tl.int64) * HV + head) * width + column
+            found = -tl.load(line[:, None] + r[None, :])
+            for before in tl.static_range(row):
+                found -= tl.load(line + before)[:, None] * inverted[before]
+            inverted += (found,)  # type: ignore[assignment]
         tl.debug_barrier()
-        tl.store(diagonal, D, mask=known)
+        for row in tl.static_range(16):
+            line = pieces_ptr + ((heads + row).to(tl.int64) * HV + head) * width + column
+            tl.store(line[:, None] + r[None, :], inverted[row], mask=(heads + row < end)[:, None])
         tl.debug_barrier()
-        same = (i[:, None] // _PIECE) == (i[None, :] // _PIECE)
-        inverse = tl.load(scratch[:, None] + i[None, :], mask=same & inside[:, None], other=0.0)
-        one = (i[:, None] == i[None, :]).to(tl.float32)
-        inverse = inverse + one
-        M = tl.dot(inverse, tl.where(same, 0.0, A), input_precision="tf32x3")
-        M2 = tl.dot(M, M, input_precision="tf32x3")
-        T = tl.dot(one - M, one + M2, input_precision="tf32x3")
-        T = tl.dot(T, inverse, input_precision="tf32x3").to(operand)
-
-        # Keys once more: held until here, they would not leave the products above enough registers.
-        k = _normed_rows(qkv_ptr + (k_heads + head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
-        v_at = 2 * k_heads * K + head * V + vs
-        there_v = inside[:, None] & (vs < V)[None, :]
-        v = tl.load(qkv_ptr + tokens.to(tl.int64)[:, None] * qkv_stride + v_at[None, :], mask=there_v, other=0.0)
-        u = tl.dot(T, (v.to(tl.float32) * beta[:, None]).to(operand), input_precision=PRECISION)
-        w = tl.dot(T, (k * (beta * tl.exp(G))[:, None]).to(operand), input_precision=PRECISION)
-        at_head = tokens.to(tl.int64) * HV + head
-        tl.store(u_ptr + at_head[:, None] * V + vs[None, :], u.to(operand), mask=there_v)
-        tl.store(w_ptr + at_head[:, None] * K + ks[None, :], w.to(operand), mask=inside[:, None] & (ks < K)[None, :])
+        D = tl.load(own, mask=same & inside[:, None], other=0.0)
+        D = tl.where(i[:, None] == i[None, :], 1.0, D)
+        wide: tl.constexpr = operand == tl.float32
+        M = _product(D, tl.where(same, 0.0, A), wide)
+        T = D - _product(M, D, wide)
+        T += _product(_product(M, M, wide), T, wide)
+        tl.debug_barrier()
+        tl.store(pairs + C, T.to(operand), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _scan_kernel(
     qkv_ptr,
-    a_ptr,
-    decay_log_ptr,
-    decay_bias_ptr,
     state_ptr,
     slots_ptr,
     ends_ptr,
-    u_ptr,
-    w_ptr,
+    pairs_ptr,
+    factors_ptr,
     out_ptr,
-    qkv_stride,
-    gate_stride,
-    scale,
     most,
     rows,
     HV: tl.constexpr,
@@ -181,9 +198,11 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
+    STRIDE: tl.constexpr,  # of qkv
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -199,8 +218,6 @@ def _scan_kernel(
     here = long & (behind == number + 1)
     row = tl.sum(tl.where(here, ids, 0), 0)
     some = tl.sum(here.to(tl.int32), 0) > 0
-    decay_log = tl.load(decay_log_ptr + head).to(tl.float32)
-    decay_bias = tl.load(decay_bias_ptr + head).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -214,28 +231,38 @@ def _scan_kernel(
         held = state_ptr + (slot * HV + head) * (V * K) + vs[:, None] * K + ks[None, :]
         S = tl.load(held, mask=of_v[:, None] & of_k[None, :], other=0.0)
         k_heads: tl.constexpr = HV // GROUP
-        for first in range(start, end, C):
-            tokens = first + i
-            inside = tokens < end
-            q = _normed_rows(qkv_ptr + (head // GROUP) * K, tokens, inside, qkv_stride, ks, of_k) * scale
-            k = _normed_rows(qkv_ptr + (k_heads + head // GROUP) * K, tokens, inside, qkv_stride, ks, of_k)
-            G = _decays(a_ptr + head, tokens, inside, gate_stride, decay_log, decay_bias)
-            last = tl.min(G, 0)  # G falls, and stays behind the last token
-            at_head = tokens.to(tl.int64) * HV + head
+        q_ptr = qkv_ptr + (head // GROUP) * K
+        k_ptr = q_ptr + k_heads * K
+        v_ptr = qkv_ptr + 2 * k_heads * K + head * V
+        of_two = i[:, None] * (HV * 4) + tl.arange(0, 2)[None, :]
+        of_qkv_k, of_qkv_v = i[:, None] * STRIDE + ks[None, :], i[:, None] * STRIDE + vs[None, :]
+        of_pairs = i[:, None] * (HV * 2 * C) + i[None, :]
+        for first in tl.range(start, end, C, num_stages=STAGES):
+            inside = i < end - first
+            at, at_head = tl.cast(first, tl.int64) * STRIDE, tl.cast(first, tl.int64) * HV + head
             there_k, there_v = inside[:, None] & of_k[None, :], inside[:, None] & of_v[None, :]
-            w = tl.load(w_ptr + at_head[:, None] * K + ks[None, :], mask=there_k, other=0.0)
-            u = tl.load(u_ptr + at_head[:, None] * V + vs[None, :], mask=there_v, other=0.0).to(tl.float32)
-            rounded = tl.trans(S.to(operand))
-            d = u - tl.dot(w, rounded, input_precision=PRECISION)
-            d_rounded = d.to(operand)
-            out = tl.dot((q * tl.exp(G)[:, None]).to(operand), rounded, input_precision=PRECISION)
-            scores = tl.dot(q.to(operand), tl.trans(k.to(operand)), input_precision=PRECISION)
-            lower = i[:, None] >= i[None, :]
-            scores = tl.where(lower, scores * tl.exp(tl.where(lower, G[:, None] - G[None, :], 0.0)), 0.0)
-            out += tl.dot(scores.to(operand), d_rounded, input_precision=PRECISION)
-            tl.store(out_ptr + at_head[:, None] * V + vs[None, :], out.to(out_ptr.dtype.element_ty), mask=there_v)
-            carried = (k * tl.exp(last - G)[:, None]).to(operand)
-            S = S * tl.exp(last) + tl.dot(tl.trans(d_rounded), carried, input_precision=PRECISION)
+            q = tl.load(q_ptr + at + of_qkv_k, mask=there_k, other=0.0)
+            k = tl.load(k_ptr + at + of_qkv_k, mask=there_k, other=0.0)
+            v = tl.load(v_ptr + at + of_qkv_v, mask=there_v, other=0.0)
+            P = tl.load(pairs_ptr + at_head * (2 * C) + of_pairs, mask=inside[:, None], other=0.0)
+            T = tl.load(pairs_ptr + at_head * (2 * C) + C + of_pairs, mask=inside[:, None], other=0.0)
+            # By twos: 64 numbers alone would be loaded once for every thread that has a column of a product.
+            of_reads = tl.load(factors_ptr + at_head * 4 + of_two, mask=inside[:, None], other=0.0)
+            of_keys = tl.load(factors_ptr + at_head * 4 + 2 + of_two, mask=inside[:, None], other=0.0)
+            kept = tl.load(factors_ptr + at_head * 4 + 3)
+
+            on_read, on_query = tl.split(of_reads)
+            on_key, _ = tl.split(of_keys)
+            rounded = S.to(operand)
+            out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * on_query[None, :]
+            read = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * on_read[None, :]
+            d = tl.dot(tl.trans(v), tl.trans(T), input_precision=PRECISION)
+            d = tl.dot(read.to(operand), tl.trans(T), d, input_precision=PRECISION)
+            carried = (d * on_key[None, :]).to(operand)
+            out = tl.dot(d.to(operand), tl.trans(P), out, input_precision=PRECISION)
+            S = tl.dot(carried, k, S * kept, input_precision=PRECISION)
+            found = tl.trans(out.to(out_ptr.dtype.element_ty))
+            tl.store(out_ptr + at_head * V + i[:, None] * (HV * V) + vs[None, :], found, mask=there_v)
         tl.store(held, S, mask=of_v[:, None] & of_k[None, :])
 
 
@@ -268,24 +295,21 @@ def delta_chunks(
     long_rows = min(count, tokens // (most + 1))
     if none_is_long(tokens, rows, most):
         return out_TV
-    heads, dtype = rule.v_heads, qkv_TC.dtype
-    chunk = _CHUNK_FLOAT32 if dtype == torch.float32 else _CHUNK
-    triangles = torch.empty(tokens, heads, chunk, dtype=torch.float32, device=device)
-    u = torch.empty(tokens, heads, rule.v_dim, dtype=dtype, device=device)
-    w = torch.empty(tokens, heads, rule.k_dim, dtype=dtype, device=device)
+    heads, dtype, wide = rule.v_heads, qkv_TC.dtype, qkv_TC.dtype == torch.float32
+    chunk = _CHUNK_FLOAT32 if wide else _CHUNK
+    pairs = torch.empty(tokens, heads, 2 * chunk, dtype=dtype, device=device)
+    factors = torch.empty(tokens, heads, 4, dtype=torch.float32, device=device)
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (rule.k_dim, rule.v_dim))
-    precision = "ieee" if dtype == torch.float32 else "tf32"
     shape = {
         "HV": heads,
         "GROUP": heads // rule.k_heads,
         "K": rule.k_dim,
-        "V": rule.v_dim,
         "BLOCK_K": block_k,
         "C": chunk,
         "EACH": each,
         "RAGGED": ragged,
         "BLOCK_B": triton.next_power_of_2(count),
-        "PRECISION": precision,
+        "PRECISION": "ieee" if wide else "tf32",
         "PDL": pdl,
         "launch_pdl": pdl,
     }
@@ -297,38 +321,36 @@ def delta_chunks(
         rule.decay_log_H,
         rule.decay_bias_H,
         ends_B,
-        triangles,
-        u,
-        w,
-        qkv_TC.stride(0),
-        a_TH.stride(0),
-        most,
-        count,
-        BLOCK_V=block_v,
-        num_warps=8,
-        num_stages=1,
-        **shape,
-    )
-    block_v = min(block_v, 32)
-    _scan_kernel[(triton.cdiv(rule.v_dim, block_v), heads, long_rows)](
-        qkv_TC,
-        a_TH,
-        rule.decay_log_H,
-        rule.decay_bias_H,
-        state_SHVK,
-        rows.slots_B,
-        ends_B,
-        u,
-        w,
-        out_TV,
+        pairs,
+        pairs.view(torch.float32),
+        factors,
         qkv_TC.stride(0),
         a_TH.stride(0),
         rule.k_dim**-0.5,
         most,
         count,
-        BLOCK_V=block_v,
-        num_warps=8,
+        num_warps=PREPARE_WARPS_FLOAT32 if wide else PREPARE_WARPS,
         num_stages=1,
+        **shape,
+    )
+    block_v = min(block_v, SCAN_V_FLOAT32 if wide else SCAN_V)
+    stages = SCAN_STAGES_FLOAT32 if wide else SCAN_STAGES
+    stages = max(1, min(stages, _SHARED // (chunk * (2 * block_k + block_v + 2 * chunk) * dtype.itemsize)))
+    _scan_kernel[(triton.cdiv(rule.v_dim, block_v), heads, long_rows)](
+        qkv_TC,
+        state_SHVK,
+        rows.slots_B,
+        ends_B,
+        pairs,
+        factors,
+        out_TV,
+        most,
+        count,
+        V=rule.v_dim,
+        BLOCK_V=block_v,
+        STRIDE=qkv_TC.stride(0),
+        STAGES=stages,
+        num_warps=SCAN_WARPS_FLOAT32 if wide else SCAN_WARPS,
         **shape,
     )
     return out_TV

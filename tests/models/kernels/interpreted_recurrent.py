@@ -21,6 +21,7 @@ from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
 from models.kernels.reference import ReferenceKernels
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
+from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, run_pieces
 from tests.models.kernels.recurrent.ragged_sequences import steps
 from tests.models.kernels.recurrent.tree_cases import FORKED, STAR, grown, padded, path, positions, state_tree
@@ -86,6 +87,21 @@ def recurrences() -> None:
     half = DeltaCase(k_heads=1, v_heads=1, k_dim=16, v_dim=16, lengths=(90, 5), dtype=torch.float16)
     for a, b in zip(run_pieces(REFERENCE, half, 80)[0], run_pieces(InterpretedRecurrent(), half, 80)[0], strict=True):
         close(b, a, "float16")
+
+
+def chunks() -> None:
+    """Rows that end anywhere in a chunk, heads that share keys or do not, and rows too short for chunks."""
+    few = (3, 64, 1, 2), 0
+    for (k_heads, v_heads, k_dim, v_dim), dtype, cases in (
+        ((1, 1, 16, 16), torch.float32, ((AT_EDGES, 32), few)),
+        ((1, 3, 12, 20), torch.float16, ((AT_EDGES, 32), few)),
+        ((1, 2, 16, 80), torch.float16, (few, ((65, 65), 16), ((40, 40), 40))),
+    ):
+        for lengths, most in cases:
+            case = DeltaCase(k_heads, v_heads, k_dim, v_dim, lengths, dtype)
+            found, expected = both(case, most, False)
+            close(found[0], expected[0], f"chunks of {case}")
+            torch.testing.assert_close(found[1], expected[1], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def decode_steps() -> None:
@@ -239,7 +255,7 @@ def main() -> None:
     assert all(module.BATCH_INVARIANT for module in (conv, delta_step, gates))
     assert not hasattr(delta_chunk, "BATCH_INVARIANT")
     began = time.perf_counter()
-    for part in (convolutions, recurrences, decode_steps, windows, windows_beside_chunks, trees, ends):
+    for part in (convolutions, recurrences, chunks, decode_steps, windows, windows_beside_chunks, trees, ends):
         part()
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s")
 
