@@ -8,7 +8,7 @@ every time. A candidate whose output differs from that without a list is named a
 
 --in-layer puts a layer's o and qkv products between two launches of attention, and takes the time of a graph without
 attention away: in a step nothing hides how attention begins and ends. --grid: all combinations of few forms, longest
-splits, numbers of splits and programs over a list, instead of variations of one number each.
+splits and programs over a list, instead of variations of one number each.
 
 Knows: the loads that decode attention has to serve. Does not know: the rest of a layer.
 """
@@ -52,9 +52,7 @@ LONGEST = (256, 512, 1024, 2048)
 PROGRAMS = (16, 32)
 GRID_LONGEST = (128, 192, 256, 384, 512, 768, 1024)
 GRID_PROGRAMS = (8, 16, 32)
-GRID_FEWEST = (1,)
 GRID_FORMS = ((True, (32, 3, 1)), (True, (32, 5, 1)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
-
 
 Launch = Callable[[Tensor, Tensor], Tensor]  # packed qkv, a layer's keys and values -> what is attended
 
@@ -196,8 +194,8 @@ class Bench:
         """No list, the kernels' choice, then all combinations of GRID_*."""
         usual = self.usual()
         distinct: dict[object, Candidate] = {self._key(usual): usual}
-        for (tma, blocks), longest, fewest, each in product(GRID_FORMS, GRID_LONGEST, GRID_FEWEST, GRID_PROGRAMS):
-            one = self.with_longest(Candidate(usual.rule, each, tma, blocks), longest, fewest)
+        for (tma, blocks), longest, each in product(GRID_FORMS, GRID_LONGEST, GRID_PROGRAMS):
+            one = self.with_longest(Candidate(usual.rule, each, tma, blocks), longest, fewest=1)
             distinct.setdefault(self._key(one), one)
         return [Candidate(), *distinct.values()]
 

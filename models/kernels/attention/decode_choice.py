@@ -30,8 +30,8 @@ from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.traits import DeviceTraits
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
-_LIST_PAIRS = 256  # (row, kv head) pairs of windows; with fewer, every split that a row could have is a program
-_LIST_PAIRS_ALONE = 64  # the same of single tokens
+_LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
+_LIST_PAIRS_ALONE = 64  # the same of single tokens that TMA serves
 _LIST_PAIRS_OF_ROWS = 32, 16  # the same, and from how many rows on: many rows differ more in length
 _FEW_LISTED = 256  # pairs of single tokens; with fewer, a list has at most _MOST_OF_FEW splits a row
 _MOST_OF_FEW = 16  # so splits of long rows have more keys, and are merged in one level
@@ -90,10 +90,7 @@ class DecodeChoice:
         return False, blocks
 
     def without_list(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> bool:
-        """Whether every split that a row could have is a program. So few that none need be looked up are faster.
-
-        Single tokens that TMA serves take a list earlier than others.
-        """
+        """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
         if inputs.starts_B is not None or inputs.skip_empty:
             return False
         rows, kv_heads = inputs.kv_lengths_B.shape[0], kv_layer.shape[3]
@@ -111,12 +108,13 @@ class DecodeChoice:
         query_rows = heads // kv_heads * inputs.query_len
         tall = power_of_two_above(query_rows)
         fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
+        every_split = self.without_list(inputs, heads, kv_layer)
         if not self.balanced:
             longest = ANY_LENGTH
-        elif self.without_list(inputs, heads, kv_layer) and _few_windows(pairs, tall, head_dim):
+        elif every_split and _few_windows(pairs, tall, head_dim):
             fewest, longest = _WINDOW_SPLITS, _LONGEST_OF_WINDOW
             splits = _most_of_window(pairs, _merged_apart(pairs, tall, head_dim))
-        elif self.without_list(inputs, heads, kv_layer):
+        elif every_split:
             if pairs not in _TALL_BLOCKS:
                 fewest = _fewest_splits(pairs, query_rows, self.traits.multiprocessors)
             # Programs of splits that no row has cost time, too: a long row gets twice as many as the others, and where

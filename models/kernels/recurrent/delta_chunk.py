@@ -17,6 +17,7 @@ their norms are in T and P, and in the factors e^G.. of a token. So is beta, whi
 would err alike in all tokens that are alike. The scan computes d and out transposed, [V, tokens]. So what follows from
 S goes from one product into the next in registers, where wgmma takes its left operand from, and shared memory has only
 what was loaded.
+
 ``pdl``: see models/kernels/dependent_launch.py.
 """
 
