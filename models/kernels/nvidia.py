@@ -27,7 +27,7 @@ from models.kernels.attention import (
     rope_decode,
     rope_prefill,
 )
-from models.kernels.attention.decode_choice import DecodeChoice, programs_of
+from models.kernels.attention.decode_choice import DecodeChoice, programs_each, programs_of
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -376,6 +376,7 @@ class NvidiaKernels(Kernels):
         work = inputs.work
         if isinstance(work, DecodeWork) and self._decode.fits(work.rule, rows, kv_heads, query_rows, head_dim):
             attend = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
+            each = programs_each(inputs, kv_heads, by_tma)
             return attend(
                 q_TX,
                 heads,
@@ -390,7 +391,7 @@ class NvidiaKernels(Kernels):
                 block_n=min(block_n, work.rule.block),
                 stages=stages,
                 warps=warps,
-                programs=programs_of(inputs, kv_heads, work.rule, self.traits.multiprocessors),
+                programs=programs_of(inputs, kv_heads, work.rule, self.traits.multiprocessors, each),
                 pdl=self.pdl,
             )
         if inputs.starts_B is not None:

@@ -16,7 +16,7 @@ from models.kernels.attention.decode_choice import (
     _SHARED_RESERVE,
     _attention_blocks,
     _attention_shared,
-    _many_blocks,
+    _tma_blocks,
 )
 from models.kernels.attention.decode_work import choose_splits, workspace_floats
 from models.kernels.attention.query import padded_dim, power_of_two_above
@@ -76,7 +76,7 @@ class Attention(NamedTuple):
 def current_choice(asked: Attention) -> Candidate:
     """What NvidiaKernels launches."""
     if asked.rows * asked.kv_heads >= _MANY_PAIRS and asked.many_fits:
-        block_n, stages, warps = _many_blocks(asked.query_rows)
+        block_n, stages, warps = _tma_blocks(asked.query_rows)
         return Candidate(block_n, 1, stages, warps, many=True)
     return choice_of_few(asked)
 

@@ -51,8 +51,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 LONGEST = (256, 512, 1024, 2048)
 PROGRAMS = (16, 32)
 GRID_LONGEST = (128, 192, 256, 384, 512, 768, 1024)
-GRID_PROGRAMS = (8, 16, 32)
-GRID_FORMS = ((True, (32, 3, 1)), (True, (32, 5, 1)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
+GRID_PROGRAMS = (4, 8, 16, 32)
+GRID_FORMS = ((True, (32, 3, 1)), (True, (32, 3, 2)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
 
 Launch = Callable[[Tensor, Tensor], Tensor]  # packed qkv, a layer's keys and values -> what is attended
 
@@ -173,7 +173,7 @@ class Bench:
         tma, blocks = self.kernels._decode.form(self.inputs, self.heads, self.layers[0])
         if self.kernels._decode.without_list(self.inputs, self.heads, self.layers[0]):
             return Candidate(rule, 0, tma, blocks)
-        return Candidate(rule, decode_choice.programs_each(self.inputs, self.kv_heads), tma, blocks)
+        return Candidate(rule, decode_choice.programs_each(self.inputs, self.kv_heads, tma), tma, blocks)
 
     def with_longest(self, one: Candidate, longest: int, fewest: int | None = None) -> Candidate:
         assert one.rule is not None

@@ -67,6 +67,7 @@ def _attend_list_tma_kernel(
     FAN: tl.constexpr,
     MERGE: tl.constexpr,
     ALONE: tl.constexpr,
+    ONE_NEWEST: tl.constexpr,  # a token a row: the only block that TMA does not load
     RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
     ROPE: tl.constexpr,
@@ -115,15 +116,23 @@ def _attend_list_tma_kernel(
         end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
         # Blocks of older keys only, which every query sees.
         whole = tl.maximum(tl.minimum(end, tl.maximum(length - count, 0) // BLOCK_N), begin)
+        held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=whole > begin, other=0)
+        if ONE_NEWEST:  # asked for here, so that neither the table nor its block is waited for behind the loop
+            newest_page = tl.load(table_row + whole * BLOCK_N // PAGE, mask=whole < end, other=0).to(tl.int64)
         q = query(
             q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, K, GROUP, D, D,
             ROTARY, ROPE, NORM,
         )  # fmt: skip
+        if ONE_NEWEST:
+            newest = whole * BLOCK_N + tl.arange(0, BLOCK_N)
+            newest_where = ((newest_page * PAGE + newest % PAGE) * K + head)[:, None] * D + dims[None, :]
+            newest_mask = (newest < length)[:, None] & (whole < end)
+            newest_k = tl.load(keys_ptr + newest_where, mask=newest_mask, other=0.0)
+            newest_v = tl.load(values_ptr + newest_where, mask=newest_mask, other=0.0)
         across = tl.trans(q)
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         totals = tl.zeros((BLOCK_N, ROWS), tl.float32)
         acc = tl.zeros((D, ROWS), tl.float32)
-        held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=whole > begin, other=0)
         for block in tl.range(begin, whole, num_stages=STAGES):
             first = held * PAGE + block * BLOCK_N % PAGE
             # The next block's page, one step ahead: otherwise loads would wait for loads.
@@ -133,21 +142,31 @@ def _attend_list_tma_kernel(
             totals = totals * decay[None, :] + weights
             v = values_desc.load([first, head * D])
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
-        visible = length - count + 1 + rows // GROUP  # keys that each query may see
-        if not CAUSAL:
-            visible = tl.full((ROWS,), 0, tl.int32) + length
-        for block in tl.range(whole, end, num_stages=1):
-            keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
-            where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
-            mask = (keys < length)[:, None]
-            k = tl.load(keys_ptr + where, mask=mask, other=0.0)
-            scores = tl.dot(k, across) * scale_log2e
-            scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
-            weights, peak, decay = weights_of_keys(scores, peak)
-            totals = totals * decay[None, :] + weights
-            v = tl.load(values_ptr + where, mask=mask, other=0.0)
-            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+        if ONE_NEWEST:
+            if whole < end:
+                # Masked once more: as loaded, the tile would go to shared memory, and be waited for, before the loop.
+                k = tl.where((newest < length)[:, None], newest_k, 0.0)
+                scores = tl.dot(k, across) * scale_log2e
+                scores = tl.where((newest < length)[:, None], scores, -float("inf"))
+                weights, peak, decay = weights_of_keys(scores, peak)
+                totals = totals * decay[None, :] + weights
+                acc = tl.dot(tl.trans(newest_v), weights.to(newest_v.dtype), acc * decay[None, :])
+        else:
+            visible = length - count + 1 + rows // GROUP  # keys that each query may see
+            if not CAUSAL:
+                visible = tl.full((ROWS,), 0, tl.int32) + length
+            for block in tl.range(whole, end, num_stages=1):
+                keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
+                where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
+                mask = (keys < length)[:, None]
+                k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+                scores = tl.dot(k, across) * scale_log2e
+                scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
+                weights, peak, decay = weights_of_keys(scores, peak)
+                totals = totals * decay[None, :] + weights
+                v = tl.load(values_ptr + where, mask=mask, other=0.0)
+                acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
         finish_unit(
             tl.trans(acc), peak, tl.sum(totals, 0), out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, count,
             head, split, splits, most, K, GROUP, D, D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
@@ -220,6 +239,7 @@ def attend_list_tma(
         FAN=MERGED_AT_ONCE,
         MERGE=merged_at_once(real_rows, head_dim, MERGED_AT_ONCE, warps),
         ALONE=most == 1,
+        ONE_NEWEST=inputs.query_len == 1,
         RAGGED=inputs.starts_B is not None,
         CAUSAL=inputs.causal,
         ROPE=rotation is not None,

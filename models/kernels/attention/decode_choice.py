@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reach
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
 _LIST_PAIRS_ALONE = 64  # the same of single tokens that TMA serves
 _LIST_PAIRS_OF_ROWS = 32, 16  # the same, and from how many rows on: many rows differ more in length
-_FEW_LISTED = 256  # pairs of single tokens; with fewer, a list has at most _MOST_OF_FEW splits a row
+_FEW_LISTED = 256  # pairs; of single tokens by TMA with fewer, a list has at most _MOST_OF_FEW splits a row
 _MOST_OF_FEW = 16  # so splits of long rows have more keys, and are merged in one level
 _FEW_PAIRS = 8  # of a single token's pairs: 64 keys a block and a split, as for the windows of few rows
 _WINDOW_PAIRS = 16  # up to so many, and from 16 query rows on: the launches of _few_windows
@@ -44,12 +45,32 @@ _LONGEST_SPLIT = 1024  # keys of a split, where ``most`` allows it
 _LONGEST_BY_POINTERS = 512  # the same where keys do not come by TMA
 _LONGEST_OF_MIXED = 384  # the same of single tokens where most rows may be absent
 _LONGEST_OF_MIXED_WINDOWS = 256
-# The same of single tokens by TMA, up to so many pairs: the best of chat-like and of equal lengths on an H200.
-_LONGEST_ALONE = ((63, 128), (127, 256), (255, 384), (319, 768), (1023, 512), (2047, 768))
 _PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where the rows need fewer
 _PROGRAMS_OF_FEW = 16  # the same with fewer than _FEW_LISTED pairs
 _PROGRAMS_OF_MIXED_WINDOWS = 8
+_TMA_BLOCK = 32  # keys
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
+
+
+class _Alone(NamedTuple):
+    """Single tokens over a list by TMA, all rows there, up to ``pairs`` of row and kv head."""
+
+    pairs: int
+    longest: int  # keys of a split
+    programs: int  # of a multiprocessor, where the rows need fewer
+    warps: int  # of up to 8 query heads a kv head
+
+
+# The best of chat-like and of equal lengths on an H200. Programs that find nothing to do cost time; but where rows have
+# several splits each, too few programs mean one more round for some.
+_ALONE = (
+    _Alone(63, 128, 4, 1),
+    _Alone(127, 256, 4, 1),
+    _Alone(255, 384, 4, 1),
+    _Alone(1023, 768, 8, 2),
+    _Alone(2047, 768, 16, 1),
+    _Alone(ANY_LENGTH, _LONGEST_SPLIT, _PROGRAMS_EACH, 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +96,7 @@ class DecodeChoice:
         by_tma = _by_tma(pairs, self.balanced, inputs.query_len) if tuned is None else tuned.tma
         by_tma = by_tma and inputs.tree_BQ is None  # those kernels mask by position alone
         if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
-            blocks = _many_blocks(query_rows) if tuned is None else tuned.blocks
+            blocks = _tma_blocks(query_rows, _warps_by_tma(inputs, pairs)) if tuned is None else tuned.blocks
             if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
@@ -95,8 +116,7 @@ class DecodeChoice:
             return False
         rows, kv_heads = inputs.kv_lengths_B.shape[0], kv_layer.shape[3]
         enough, (pairs, many_rows) = _LIST_PAIRS, _LIST_PAIRS_OF_ROWS
-        block_n, _, _ = _many_blocks(heads // kv_heads)
-        if inputs.query_len == 1 and self.pdl and decode_tma.supports(heads, kv_layer, inputs, block_n):
+        if inputs.query_len == 1 and self.pdl and decode_tma.supports(heads, kv_layer, inputs, _TMA_BLOCK):
             enough = pairs if rows >= many_rows else _LIST_PAIRS_ALONE
         return rows * kv_heads < enough
 
@@ -153,24 +173,23 @@ class DecodeChoice:
         return self.balanced and _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
 
 
-def programs_of(
-    inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int | None = None
-) -> int:
+def programs_of(inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int) -> int:
     """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
 
     Where rows may be absent there are no more than ``each``: programs that do nothing take time, too.
     """
-    if each is None:
-        each = programs_each(inputs, kv_heads)
     rows, full = inputs.kv_lengths_B.shape[0], -(-each * multiprocessors // kv_heads)
     return kv_heads * min(rows * rule.most, full if inputs.skip_empty else max(rows * rule.fewest, full))
 
 
-def programs_each(inputs: DecodeAttention, kv_heads: int) -> int:
+def programs_each(inputs: DecodeAttention, kv_heads: int, by_tma: bool) -> int:
     """Of a multiprocessor, where the rows need fewer."""
+    pairs = inputs.kv_lengths_B.shape[0] * kv_heads
     if inputs.skip_empty:
         return _PROGRAMS_EACH if inputs.query_len == 1 else _PROGRAMS_OF_MIXED_WINDOWS
-    return _PROGRAMS_OF_FEW if inputs.kv_lengths_B.shape[0] * kv_heads < _FEW_LISTED else _PROGRAMS_EACH
+    if inputs.query_len == 1 and by_tma:
+        return _alone(pairs).programs
+    return _PROGRAMS_OF_FEW if pairs < _FEW_LISTED else _PROGRAMS_EACH
 
 
 def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:
@@ -213,14 +232,20 @@ def _by_tma(pairs: int, listed: bool, query_len: int) -> bool:
 
 def _longest_by_tma(pairs: int, query_len: int) -> int:
     """Keys of a split over a list."""
-    if query_len > 1:
-        return _LONGEST_SPLIT
-    return next((longest for most, longest in _LONGEST_ALONE if pairs <= most), _LONGEST_SPLIT)
+    return _LONGEST_SPLIT if query_len > 1 else _alone(pairs).longest
 
 
-def _many_blocks(query_rows: int) -> tuple[int, int, int]:
-    """(keys a block, stages, warps) of decode_tma.py: the fastest layers on an H200."""
-    return 32, 3, 1 if query_rows <= 8 else 2
+def _alone(pairs: int) -> _Alone:
+    return next(one for one in _ALONE if pairs <= one.pairs)
+
+
+def _warps_by_tma(inputs: DecodeAttention, pairs: int) -> int:
+    return 1 if inputs.query_len > 1 or inputs.skip_empty else _alone(pairs).warps
+
+
+def _tma_blocks(query_rows: int, warps: int = 1) -> tuple[int, int, int]:
+    """(keys a block, stages, warps) of decode_tma.py and decode_balanced_tma.py: the fastest layers on an H200."""
+    return _TMA_BLOCK, 3, warps if query_rows <= 8 else 2
 
 
 def _attention_blocks(
