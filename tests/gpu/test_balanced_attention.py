@@ -151,12 +151,31 @@ def test_bits_depend_on_nobody_else(kernels: NvidiaKernels, tma: bool, programs:
         )  # fmt: skip
         return found[0].clone()
 
-    for length in (1, 700, 5999):
+    for length in (1, 520, 700, 5999):  # of 520, splits have fewer keys than those of most others
         alone = row_0([length] + [1] * (rows - 1), 400)
         pick = random.Random(length)
         for _ in range(50):
             others = [pick.choice([1, 64, pick.randint(1, 6000)]) for _ in range(rows - 1)]
             assert torch.equal(row_0([length, *others], programs), alone)
+
+
+@pytest.mark.parametrize("programs", [5, 132, 528])
+@pytest.mark.parametrize("tma", [False, True])
+def test_programs_with_several_splits_of_unlike_rows(kernels: NvidiaKernels, tma: bool, programs: int) -> None:
+    """A program's later splits have fewer keys than its first one."""
+    rows, heads, kv_heads, dim, dtype = 16, 32, 8, 128, torch.bfloat16
+    made = Case(rows, heads, kv_heads, dim, 64, 2000, dtype)
+    made.set_lengths([random.Random(row).randint(1, 2000) for row in range(rows - 3)] + [539, 883, 182])
+    q = randn(rows, heads, dim, dtype=dtype)
+    attend = decode_balanced_tma.attend_list_tma if tma else decode_balanced.attend_list
+    for longest in (128, 256):
+        work = decode_work.plan_decode(made.inputs, SplitRule(32, 1, longest, 16), pdl=False)
+        torch.cuda.synchronize()  # attention may read the list before its predecessor ends
+        found = attend(
+            q, heads, made.kv, made.inputs, work, 0.1, kernels._attention_partial, kernels._attention_counters,
+            block_n=32, stages=3, warps=2, programs=programs, pdl=kernels.pdl,
+        )  # fmt: skip
+        check(found, made.attention(q, 0.1), dtype)
 
 
 def test_rows_without_tokens_are_left_alone(kernels: NvidiaKernels) -> None:

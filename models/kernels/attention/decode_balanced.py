@@ -116,8 +116,8 @@ def _attend_list_kernel(
             token = row * QUERY_LEN
             count = QUERY_LEN
         table_row = page_table_ptr + row * table_width
-        begin = split * keys_each // BLOCK_N
-        end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
+        start = split * keys_each
+        blocks = tl.minimum(keys_each // BLOCK_N, (length - start + BLOCK_N - 1) // BLOCK_N)
         # The program that reads the row's newest key is the one that writes it.
         q = query(
             q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, K, GROUP, D,
@@ -132,10 +132,13 @@ def _attend_list_kernel(
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        for block in tl.range(begin, end, num_stages=STAGES):
-            keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Counted from 0: where nothing but the bounds of a loop within depends on a value, Triton 3.6 takes that of the
+        # first round for all (its pull request 9036), and ``keys_each`` would be such a value.
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            first_key = start + block * BLOCK_N
+            keys = first_key + tl.arange(0, BLOCK_N)
             if PAGE % BLOCK_N == 0:
-                page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
+                page = tl.load(table_row + first_key // PAGE).to(tl.int64)
                 slots = page * PAGE + keys % PAGE
             else:
                 pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
