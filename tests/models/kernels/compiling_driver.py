@@ -38,7 +38,7 @@ class Compiled:
 
     ``constants``: its constexprs. ``spills``: 32-bit words a thread keeps in memory for want of registers, as Triton
     counts them. ``shared``: bytes a program. ``stores``: to global memory in PTX, by form, ``v4.b32`` for 16 bytes.
-    ``order``: what it does before it waits; None where it is launched alone.
+    ``order``: what it does before it waits; None where it is launched alone. ``lost``: see ``lost_carries``.
     """
 
     kernel: str
@@ -52,6 +52,7 @@ class Compiled:
     shared: int
     stores: dict[str, int]
     order: LaunchOrder | None
+    lost: int
 
     @property
     def programs(self) -> int:
@@ -163,7 +164,37 @@ class CompilingDriver:
             shared=metadata.shared,
             stores=dict(Counter(re.findall(r"\bst\.global\.([\w.:]+)", ptx))),
             order=order,
+            lost=lost_carries(files[".ttir"].read_text(), files[".ttgir"].read_text()),
         )
+
+
+def lost_carries(before: str, after: str) -> int:
+    """Of loops with a loop within: how many values fewer are carried in the code ``after`` Triton's passes for GPUs.
+
+    Triton 3.6 takes a value for unused where only the bounds of the loop within depend on it, and gives every round the
+    first round's (https://github.com/triton-lang/triton/pull/9036).
+    """
+    return sum(max(0, had - has) for had, has in zip(_carried(before), _carried(after), strict=False))
+
+
+def _carried(code: str) -> list[int]:
+    """Values that each loop with a loop within carries, in order."""
+    loops: list[tuple[int, int, list[bool]]] = []  # depth of its body, values, whether there is a loop within
+    found: list[tuple[int, list[bool]]] = []
+    depth = 0
+    for line in code.splitlines():
+        line = line.partition(" loc(")[0]
+        if "scf.for " in line:
+            for _, _, within in loops:
+                within.append(True)
+            carried = re.search(r"iter_args\((.*?)\) ->", line)
+            loop = depth + 1, carried[1].count(" = ") if carried else 0, list[bool]()
+            loops.append(loop)
+            found.append(loop[1:])
+        depth += line.count("{") - line.count("}")
+        while loops and depth < loops[-1][0]:
+            loops.pop()
+    return [values for values, within in found if within]
 
 
 def _arguments(signature: dict[str, Any]) -> list[str]:

@@ -57,6 +57,8 @@ def complaints(found: list[dict[str, Any]]) -> list[str]:
             told.append(f"{name} asks for {one['shared']} bytes of shared memory")
         elif one["programs"] < 1:
             told.append(f"{name} has more registers than a multiprocessor")
+        if one["lost"]:
+            told.append(f"{name} gives {one['lost']} values of a loop's first round to all rounds")
         if (order := one["order"]) is None:
             continue
         if not order["waits"]:
