@@ -5,7 +5,8 @@ from (profile.py).
 
 Kernels overlap where one is launched before another has ended. So `sum` adds their times up, `busy` counts each moment
 once, `span` goes from the first one's start to the last one's end, and `measured` is from runs without a profiler. What
-a kernel `adds` is the part of its time in which none that began before it still ran: all of those make `busy`.
+a kernel `adds` is the part of its time in which none that began before it still ran: all of those make `busy`. Its
+`gap` is the median time from the end of all kernels before it to its start, negative where one still runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 SHOWN_KERNELS = 25
@@ -66,8 +68,10 @@ def part(calls: Sequence[Call], steps: int, measured: float | None) -> Part:
     counts: Counter[str] = Counter()
     times: dict[str, float] = {}
     adds: dict[str, float] = {}
+    gaps: dict[str, list[float]] = {}
     covered = calls[0].start
     for call in calls:
+        gaps.setdefault(call.name, []).append(call.start - covered)
         counts[call.name] += 1
         times[call.name] = times.get(call.name, 0.0) + call.us
         adds[call.name] = adds.get(call.name, 0.0) + max(0.0, call.end - max(covered, call.start))
@@ -80,6 +84,7 @@ def part(calls: Sequence[Call], steps: int, measured: float | None) -> Part:
             "us_per_call": us / counts[name],
             "us_per_step": us / steps,
             "adds_per_step": adds[name] / steps,
+            "gap_us": median(gaps[name]),
             "share": us / whole if whole else 0.0,
         }
         for name, us in sorted(times.items(), key=lambda item: (-item[1], item[0]))
@@ -116,14 +121,16 @@ def tables(record: Mapping[str, Any]) -> str:
             "",
             f"batch {batch}, {kind}: us a step, {found['steps']} steps: sum {found['sum']:.1f}, busy "
             f"{found['busy']:.1f}, first start to last end {found['span']:.1f}, measured {measured}",
-            f"{'calls/step':>10}  {'us/call':>10}  {'us/step':>10}  {'share':>6}  {'adds/step':>10}  name",
+            f"{'calls/step':>10}  {'us/call':>10}  {'us/step':>10}  {'share':>6}  {'adds/step':>10}  {'gap us':>7}"
+            "  name",
         ]
         for row in found["kernels"][:SHOWN_KERNELS]:
             times = f"{row['calls_per_step']:10.2f}  {row['us_per_call']:10.2f}  {row['us_per_step']:10.2f}"
-            lines.append(f"{times}  {row['share']:6.1%}  {row['adds_per_step']:10.2f}  {short_name(row['name'])}")
+            rest = f"{row['share']:6.1%}  {row['adds_per_step']:10.2f}  {row['gap_us']:7.2f}"
+            lines.append(f"{times}  {rest}  {short_name(row['name'])}")
         if others := found["kernels"][SHOWN_KERNELS:]:
             us, share, added = (sum(row[key] for row in others) for key in ("us_per_step", "share", "adds_per_step"))
-            lines.append(f"{'':10}  {'':10}  {us:10.2f}  {share:6.1%}  {added:10.2f}  {len(others)} others")
+            lines.append(f"{'':10}  {'':10}  {us:10.2f}  {share:6.1%}  {added:10.2f}  {'':7}  {len(others)} others")
     host = record["prefill_host"]
     if host["launches"]:
         lines.append(

@@ -90,6 +90,7 @@ def test_overlapping_kernels_add_to_more_than_the_device_is_busy() -> None:
     assert (first["calls_per_step"], first["us_per_call"], first["us_per_step"]) == (1.0, 7.0, 7.0)
     assert first["share"] == pytest.approx(14 / 23)
     assert [row["adds_per_step"] for row in found.kernels] == [14 / 2, 2 / 2, 0], "a wait for others is not added"
+    assert [row["gap_us"] for row in found.kernels] == [4, -5, -6], "from the end of all before it, in the median"
 
 
 def test_launches_of_the_host_are_counted() -> None:
