@@ -238,8 +238,9 @@ class Scheduler:
         in_order, begin = sorted(others), 0
         for end in (*in_order, len(rows)):
             for sequence, token in zip(rows[begin:end], tokens[begin:end], strict=True):
-                sequence.tokens.append(token)
-                if len(sequence.tokens) > sequence.publish_at:
+                held = sequence.tokens
+                held.append(token)
+                if len(held) > sequence.publish_at:
                     self.resources.gained(sequence)
             begin = end + 1
         return in_order
