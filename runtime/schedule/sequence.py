@@ -157,7 +157,7 @@ class SequenceState:
     def seated(self, slot: int, epoch: int) -> None:
         """It holds a slot from now on, and no block yet. Until it first did, it shared its prompt's memory."""
         if self.tokens is self.request.prompt_token_ids:
-            self.tokens = _with_room(self.tokens, min(_MOST_ROOM, self.max_length - len(self.tokens)))
+            self.tokens = _with_room(self.tokens, max(0, min(_MOST_ROOM, self.max_length - len(self.tokens))))
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
         self.seated_before, self.prefill_begun, self.resumes = True, False, False
         self.expects_fork = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -81,3 +82,16 @@ def test_what_is_no_int64_is_refused_and_changes_nothing(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"'plan' of step 2 holds .* not an int64"):
         digest.fold(2, "plan", (1, bad))
     assert (digest.value, digest.folds) == (before, 1)
+
+
+def test_what_is_kept_of_a_long_decision_is_nothing_to_collect() -> None:
+    """A thousand integers in a tuple would be looked at by every young collection until the decision is forgotten."""
+    digest, length = RollingDigest(), 1234
+    gc.disable()
+    try:
+        digest.fold(7, "rows", tuple(range(length)))
+        digest.fold(7, "prompt", bytes(range(200)))
+        assert not [held for held in gc.get_objects() if type(held) is tuple and len(held) == length]
+    finally:
+        gc.enable()
+    assert [one.decision for one in digest.recent()] == [tuple(range(length)), bytes(range(200))]
