@@ -12,7 +12,6 @@ request needs no more steps. While all widths are 1 the two bounds are equal, an
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 
 from runtime.schedule.blocks import ROOT
@@ -23,8 +22,6 @@ from runtime.schedule.states import State
 
 NOT_WAITING = -1
 NOT_QUEUED = -1
-_MOST_ROOM = 1024  # tokens of an answer that a seated sequence has memory for from the start
-_CUT = 15
 
 
 @dataclass(slots=True)
@@ -157,7 +154,7 @@ class SequenceState:
     def seated(self, slot: int, epoch: int) -> None:
         """It holds a slot from now on, and no block yet. Until it first did, it shared its prompt's memory."""
         if self.tokens is self.request.prompt_token_ids:
-            self.tokens = _with_room(self.tokens, max(0, min(_MOST_ROOM, self.max_length - len(self.tokens))))
+            self.tokens = self.tokens[:]
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
         self.seated_before, self.prefill_begun, self.resumes = True, False, False
         self.expects_fork = False
@@ -201,16 +198,3 @@ class SequenceState:
     @property
     def generated(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.request.prompt_token_ids) :])
-
-
-def _with_room(tokens: array[int], more: int) -> array[int]:
-    """A copy that takes ``more`` tokens without being moved in memory.
-
-    An array that grows is moved again and again, and a batch of equal prompts moves all of them in the same step (2 ms
-    for 1,024 rows). It keeps its memory where fewer than 16 elements are cut off at a time (CPython's array_resize).
-    """
-    own, length = tokens[:], len(tokens)
-    own.frombytes(bytes(own.itemsize * more))
-    for end in range(length + more, length, -_CUT):
-        del own[max(length, end - _CUT) :]
-    return own

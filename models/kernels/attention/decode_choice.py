@@ -52,7 +52,7 @@ _TMA_BLOCK = 32  # keys
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 
 
-class _Alone(NamedTuple):
+class _SingleTokens(NamedTuple):
     """Single tokens over a list by TMA, all rows there, up to ``pairs`` of row and kv head."""
 
     pairs: int
@@ -63,13 +63,13 @@ class _Alone(NamedTuple):
 
 # The best of chat-like and of equal lengths on an H200. Programs that find nothing to do cost time; but where rows have
 # several splits each, too few programs mean one more round for some.
-_ALONE = (
-    _Alone(63, 128, 4, 1),
-    _Alone(127, 256, 4, 1),
-    _Alone(255, 384, 4, 1),
-    _Alone(1023, 768, 8, 2),
-    _Alone(2047, 768, 16, 1),
-    _Alone(ANY_LENGTH, _LONGEST_SPLIT, _PROGRAMS_EACH, 1),
+_SINGLE_TOKENS = (
+    _SingleTokens(63, 128, 4, 1),
+    _SingleTokens(127, 256, 4, 1),
+    _SingleTokens(255, 384, 4, 1),
+    _SingleTokens(1023, 768, 8, 2),
+    _SingleTokens(2047, 768, 16, 1),
+    _SingleTokens(ANY_LENGTH, _LONGEST_SPLIT, _PROGRAMS_EACH, 1),
 )
 
 
@@ -188,7 +188,7 @@ def programs_each(inputs: DecodeAttention, kv_heads: int, by_tma: bool) -> int:
     if inputs.skip_empty:
         return _PROGRAMS_EACH if inputs.query_len == 1 else _PROGRAMS_OF_MIXED_WINDOWS
     if inputs.query_len == 1 and by_tma:
-        return _alone(pairs).programs
+        return _single_tokens(pairs).programs
     return _PROGRAMS_OF_FEW if pairs < _FEW_LISTED else _PROGRAMS_EACH
 
 
@@ -232,15 +232,15 @@ def _by_tma(pairs: int, listed: bool, query_len: int) -> bool:
 
 def _longest_by_tma(pairs: int, query_len: int) -> int:
     """Keys of a split over a list."""
-    return _LONGEST_SPLIT if query_len > 1 else _alone(pairs).longest
+    return _LONGEST_SPLIT if query_len > 1 else _single_tokens(pairs).longest
 
 
-def _alone(pairs: int) -> _Alone:
-    return next(one for one in _ALONE if pairs <= one.pairs)
+def _single_tokens(pairs: int) -> _SingleTokens:
+    return next(one for one in _SINGLE_TOKENS if pairs <= one.pairs)
 
 
 def _warps_by_tma(inputs: DecodeAttention, pairs: int) -> int:
-    return 1 if inputs.query_len > 1 or inputs.skip_empty else _alone(pairs).warps
+    return 1 if inputs.query_len > 1 or inputs.skip_empty else _single_tokens(pairs).warps
 
 
 def _tma_blocks(query_rows: int, warps: int = 1) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,9 +173,9 @@ def lost_carries(before: str, after: str) -> int:
     """Of loops with a loop within: how many values fewer are carried in the code ``after`` Triton's passes for GPUs.
 
     Triton 3.6 takes a value for unused where only the bounds of the loop within depend on it, and gives every round the
-    first round's (https://github.com/triton-lang/triton/pull/9036).
+    first round's (https://github.com/triton-lang/triton/pull/9036). A loop that is gone has lost all.
     """
-    return sum(max(0, had - has) for had, has in zip(_carried(before), _carried(after), strict=False))
+    return sum(max(0, had - has) for had, has in zip_longest(_carried(before), _carried(after), fillvalue=0))
 
 
 def _carried(code: str) -> list[int]:

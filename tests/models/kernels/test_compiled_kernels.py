@@ -71,6 +71,31 @@ def complaints(found: list[dict[str, Any]]) -> list[str]:
     return told
 
 
+BEFORE = """
+scf.for %i = %0 to %rounds step %1 iter_args(%row = %a, %keys = %b) -> (i64, i32)  : i32 {
+  %end = arith.muli %row, %keys : i32 loc("a {")
+  %sum = scf.for %j = %0 to %end step %1 iter_args(%acc = %c) -> (f32)  : i32 {
+    scf.yield %acc : f32
+  }
+  scf.yield %row, %more : i64, i32
+}
+scf.for %i = %0 to %n step %1 iter_args(%x = %a, %y = %b) -> (i64, i32)  : i32 {
+}
+"""
+
+
+def test_a_value_that_an_outer_loop_no_longer_carries_is_found() -> None:
+    """And neither more values within, which pipelining adds, nor fewer of a loop without another in it."""
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from tests.models.kernels.compiling_driver import lost_carries
+
+    assert lost_carries(BEFORE, BEFORE) == 0
+    assert lost_carries(BEFORE, BEFORE.replace("(%row = %a, %keys = %b) -> (i64, i32)", "(%row = %a) -> (i64)")) == 1
+    assert lost_carries(BEFORE, BEFORE.replace("(%acc = %c)", "(%acc = %c, %next = %d)")) == 0
+    assert lost_carries(BEFORE, BEFORE.replace("(%x = %a, %y = %b)", "(%x = %a)")) == 0
+    assert lost_carries(BEFORE, "") == 2, "a loop that is gone"
+
+
 def kernels_of(files: list[Path]) -> set[str]:
     return {name for file in files for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
