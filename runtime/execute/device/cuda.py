@@ -130,37 +130,36 @@ class CudaDevice:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Work, *, name: str, warmup: Work | None = None, warmups: int = 2) -> CudaGraph:
-        side = self._stream("capture").cuda
+        """On the compute stream itself: after kernels of another stream, every kernel of a replay may begin 0.3 us
+        later (docs/measurements/launch-specs-and-roles.md)."""
+        stream = self._compute.cuda
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.torch_device)
         try:
-            side.wait_stream(self._compute.cuda)
-            with torch.no_grad(), torch.cuda.stream(side):
+            with torch.no_grad(), torch.cuda.stream(stream):
                 for _ in range(warmups):
                     (warmup or work)()
-            side.synchronize()
+            stream.synchronize()
             # thread_local: the landing worker may wait for an event in another thread meanwhile.
             with (
                 torch.no_grad(),
-                torch.cuda.graph(graph, pool=self._graph_pool, stream=side, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 work()
         except Exception as error:
             self._give_up_capture(current)
             first = f"; before that: {error.__context__}" if error.__context__ is not None else ""
             raise DeviceError(f"capturing graph {name!r} on {self.torch_device}: {error}{first}") from error
-        self._compute.cuda.wait_stream(side)
         self._graphs.append(graph)
         self.captures += 1
         return CudaGraph(graph, self._compute)
 
     def _give_up_capture(self, current: torch.cuda.Stream) -> None:
-        """Where the capture itself cannot be ended, torch leaves its stream current, the pool and the stream in the
-        recording state and, before 2.12, the allocator too, which then frees nothing any more."""
+        """Where a capture ends in an error, torch leaves its stream current, the pool in the recording state and,
+        before 2.12, the allocator too, which then frees nothing any more. The stream itself has left that state."""
         torch.cuda.set_stream(current)
         with suppress(RuntimeError):  # torch has done it, or nothing was being recorded yet
             torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
-        del self._streams["capture"]
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     def allocations(self) -> int:
