@@ -53,6 +53,8 @@ PROGRAMS = (16, 32)
 GRID_LONGEST = (128, 192, 256, 384, 512, 768, 1024)
 GRID_PROGRAMS = (4, 8, 16, 32)
 GRID_FORMS = ((True, (32, 3, 1)), (True, (32, 3, 2)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
+FEWEST_PAIRS = 2  # of row and kv head, which are less than the multiprocessors in most splits
+FEWEST_FORMS = ((64, 3, 4), (64, 5, 4), (64, 5, 2), (32, 5, 2), (128, 3, 4), (128, 3, 8))
 
 Launch = Callable[[Tensor, Tensor], Tensor]  # packed qkv, a layer's keys and values -> what is attended
 
@@ -112,7 +114,7 @@ def _cases(quick: bool) -> list[Case]:
         Case("8B", "[131072] + 63 x [1024]", (LONG, *[1024] * 63), LONG),
         Case("8B", "64 x 3055, pages for 131072", (3055,) * 64, LONG),
         Case("8B", "8 x 32768", (32768,) * 8),
-        Case("one head", "1 x 131072", (LONG,), LONG),
+        *(Case("one head", f"1 x {length}, pages for {LONG}", (length,), LONG) for length in (640, 4096, 16384, LONG)),
         Case("8B", "[40000] + 255 x [450]", (40000, *[450] * 255)),
         *(
             Case("8B", f"{n} x lognormal, {256 - n} absent", lognormal(n) + (0,) * (256 - n))
@@ -209,6 +211,9 @@ class Bench:
         if pairs <= 256:
             found += [self.with_longest(usual._replace(each=0, tma=False), longest) for longest in (256, 512, 1024)]
         found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
+        if pairs <= FEWEST_PAIRS:
+            for blocks, longest in product(FEWEST_FORMS, LONGEST):
+                found.append(self.with_longest(usual._replace(each=0, tma=False, blocks=blocks), longest))
         if all_of_them and self.case.model == "8B":
             forms: list[tuple[bool, tuple[int, int, int]]] = [(False, (64, 3, 4)), (False, (32, 5, 2))]
             if pairs >= 256:

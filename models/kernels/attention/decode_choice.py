@@ -261,7 +261,7 @@ def _attention_blocks(
     elif pairs >= 1024:
         stages, warps = 3, 2
     elif every_split and pairs <= _FEW_PAIRS and query_rows < 16 and row_bytes <= 256:
-        stages = 3
+        stages = 3 if pairs > 1 else 5
     elif pairs >= 256 or (every_split and pairs not in _TALL_BLOCKS):
         block_n, warps = 32, 2
     if query_rows >= 64 and not few_windows:

@@ -122,8 +122,8 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
         False,
     ]
     assert [decode_choice._most_of_window(pairs, False) for pairs in (4, 8, 16)] == [32, 16, 8]
-    of_tokens = [decode_choice._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (4, 8, 9, 17)]
-    assert of_tokens == [(64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
+    of_tokens = [decode_choice._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (1, 4, 8, 9, 17)]
+    assert of_tokens == [(64, 5, 4), (64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
     assert [decode_choice._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]
     assert TiledPrefill(torch.device("cpu"), H200)._programs == 528
 
