@@ -104,7 +104,9 @@ def _told(mixed: MixedSteps, costs: list[tuple[int, float]], target_ms: float | 
     few = [(rows, chunk, most[rows]) for rows, chunk in mixed.calm if rows & (rows - 1) == 0]
     told = ", ".join(f"{chunk} beside {rows} rows (step of {total} tokens at most)" for rows, chunk, total in few)
     aim = "as long as is worth it" if target_ms is None else f"{target_ms:g} ms at most"
+    powers = [(tokens, ms) for tokens, ms in costs if tokens & (tokens - 1) == 0 or tokens == costs[-1][0]]
+    took = ", ".join(f"{tokens} {ms:.{1 if ms >= 100 else 2}f}" for tokens, ms in powers)
     return (
-        f"mixed steps: prompt tokens while few wait: {told}; a step takes {aim} (--itl-target-ms); {costs[0][0]} "
-        f"tokens took {costs[0][1]:.2f} ms, {costs[-1][0]} {costs[-1][1]:.1f} ms"
+        f"mixed steps: prompt tokens while few wait: {told}; a step takes {aim} (--itl-target-ms); steps took, by "
+        f"tokens, ms: {took}"
     )

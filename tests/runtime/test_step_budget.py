@@ -57,6 +57,7 @@ def test_tables_are_made_of_the_measured_times(model: Decoder, caplog: pytest.Lo
     assert mixed.costly_prefix == costly_prefix(model)
     (told,) = [record.getMessage() for record in caplog.records if record.name == "runtime.step_budget"]
     assert f"{dict(mixed.calm)[8]} beside 8 rows" in told
+    assert told.endswith(", ".join(f"{tokens} {ms:.2f}" for tokens, ms in COSTS.items()))
 
 
 def test_a_target_bounds_the_budgets(model: Decoder) -> None:
