@@ -91,8 +91,10 @@ def _entry(limits: Sequence[int], number: int) -> int:
 
 # ---- made ----
 
-LONGEST = 7.0  # a mixed step takes at most so many times as long as the smallest step there is: what every step costs
-#                whatever it holds, its reads of the weights above all, is then at most a seventh of it
+LONGEST = (
+    7.0  # a mixed step takes at most so many times as long as what every step costs whatever it holds, its reads of
+)
+#                the weights above all, so that this is at most a seventh of it
 SLOWDOWN = 2.0  # or, where that is more, so many times as long as the decode step in whose place it comes
 CALM_SLOWDOWN = 1.5  # the same, while few prompt tokens wait
 CHEAPER = 0.8  # larger chunks are worth it while few wait, where a token of them costs at most so much of one of these
@@ -117,12 +119,13 @@ def budget_table(
     take, so how long a decode row waits for its next token; None: ``LONGEST`` and ``SLOWDOWN``.
     """
     times = _rising(step_ms)
+    fixed_ms = _fixed_ms(times)
     table = []
     for row_limit in rows:
         decode_ms = _ms_of(times, row_limit)
         for kv_limit in kv_tokens:
             read_ms = kv_limit * kv_ms
-            longest_ms = max(LONGEST * times[0][1], SLOWDOWN * (decode_ms + read_ms))
+            longest_ms = max(LONGEST * fixed_ms, SLOWDOWN * (decode_ms + read_ms))
             total = _tokens_within(times, (longest_ms if target_ms is None else target_ms) - read_ms)
             table.append((row_limit, kv_limit, max(total, row_limit + LEAST_CHUNK)))
     return tuple(table)
@@ -144,6 +147,14 @@ def calm_table(step_ms: Times, rows: Sequence[int]) -> tuple[tuple[int, int], ..
         more = [tokens - row_limit for tokens, ms in times if ms - decode_ms < CHEAPER * cost_ms * (tokens - row_limit)]
         table.append((row_limit, max(chunk, *more, 0)))
     return tuple(table)
+
+
+def _fixed_ms(times: Times) -> float:
+    """What every step costs whatever it holds: the smallest one's time, or of others what is beyond the price of their
+    tokens in the largest. For a mixture of experts that is more: few tokens read few experts, some hundred read all.
+    """
+    most, most_ms = times[-1]
+    return max(times[0][1], *(ms - tokens * most_ms / most for tokens, ms in times))
 
 
 def _rising(step_ms: Times) -> list[tuple[int, float]]:

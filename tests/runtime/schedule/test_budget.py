@@ -151,6 +151,19 @@ def test_without_a_target_a_step_is_some_times_as_long_as_one_without_prompts() 
         assert dense_ms(total) + kv_tokens * KV_MS == pytest.approx(expected, abs=0.05)
 
 
+def test_of_experts_some_hundred_tokens_show_what_every_step_costs() -> None:
+    """32 tokens take 7 ms, since they read few experts; 256 and more take 16 and 0.026 each."""
+    experts = [(32, 7.0), (128, 16.0), (256, 16 + 0.026 * 256), (1024, 16 + 0.026 * 1024), (8192, 16 + 0.026 * 8192)]
+    each = experts[-1][1] / 8192
+    fixed = 16 + 0.026 * 256 - each * 256
+    assert 15 < fixed < 16
+    (entry,) = budget_table(experts, 0.0, (1,), (1000,))
+    assert 16 + 0.026 * entry[2] == pytest.approx(LONGEST * fixed, abs=0.05)
+    assert budget_table(experts, 0.0, (1,), (1000,), target_ms=49.0)[0][2] < entry[2] / 2, (
+        "what 7 times 7 ms would give"
+    )
+
+
 def test_calm_steps_of_a_dense_model_keep_to_their_slowdown() -> None:
     for rows, chunk in calm_table(DENSE, ROWS):
         assert dense_ms(rows + chunk) == pytest.approx(CALM_SLOWDOWN * dense_ms(rows), abs=0.05)
