@@ -4,7 +4,8 @@ Run on one GPU:  python3 -m tests.bench.launch_states            (25 s on an H20
 A graph of 300 small additions, one behind the other, is replayed on a stream of its own and timed. The GPU has two
 states: there the graph takes 280 us or 335, and it stays in one until something else is launched. What is launched, and
 on which stream, decides which state follows. Each line is one thing, five times from each state: F fast, S slow; "?"
-marks where the state it should begin in could not be had.
+marks where the state it should begin in could not be had. A second table: after eight plain launches on another stream,
+so many dependent ones there, then so many plain ones on the graph's own: the state before and behind these, three times.
 
 Knows: how to bring about both states. Does not know: what they are. docs/measurements/launch-specs-and-roles.md has
 what was found.
@@ -14,7 +15,9 @@ what was found.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -82,6 +85,18 @@ class States:
             found.append(begin.elapsed_ms(end) * 1e3 / REPLAYS)
         return min(found)
 
+    def host_us(self) -> float:
+        """The host's time for a replay while the GPU is busy with others."""
+        torch.cuda.synchronize()
+        for _ in range(REPLAYS):
+            self.graph.replay()
+        began = time.perf_counter()
+        for _ in range(REPLAYS):
+            self.graph.replay()
+        took = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return took * 1e6 / REPLAYS
+
     def state(self) -> str:
         return "F" if self.us() < self.limit else "S"
 
@@ -121,25 +136,52 @@ class States:
         }
 
 
+def table_of_acts(states: States) -> None:
+    streams = {"its own": None, "another": states.side}
+    print("| launched | stream | from fast | from slow |\n| --- | --- | --- | --- |")
+    for what, act in states.acts().items():
+        for where, stream in streams.items():
+            seen = []
+            for way, wanted in ((states.fast, "F"), (states.slow, "S")):
+                marks = ""
+                for _ in range(TIMES):
+                    began = states.make(way, wanted)
+                    act() if stream is None else states.on(stream, act)
+                    torch.cuda.synchronize()
+                    marks += states.state() if began else f"?{states.state()}"
+                seen.append(marks)
+            print(f"| {what} | {where} | {seen[0]} | {seen[1]} |", flush=True)
+
+
+def table_of_sequences(states: States) -> None:
+    print("\n| dependent, on another | plain, on its own | before these, behind |\n| ---: | ---: | --- |")
+    for dependent, plain in product((1, 2, 3, 8), (1, 5, 50)):
+        seen = []
+        for _ in range(3):
+            for _ in range(8):
+                states.slow()
+                states.graph.replay()
+            for _ in range(dependent):
+                states.fast()
+                states.graph.replay()
+            before = states.state()
+            for _ in range(plain):
+                states.scratch.add_(1)
+                states.graph.replay()
+            seen.append(before + states.state())
+        print(f"| {dependent} | {plain} | {' '.join(seen)} |", flush=True)
+
+
 def main() -> None:
     with torch.no_grad():
         states = States()
-        streams = {"its own": None, "another": states.side}
-        print(
-            f"| launched | stream | from fast | from slow |\n| --- | --- | --- | --- |   fast: < {states.limit:.0f} us"
-        )
-        for what, act in states.acts().items():
-            for where, stream in streams.items():
-                seen = []
-                for way, wanted in ((states.fast, "F"), (states.slow, "S")):
-                    marks = ""
-                    for _ in range(TIMES):
-                        began = states.make(way, wanted)
-                        act() if stream is None else states.on(stream, act)
-                        torch.cuda.synchronize()
-                        marks += states.state() if began else f"?{states.state()}"
-                    seen.append(marks)
-                print(f"| {what} | {where} | {seen[0]} | {seen[1]} |", flush=True)
+        print(f"fast: less than {states.limit:.0f} us")
+        for way, wanted in ((states.fast, "F"), (states.slow, "S")):
+            if states.make(way, wanted):
+                print(f"{wanted}: {states.us():.1f} us on the GPU, {states.host_us():.1f} on the host")
+        print(flush=True)
+        table_of_acts(states)
+        table_of_sequences(states)
 
 
 if __name__ == "__main__":
