@@ -5,7 +5,7 @@ A graph of 300 small additions, one behind the other, is replayed on a stream of
 states: there the graph takes 280 us or 335, and it stays in one until something else is launched. What is launched, and
 on which stream, decides which state follows. Each line is one thing, five times from each state: F fast, S slow; "?"
 marks where the state it should begin in could not be had. A second table: after eight plain launches on another stream,
-so many dependent ones there, then so many plain ones on the graph's own: the state before and behind these, three times.
+so many dependent ones there, then so many plain ones on the graph's own: the state before and behind these, thrice.
 
 Knows: how to bring about both states. Does not know: what they are. docs/measurements/launch-specs-and-roles.md has
 what was found.
