@@ -37,7 +37,7 @@ from tests.runtime.schedule.fuzz import draw_snapshots
 
 MOST_STEPS = 3000
 FIRST_FORK = 100  # request ids of forks
-MOST_FORKS = 4
+MOST_FORKS = 4  # those of the first sessions
 WIDTHS = ((1,), (1,), (1,), (2,), (4,), (1, 3))
 
 Build = Callable[[SchedulerConfig], Scheduler]
@@ -175,7 +175,6 @@ class _Telling:
         self.shown: dict[int, list[int]] = {}  # of plain requests
         self.in_flight: deque[int] = deque()
         self.chance = random.Random(story.seed + 1)  # of what is said too early
-        self.forks = 0
         self.disturbed = False
         self.events: list[tuple[int, Event]] = []
 
@@ -281,7 +280,7 @@ class _Telling:
             self.submit(Cancel(client.request_id))
             return
         wish = draw.random()
-        if wish < 0.15 and self.forks < MOST_FORKS and client.request_id < FIRST_FORK:
+        if wish < 0.15 and client.request_id < MOST_FORKS:  # not so many in all: who comes first depends on the depth
             self.fork(client, draw)
             client.parks += 1
             return
@@ -319,8 +318,6 @@ class _Telling:
         if self.submit(Branch(child_id, client.request_id)) is not None:
             self.disturbed = True
             del self.clients[child_id]
-            return
-        self.forks += 1
 
     # ---- what the scheduler says ----
 
