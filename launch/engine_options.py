@@ -176,7 +176,7 @@ _DERIVED_DEFAULTS = {
     "num_blocks": "sized from --memory-fraction of the memory",
     "num_snapshots": "a quarter of what slots leave for caches, at most 4 a row",
     "snapshot_interval": "as many as --max-num-batched-tokens holds",
-    "itl_target_ms": "7 times the smallest step, or twice the decode step",
+    "itl_target_ms": "7 times what every step costs whatever it holds, or twice the decode step",
     "timeline": "not written",
     "speculative_config": "off",
     "speculative_method": "off",

@@ -96,7 +96,8 @@ class EngineConfig:
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step. mixed_steps: prompts are prefilled in the steps of the rows
     that decode, where a step may hold both; without, prefill and decode take turns. itl_target_ms: how long such a step
-    may take; None allows seven times the smallest step, or twice the decode step that it replaces, if that is more.
+    may take; None allows seven times what every step costs whatever it holds (runtime/schedule/budget.py), or twice the
+    decode step that it replaces, if that is more.
     prefill_burst: prefill steps in a row while others decode, where they take turns. chain_depth: D, steps in flight
     beyond the one that lands (0 is the serial engine); None takes the least that keeps the device busy, by times of
     this machine at start-up (chain_depth.py).
