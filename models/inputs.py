@@ -153,7 +153,7 @@ class StateRows:
     undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
     A mixer then leaves state as it is, and hands an Undecided to whoever decides, who need not keep all of it. What
     mixers give to kernels has one of the other two instead. frozen: state is read, never written. kept_B: of each row's
-    new tokens only so many count (any int; possibly none), and what is returned for the others is undefined.
+    new tokens only so many count (any int; possibly none); state takes these in, and what is returned is undefined.
 
     writes_B int64, with ``ends_B``: there where only some rows are undecided, windows of ``window`` tokens at most: the
     row of the banks that row i writes, which is 0 for those rows and that of slots_B for the others. None: slots_B.
@@ -178,6 +178,11 @@ class StateRows:
     def written_B(self) -> Tensor:
         """int64: the row of the banks that each row writes."""
         return self.slots_B if self.writes_B is None else self.writes_B
+
+    @property
+    def replays(self) -> bool:
+        """Whether state takes in tokens whose results were read before: nobody reads what is returned now."""
+        return self.kept_B is not None and not self.frozen
 
     @property
     def verifying(self) -> StateRows:

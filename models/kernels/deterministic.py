@@ -213,6 +213,8 @@ class DeterministicKernels(Kernels):
             rows, each = _paths(rows.slots_B, tree.seen_BN), tree.seen_BN.shape[1]
         given = qkv_TC, b_TH, a_TH, rule, state_SHVK, rows, out_TV, self.pdl
         delta_step.delta_steps(*given, most=len(qkv_TC), each=each)
+        if rows.replays:
+            return out_TV
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
 
     def mamba2(

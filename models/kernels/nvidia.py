@@ -224,6 +224,8 @@ class NvidiaKernels(Kernels):
             most = max(_MOST_STEPS, rows.window)
             delta_step.delta_steps(qkv_TC, *rest, most=most)
             delta_chunk.delta_chunks(qkv_TC, *rest, most=most)
+        if rows.replays:
+            return out_TV
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)
 
     def conv_gated_delta(

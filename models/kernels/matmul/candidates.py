@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.wide import TALL_ROWS
 from models.kernels.traits import H200, DeviceTraits
 from models.row_buckets import power_of_two_from
 
@@ -20,6 +21,7 @@ _DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
 _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
+_TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
 _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 
@@ -124,13 +126,14 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
     """Tiles and splits of K that give nearly every multiprocessor one program, or two."""
     if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
-    multiprocessors, block_m = traits.multiprocessors, max(64, power_of_two_from(shape.rows))
+    multiprocessors, block_m = traits.multiprocessors, power_of_two_from(shape.rows)
+    tiles, enough = (_TILES, 0.75) if block_m >= TALL_ROWS else (_TALL_TILES, 0.72)
     found: list[Choice] = []
-    for block_o, block_k, split in itertools.product(_TILES, (64, 128), (1, 2, 3, 4)):
+    for block_o, block_k, split in itertools.product(tiles, (64, 128), (1, 2, 3, 4)):
         programs, columns = shape.outputs // block_o * split, shape.inner // split
         if shape.outputs % block_o or shape.inner % (block_k * split) or columns < 8 * block_k:
             continue
-        if not any(0.75 * held <= programs <= held for held in (multiprocessors, 2 * multiprocessors)):
+        if not any(enough * held <= programs <= held for held in (multiprocessors, 2 * multiprocessors)):
             continue
         if block_m > 4 * block_o:  # every program reads all tokens, from L2, which is not free
             continue
@@ -139,7 +142,7 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
         if stages < 3:
             continue
         prefetch = min(256, prefetch_columns(shape.outputs * split, columns, traits))
-        for warps in sorted({max(4, block_m // 32), block_m // 16}):
+        for warps in sorted({max(4, block_m // 32), block_m // 16}) if block_m >= TALL_ROWS else (4, 8):
             if block_m * block_o // (32 * warps) <= _MOST_SUMS[warps] // (1 if split == 1 else 2):
                 found.append(Wide(block_m, block_o, block_k, split, stages, warps, prefetch))
     return found

@@ -4,9 +4,10 @@ Knows: one program keeps all rows and a tile of weight rows that need not be a p
 programs, one wave of an H200's 132 multiprocessors), and may split K. Does not know: when it is the best choice
 (choice_table.py).
 
-Tokens are the tall operand, weights the narrow one: the other way around from skinny.py. Few rows waste tensor cores,
-which would be idle anyway while weights arrive. TMA fills rows beyond the last with zeros. With SiLU-mul behind, a tile
-holds as many gate rows as up rows, loaded as one TMA box of three dimensions.
+From 64 rows on, tokens are the tall operand of the tensor cores and weights the narrow one. With fewer rows it is the
+other way around, as in skinny.py: padded to 64, tokens would be a third of what a program reads from L2. TMA fills rows
+beyond the last with zeros. With SiLU-mul behind, a tile holds as many gate rows as up rows, loaded as one TMA box of
+three dimensions.
 
 A split is summed as in skinny.py: by the last program of a tile, in split order. Weights are prefetched to L2
 before ``gdc_wait``.
@@ -24,6 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.dependent_launch import prefetch_to_l2
+
+TALL_ROWS = 64  # the fewest rows of a tensor core's tall operand
 
 
 @triton.jit
@@ -121,6 +124,7 @@ def _wide_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
+    TALL_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     halves: tl.constexpr = 2 if GATE_UP else 1
@@ -136,14 +140,27 @@ def _wide_kernel(
                 _prefetch(weight_ptr, second, outputs, start, K, REST, PREFETCH, GATE_UP)
         gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros((BLOCK_M, FIRST), tl.float32)
-    if REST > 0:
-        more = tl.zeros((BLOCK_M, REST), tl.float32)
-    for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
-        x = x_desc.load([0, k])
-        acc = tl.dot(x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP).T, acc)
+    if TALL_TOKENS:
+        acc = tl.zeros((BLOCK_M, FIRST), tl.float32)
         if REST > 0:
-            more = tl.dot(x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP).T, more)
+            more = tl.zeros((BLOCK_M, REST), tl.float32)
+        for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
+            x = x_desc.load([0, k])
+            acc = tl.dot(x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP).T, acc)
+            if REST > 0:
+                more = tl.dot(x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP).T, more)
+    else:
+        across = tl.zeros((FIRST, BLOCK_M), tl.float32)
+        if REST > 0:
+            more_across = tl.zeros((REST, BLOCK_M), tl.float32)
+        for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
+            x = x_desc.load([0, k])
+            across = tl.dot(_tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP), x.T, across)
+            if REST > 0:
+                more_across = tl.dot(_tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP), x.T, more_across)
+        acc = tl.trans(across)
+        if REST > 0:
+            more = tl.trans(more_across)
 
     last = True
     if SPLIT > 1:
@@ -233,6 +250,7 @@ def wide(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
+        TALL_TOKENS=block_m >= TALL_ROWS,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

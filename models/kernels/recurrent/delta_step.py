@@ -109,6 +109,7 @@ def _step_kernel(
     KEPT: tl.constexpr,  # only so many of a row's tokens count
     PATH: tl.constexpr,  # nodes of a path that they are; 0: the first tokens
     STORE: tl.constexpr,  # the state behind them
+    OUT: tl.constexpr,  # what q reads of it
     CONV: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -172,18 +173,19 @@ def _step_kernel(
             for step in range(end - start):
                 token = kept_token(path_ptr, row, start, step, True, PATH).to(tl.int64)
                 qkv = qkv_ptr + token * qkv_stride
-                q = tl.load(qkv + k_head * K + ks, mask=of_k, other=0.0).to(tl.float32)
                 k = tl.load(qkv + (k_heads + k_head) * K + ks, mask=of_k, other=0.0).to(tl.float32)
                 v = tl.load(qkv + 2 * k_heads * K + head * V + vs, mask=vs < V, other=0.0).to(tl.float32)
-                q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
                 k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
                 beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
                 state = state * tl.exp(log_decay(a_ptr + head, token, gate_stride, decay_log, decay_bias))
                 missing = (v - tl.sum(state * k[None, :], 1)) * beta
                 state = state + missing[:, None] * k[None, :]
-                out = tl.sum(state * q[None, :], 1)
-                where = out_ptr + token * (HV * V) + head * V + vs
-                tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
+                if OUT:
+                    q = tl.load(qkv + k_head * K + ks, mask=of_k, other=0.0).to(tl.float32)
+                    q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
+                    out = tl.sum(state * q[None, :], 1)
+                    where = out_ptr + token * (HV * V) + head * V + vs
+                    tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
             if STORE:
                 write = tl.load(writes_ptr + row)
                 written = state_ptr + (write * HV + head) * (V * K) + ks[None, :]
@@ -248,6 +250,7 @@ def conv_delta_step(
         KEPT=False,
         PATH=0,
         STORE=True,
+        OUT=True,
         CONV=True,
         PDL=pdl,
         num_warps=warps,
@@ -270,6 +273,7 @@ def delta_steps(
     each: int | None = None,
 ) -> Tensor:
     """S q of Kernels.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone.
+    Where ``rows`` are a replay, states only.
 
     ``each``: row i's tokens, and its path, are counted from token i * each on, where rows overlap; T / B otherwise.
     """
@@ -313,6 +317,7 @@ def delta_steps(
         KEPT=rows.kept_B is not None,
         PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
         STORE=not rows.frozen,
+        OUT=not rows.replays,
         CONV=False,
         PDL=pdl,
         num_warps=warps,

@@ -371,7 +371,7 @@ def scan(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    if kept_B is not None and not rows.frozen:  # the result is nobody's: it was read before it was decided
+    if rows.replays:
         return gated_TX
     return normed(gated_TX, weights, projected_TZ.dtype, pdl)
 

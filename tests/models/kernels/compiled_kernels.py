@@ -83,7 +83,8 @@ def dense(driver: CompilingDriver) -> None:
     two.decode(32)
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
-    products(driver, likeliest_wide(128))
+    for few_or_many in (32, 128):
+        products(driver, likeliest_wide(few_or_many))
     driver.where = "a fork"
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)

@@ -107,7 +107,8 @@ def some(shape: LinearShape) -> list[Choice]:
         picked += [
             dataclasses.replace(skinny, block_k=128, prefetch=128, split=split, fold=split == 2) for split in (2, 3)
         ]
-        picked += [Wide(16, 32, 64, 1, 3, 4, 128), Wide(16, 48, 128, 3, 3, 4, 64)]
+        for block_m in (16, 64):  # weights as the tall operand, and tokens
+            picked += [Wide(block_m, 32, 64, 1, 3, 4, 128), Wide(block_m, 48, 128, 3, 3, 4, 64)]
     return picked
 
 
