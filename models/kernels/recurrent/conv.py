@@ -2,8 +2,9 @@
 
 Knows: the ring by position in which a slot keeps its latest inputs. Does not know: what follows the convolution.
 
-Two launches: all tokens, then the windows. A window cannot be written while other programs read it; with one token a
-row it can, for the input of position p replaces the one that no tap reaches any more (delta_step.py makes use of it).
+Two launches: all tokens, then the windows. A window cannot be written while other programs read it. In a replay of
+chains a program has a row whole, so there one launch does both; with one token a row the input of position p replaces
+the one that no tap reaches any more (delta_step.py makes use of it).
 ``pdl``: see models/kernels/dependent_launch.py.
 """
 
@@ -21,6 +22,7 @@ from models.inputs import StateRows
 
 BATCH_INVARIANT = True  # a token and its taps, always in the same order
 _TOKENS, _CHANNELS = 16, 128  # of a program
+_MOST_WHOLE = 16  # tokens of a row that one program takes
 
 
 @triton.jit
@@ -71,6 +73,7 @@ def _conv_kernel(
     ends_ptr,
     positions_ptr,
     parents_ptr,  # [rows, EACH], with TREE
+    kept_ptr,  # with WHOLE: so many of a row's tokens go to its window
     out_ptr,
     x_stride,
     C,
@@ -80,15 +83,17 @@ def _conv_kernel(
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
     TREE: tl.constexpr,
+    WHOLE: tl.constexpr,  # a program has a row of EACH tokens, and writes its window; neither RAGGED nor TREE
     BIAS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     of_c = channel < C
+    inner = tl.arange(0, BLOCK_T)
+    token = tl.program_id(0) * (EACH if WHOLE else BLOCK_T) + inner
     if RAGGED:
         row_ids = tl.arange(0, BLOCK_B)
         ends = tl.load(ends_ptr + row_ids, mask=row_ids < rows, other=2147483647).to(tl.int32)
@@ -99,6 +104,8 @@ def _conv_kernel(
         row = token // EACH
         start = row * EACH
     there = (token < tokens) & (row < rows)
+    if WHOLE:
+        there = there & (inner < EACH)
     slot = tl.load(slots_ptr + row, mask=there, other=0)
     position = tl.load(positions_ptr + token, mask=there, other=0).to(tl.int32)
     offset = token - start
@@ -106,6 +113,7 @@ def _conv_kernel(
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    x = total
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         if TREE:
@@ -125,6 +133,13 @@ def _conv_kernel(
         total += tl.load(bias_ptr + channel, mask=of_c, other=0.0).to(tl.float32)[None, :]
     where = token.to(tl.int64)[:, None] * C + channel[None, :]
     tl.store(out_ptr + where, silu(total).to(out_ptr.dtype.element_ty), mask=there[:, None] & of_c[None, :])
+    if WHOLE:
+        count = tl.load(kept_ptr + tl.program_id(0)).to(tl.int32)
+        newest = there & (offset < count) & (offset >= count - TAPS)
+        tl.debug_barrier()  # every thread has read the window before one writes to it
+        held = slot * TAPS + position % TAPS
+        x = x.to(window_ptr.dtype.element_ty)  # the last tap's: the token itself
+        tl.store(window_ptr + held[:, None] * C + channel[None, :], x, mask=newest[:, None] & of_c[None, :])
 
 
 @triton.jit
@@ -182,7 +197,9 @@ def causal_conv(
     if tokens == 0:
         return out_TC
     block_c = min(_CHANNELS, triton.next_power_of_2(channels))
-    _conv_kernel[(triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, block_c))](
+    whole = rows.replays and not ragged and rows.tree is None and each <= _MOST_WHOLE
+    block_t = triton.next_power_of_2(each) if whole else _TOKENS
+    _conv_kernel[(count if whole else triton.cdiv(tokens, block_t), triton.cdiv(channels, block_c))](
         x_TC,
         weight_CJ,
         weight_CJ if bias_C is None else bias_C,
@@ -191,6 +208,7 @@ def causal_conv(
         ends_B,
         positions_T,
         rows.slots_B if rows.tree is None else rows.tree.parents_BN,
+        rows.slots_B if rows.kept_B is None else rows.kept_B,
         out_TC,
         x_TC.stride(0),
         channels,
@@ -200,15 +218,16 @@ def causal_conv(
         EACH=each,
         RAGGED=ragged,
         TREE=rows.tree is not None,
+        WHOLE=whole,
         BIAS=bias_C is not None,
         BLOCK_B=triton.next_power_of_2(count),
-        BLOCK_T=_TOKENS,
+        BLOCK_T=block_t,
         BLOCK_C=block_c,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
     )
-    if rows.frozen:
+    if rows.frozen or whole:
         return out_TC
     wide_c = min(1024, triton.next_power_of_2(channels))
     _window_kernel[(count, triton.cdiv(channels, wide_c))](

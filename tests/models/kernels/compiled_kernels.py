@@ -422,8 +422,9 @@ def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dty
         path = torch.empty(8, 8, dtype=torch.int64, device=META)
         tree = empty_tree(8, 32)
         of_trees = StateRows(slots, frozen=True, tree=tree), StateRows(slots, kept_B=kept, tree=tree, path_BW=path)
+        kernels.conv_gated_delta(window[: 8 * 16], filters, *banks, StateRows(slots, kept_B=kept), positions[: 8 * 16])
         for rows_of_window in (
-            *(StateRows(slots, frozen=True), StateRows(slots, kept_B=kept)),
+            StateRows(slots, frozen=True),
             *(of_trees if v_heads != 24 else ()),  # a second one of 128 would tell nothing new
         ):
             kernels.conv_gated_delta(window, filters, *banks, rows_of_window, positions)

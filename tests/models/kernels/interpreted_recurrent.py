@@ -133,7 +133,7 @@ def windows() -> None:
     kernels = InterpretedRecurrent()
     made = [case.made(), case.made()]
     at = [0, 0, 0]
-    for width, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))):
+    for width, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7)), (18, (4, 18, 9))):
         slots_B, kept_B = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
         starts = [at[0], at[1], 0, at[2]]
         of_row = zip((0, 1, 0, 2), starts, strict=True)
