@@ -153,7 +153,7 @@ class StateRows:
     undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
     A mixer then leaves state as it is, and hands an Undecided to whoever decides, who need not keep all of it. What
     mixers give to kernels has one of the other two instead. frozen: state is read, never written. kept_B: of each row's
-    new tokens only so many count (any int; possibly none); state takes these in, and what is returned is undefined.
+    new tokens only so many count (any int; possibly none). State takes these in, and nobody reads what is returned.
 
     writes_B int64, with ``ends_B``: there where only some rows are undecided, windows of ``window`` tokens at most: the
     row of the banks that row i writes, which is 0 for those rows and that of slots_B for the others. None: slots_B.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+TALL_ROWS = 64  # the fewest that a tensor core's tall operand has (wgmma)
 _SAME_CLASS = 0.1  # of the memory rate: an H100's lies 30% below an H200's, variants of one model 3% apart
 
 

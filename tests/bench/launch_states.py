@@ -1,6 +1,6 @@
 """How soon the kernels of a graph follow each other, before and after something is launched beside it: a table.
 
-Run on one GPU:  python3 -m tests.bench.launch_states            (less than a minute; needs sm_90)
+Run on one GPU:  python3 -m tests.bench.launch_states            (20 s on an H200; needs sm_90)
 A graph of 300 small additions, one behind the other, is replayed on a stream of its own and timed. The GPU has two
 states: there the graph takes 280 us or 335, and it stays in one until something else is launched. What is launched, and
 on which stream, decides which state follows. Each line is one thing, five times from each state: F fast, S slow; "?"

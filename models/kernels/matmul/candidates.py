@@ -12,8 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.wide import TALL_ROWS
-from models.kernels.traits import H200, DeviceTraits
+from models.kernels.traits import H200, TALL_ROWS, DeviceTraits
 from models.row_buckets import power_of_two_from
 
 MOST_GEMV_ROWS = 4  # more do not fit a thread's registers
@@ -127,6 +126,7 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
     if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
     multiprocessors, block_m = traits.multiprocessors, power_of_two_from(shape.rows)
+    # With few rows the 96 programs that 8B's qkv has of 64 weight rows each are worth timing: they won at 32.
     tiles, enough = (_TILES, 0.75) if block_m >= TALL_ROWS else (_TALL_TILES, 0.72)
     found: list[Choice] = []
     for block_o, block_k, split in itertools.product(tiles, (64, 128), (1, 2, 3, 4)):

@@ -5,9 +5,9 @@ programs, one wave of an H200's 132 multiprocessors), and may split K. Does not 
 (choice_table.py).
 
 From 64 rows on, tokens are the tall operand of the tensor cores and weights the narrow one. With fewer rows it is the
-other way around, as in skinny.py: padded to 64, tokens would be a third of what a program reads from L2. TMA fills rows
-beyond the last with zeros. With SiLU-mul behind, a tile holds as many gate rows as up rows, loaded as one TMA box of
-three dimensions.
+other way around, as in skinny.py: padded to 64, tokens would be a quarter to a half of what a program reads. TMA fills
+rows beyond the last with zeros. With SiLU-mul behind, a tile holds as many gate rows as up rows, loaded as one TMA box
+of three dimensions.
 
 A split is summed as in skinny.py: by the last program of a tile, in split order. Weights are prefetched to L2
 before ``gdc_wait``.
@@ -25,8 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.dependent_launch import prefetch_to_l2
-
-TALL_ROWS = 64  # the fewest rows of a tensor core's tall operand
+from models.kernels.traits import TALL_ROWS
 
 
 @triton.jit
@@ -56,6 +55,26 @@ def _tile(weight_desc, first, k, TILE: tl.constexpr, BLOCK_K: tl.constexpr, GATE
     else:
         rows = weight_desc.load([first, k])
     return rows
+
+
+@triton.jit
+def _sums(BLOCK_M: tl.constexpr, TILE: tl.constexpr, TALL_TOKENS: tl.constexpr):
+    """Zeros [BLOCK_M, TILE], or across where weights are the tall operand."""
+    if TALL_TOKENS:
+        zeros = tl.zeros((BLOCK_M, TILE), tl.float32)
+    else:
+        zeros = tl.zeros((TILE, BLOCK_M), tl.float32)
+    return zeros
+
+
+@triton.jit
+def _add(acc, x, tile, TALL_TOKENS: tl.constexpr):
+    """``acc`` and the product of tokens [BLOCK_M, BLOCK_K] and weights [TILE, BLOCK_K], in the shape of ``acc``."""
+    if TALL_TOKENS:
+        total = tl.dot(x, tile.T, acc)
+    else:
+        total = tl.dot(tile, x.T, acc)
+    return total
 
 
 @triton.jit
@@ -124,7 +143,7 @@ def _wide_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
-    TALL_TOKENS: tl.constexpr,
+    TALL_TOKENS: tl.constexpr,  # tokens are the tall operand, and not the weights
     PDL: tl.constexpr,
 ):
     halves: tl.constexpr = 2 if GATE_UP else 1
@@ -140,27 +159,18 @@ def _wide_kernel(
                 _prefetch(weight_ptr, second, outputs, start, K, REST, PREFETCH, GATE_UP)
         gdc_wait()
         gdc_launch_dependents()
-    if TALL_TOKENS:
-        acc = tl.zeros((BLOCK_M, FIRST), tl.float32)
+    acc = _sums(BLOCK_M, FIRST, TALL_TOKENS)
+    if REST > 0:
+        more = _sums(BLOCK_M, REST, TALL_TOKENS)
+    for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
+        x = x_desc.load([0, k])
+        acc = _add(acc, x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP), TALL_TOKENS)
         if REST > 0:
-            more = tl.zeros((BLOCK_M, REST), tl.float32)
-        for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
-            x = x_desc.load([0, k])
-            acc = tl.dot(x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP).T, acc)
-            if REST > 0:
-                more = tl.dot(x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP).T, more)
-    else:
-        across = tl.zeros((FIRST, BLOCK_M), tl.float32)
+            more = _add(more, x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP), TALL_TOKENS)
+    if not TALL_TOKENS:
+        acc = tl.trans(acc)
         if REST > 0:
-            more_across = tl.zeros((REST, BLOCK_M), tl.float32)
-        for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
-            x = x_desc.load([0, k])
-            across = tl.dot(_tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP), x.T, across)
-            if REST > 0:
-                more_across = tl.dot(_tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP), x.T, more_across)
-        acc = tl.trans(across)
-        if REST > 0:
-            more = tl.trans(more_across)
+            more = tl.trans(more)
 
     last = True
     if SPLIT > 1:

@@ -113,7 +113,6 @@ def _conv_kernel(
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    x = total
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         if TREE:

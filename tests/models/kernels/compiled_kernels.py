@@ -83,8 +83,8 @@ def dense(driver: CompilingDriver) -> None:
     two.decode(32)
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
-    for few_or_many in (32, 128):
-        products(driver, likeliest_wide(few_or_many))
+    for rows in (32, 128):  # weights as the tall operand, and tokens
+        products(driver, likeliest_wide(rows))
     driver.where = "a fork"
     pairs = torch.empty(2, 7, dtype=torch.int64, device=META)
     copy_blocks(torch.empty(36, dtype=torch.int64, device=META), pairs, 9000, words=16 * 8 * 128 // 2)
@@ -424,7 +424,7 @@ def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dty
         of_trees = StateRows(slots, frozen=True, tree=tree), StateRows(slots, kept_B=kept, tree=tree, path_BW=path)
         kernels.conv_gated_delta(window[: 8 * 16], filters, *banks, StateRows(slots, kept_B=kept), positions[: 8 * 16])
         for rows_of_window in (
-            StateRows(slots, frozen=True),
+            *(StateRows(slots, frozen=True), StateRows(slots, kept_B=kept)),
             *(of_trees if v_heads != 24 else ()),  # a second one of 128 would tell nothing new
         ):
             kernels.conv_gated_delta(window, filters, *banks, rows_of_window, positions)
