@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows, nodes_of_paths
+from models.kernels import embedding
 from models.kernels.attention import invariant as attention
 from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import RepeatedTiles, Tiles
@@ -63,7 +64,10 @@ class DeterministicKernels(Kernels):
             for name, modules in _MODULES.items()
         }
 
-    # -- norms and matrix products ------------------------------------------------------------------------------------
+    # -- embedding, norms and matrix products --------------------------------------------------------------------------
+
+    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
+        return embedding.vocab_rows(weight_VN, ids_T.contiguous(), first, held, self.pdl)
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)
@@ -262,6 +266,7 @@ _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "mamba2": (conv, mamba2_triton),
     "sigmoid_mul": (gates,),
     "gated_add": (gates,),
+    "vocab_rows": (embedding,),
 }
 
 

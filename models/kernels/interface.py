@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
@@ -111,6 +112,7 @@ class Kernels(Protocol):
         "mamba2",
         "sigmoid_mul",
         "gated_add",
+        "vocab_rows",
     )
 
     @property
@@ -148,6 +150,14 @@ class Kernels(Protocol):
     def slower_prefill(self) -> str | None:
         """Why prefill attention runs in a slower implementation than the usual one; None where it does not."""
         return None
+
+    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
+        """Of a rank that holds the rows of ids [first, first + held): those of ``ids_T`` (int64), zeros for ids of
+        other ranks, [T, N].
+        """
+        local_T = ids_T - first
+        foreign_T = (local_T < 0) | (local_T >= held)
+        return F.embedding(local_T.masked_fill(foreign_T, 0), weight_VN).masked_fill(foreign_T.unsqueeze(-1), 0.0)
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, cast back, times weight (Zhang & Sennrich 2019)."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill, StateRows
+from models.kernels import embedding
 from models.kernels.attention import (
     decode,
     decode_balanced,
@@ -84,7 +85,10 @@ class NvidiaKernels(Kernels):
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
         self.balanced = balanced
 
-    # -- norms and matrix products ------------------------------------------------------------------------------------
+    # -- embedding, norms and matrix products --------------------------------------------------------------------------
+
+    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
+        return embedding.vocab_rows(weight_VN, ids_T.contiguous(), first, held, self.pdl)
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)

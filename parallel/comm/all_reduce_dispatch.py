@@ -1,7 +1,8 @@
-"""Which all-reduces of a node's ranks run in our own kernel, one-shot or two-shot, and the peer buffers for them.
+"""Which all-reduces of a node's ranks run in our own kernel, one-shot or two-shot, which gathers of keys do, and the
+peer buffers for both.
 
 Knows: up to which size each algorithm is the fastest. Does not know: how ranks came to map each other's memory
-(symmetric_memory.py), how the kernel works (all_reduce_triton.py).
+(symmetric_memory.py), how the kernels work (all_reduce_triton.py, key_gather_triton.py).
 """
 
 from __future__ import annotations
@@ -46,8 +47,15 @@ class AllReduceKernel(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class KeyGather(Protocol):
+    """``gather_keys`` of parallel/comm/key_gather_triton.py with its buffers bound."""
+
+    def __call__(self, keys_RX: Tensor, *, largest: bool) -> Tensor: ...
+
+
 class AllReduceDispatch:
-    """The all-reduce kernels of one rank, and the choice among them by size. Raises ImportError without Triton.
+    """The kernels of one rank over its peer buffers, and the choice among them by size. Raises ImportError without
+    Triton.
 
     ``memory``: the addresses of every rank's peer buffers (``all_reduce_buffer_bytes`` each), as this rank's GPU maps
     them; they must stay mapped as long as kernels run. ``use_counts`` int32 [ROWS]: see PeerBuffers.
@@ -57,12 +65,24 @@ class AllReduceDispatch:
         self, memory: Sequence[int], use_counts: Tensor, rank: int, *, pdl: bool, limits: SizeLimits | None = None
     ) -> None:
         from parallel.comm.all_reduce_triton import all_reduce_rows
+        from parallel.comm.key_gather_triton import gather_keys
 
         self._buffers = PeerBuffers(tuple(memory), use_counts, rank, ROWS, ROW_BYTES)
         self._limits = SIZE_LIMITS[len(memory)] if limits is None else limits
         self.one_shot: AllReduceKernel = partial(all_reduce_rows, buffers=self._buffers, pdl=pdl)
         self.pushed: AllReduceKernel = partial(all_reduce_rows, buffers=self._buffers, pushed=True, pdl=pdl)
         self.two_shot: AllReduceKernel = partial(all_reduce_rows, buffers=self._buffers, two_shot=True, pdl=pdl)
+        self._gather_keys: KeyGather = partial(gather_keys, buffers=self._buffers, pdl=pdl)
+
+    def gather_keys_for(self, keys_RX: Tensor, largest: bool) -> KeyGather | None:
+        """What gathers these keys; None: NCCL does. ``largest``: of each row one key. Depends only on the shape.
+
+        A row's keys go to every peer, as in a one-shot all-reduce, and are worth it up to the same size.
+        """
+        rows, width = keys_RX.shape
+        row_bytes = (1 if largest else width) * keys_RX.element_size()
+        fits = 0 < rows <= ROWS and 0 < row_bytes <= ROW_BYTES and rows * row_bytes <= self._limits.one_shot
+        return self._gather_keys if fits else None
 
     def kernel_for(self, x: Tensor) -> AllReduceKernel | None:
         """The kernel that reduces ``x``; None: NCCL does. Depends only on shape, dtype and alignment, equal on all

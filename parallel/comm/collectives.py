@@ -81,6 +81,12 @@ class Collectives(Protocol):
         """Concatenates along the last dim in rank order: [..., n] -> [..., n * size]."""
         ...
 
+    def all_gather_keys(self, keys_RX: Tensor, *, largest: bool = False) -> Tensor:
+        """``all_gather`` of int64 keys [R, X] no half of which is 0x80008000; ``largest``: of each row's largest key
+        alone, [R, size].
+        """
+        return self.all_gather(keys_RX.amax(1, keepdim=True) if largest and keys_RX.shape[1] > 1 else keys_RX)
+
 
 class SingleRank(Collectives):
     """A world of one: every collective is the identity."""

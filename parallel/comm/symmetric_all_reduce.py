@@ -1,7 +1,7 @@
-"""Collectives whose small all-reduces run in one kernel over symmetric memory; NCCL does the rest.
+"""Collectives whose small all-reduces and gathers of keys run in one kernel over symmetric memory; NCCL does the rest.
 
 Knows: how the collectives of a group are built on symmetric memory. Does not know: where that works
-(symmetric_memory.py), which all-reduces use it (all_reduce_dispatch.py).
+(symmetric_memory.py), which calls use it (all_reduce_dispatch.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _LOST = "all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLin
 
 
 class SymmetricCollectives(GroupCollectives):
-    """GroupCollectives whose all-reduces run in our own kernel where that is faster (all_reduce_dispatch.py).
+    """GroupCollectives whose all-reduces and gathers of keys run in our own kernels where that is faster
+    (all_reduce_dispatch.py).
 
     ``limits``: up to which sizes that is, the same on every rank; None takes those of H200s. The constructor is a
     collective call of ``group``. Raises RuntimeError where symmetric memory does not work, ImportError without Triton.
@@ -40,6 +41,12 @@ class SymmetricCollectives(GroupCollectives):
             return super().all_reduce(x)
         with self.calls.call("all_reduce", x):
             return kernel(x.view(-1, x.shape[-1]))[0].view(x.shape)
+
+    def all_gather_keys(self, keys_RX: Tensor, *, largest: bool = False) -> Tensor:
+        if (gather := self.dispatch.gather_keys_for(keys_RX, largest)) is None:
+            return super().all_gather_keys(keys_RX, largest=largest)
+        with self.calls.call("all_gather", keys_RX):
+            return gather(keys_RX.contiguous(), largest=largest)
 
     def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         return self.dispatch.push_buffers(tokens, width, dtype)
@@ -72,4 +79,8 @@ def fastest_collectives(
 
 def _self_test(made: SymmetricCollectives, device: torch.device) -> bool:
     probes = [torch.ones(8, dtype=dtype, device=device) for dtype in DTYPES]
-    return all(bool((made.all_reduce(probe) == made.size).all()) for probe in probes)
+    keys_RX = torch.tensor([[made.rank, -1]], device=device)
+    gathered = [made.all_gather_keys(keys_RX, largest=largest).tolist() for largest in (False, True)]
+    ranks = range(made.size)
+    found = gathered == [[[key for rank in ranks for key in (rank, -1)]], [[*ranks]]]
+    return found and all(bool((made.all_reduce(probe) == made.size).all()) for probe in probes)

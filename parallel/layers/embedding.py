@@ -25,7 +25,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.weight = _vocab_parameter(self.vocab, hidden_size, placement)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        return _rows(self.weight, self.vocab, token_ids_T, self.placement.collectives)
+        return _rows(self.weight, self.vocab, token_ids_T, self.placement)
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": along_rows(self.weight[: self.vocab.rows], self.vocab.vocab_size, self.vocab.start)}
@@ -54,7 +54,7 @@ class LMHead(ShardedModule):
 
     def rows(self, token_ids_T: Tensor) -> Tensor:
         """The rows of these ids (int64) on every rank, [T, N]. One all-reduce if ranks are several."""
-        return _rows(self.weight, self.vocab, token_ids_T, self.placement.collectives)
+        return _rows(self.weight, self.vocab, token_ids_T, self.placement)
 
     def shards(self) -> dict[str, Shard]:
         if self.tied:
@@ -67,14 +67,13 @@ def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -
     return collectives.all_gather(local_RV)[..., :vocab_size]
 
 
-def _rows(weight_VN: Tensor, vocab: VocabShard, token_ids_T: Tensor, collectives: Collectives) -> Tensor:
+def _rows(weight_VN: Tensor, vocab: VocabShard, token_ids_T: Tensor, placement: ShardContext) -> Tensor:
     """[T, N], of a matrix with a row a token id, of which each rank has some."""
     if vocab.size == 1:
         return F.embedding(token_ids_T, weight_VN)
-    local_T = token_ids_T - vocab.start
-    foreign_T = (local_T < 0) | (local_T >= vocab.rows)
-    x_TN = F.embedding(local_T.masked_fill(foreign_T, 0), weight_VN)
-    return collectives.all_reduce(x_TN.masked_fill(foreign_T.unsqueeze(-1), 0.0))
+    return placement.collectives.all_reduce(
+        placement.kernels.vocab_rows(weight_VN, token_ids_T, vocab.start, vocab.rows)
+    )
 
 
 def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> nn.Parameter:

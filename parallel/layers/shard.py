@@ -36,6 +36,10 @@ class LinearKernel(Protocol):
         """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``)."""
         ...
 
+    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
+        """The rows of ``ids_T`` of a rank that holds ids [first, first + held), zeros for other ids, [T, N]."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ShardContext:

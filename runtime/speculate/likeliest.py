@@ -21,7 +21,7 @@ def likeliest(head: DraftHead, hidden_RN: Tensor) -> Tensor:
     """
     keys_RP = best_keys(head.logits(hidden_RN), head.vocab.start)
     if head.collectives.size > 1:
-        keys_RP = head.collectives.all_gather(keys_RP.amax(1, keepdim=True))
+        keys_RP = head.collectives.all_gather_keys(keys_RP, largest=True)
     return chosen(keys_RP, head.ids_V, head.size)
 
 
@@ -63,7 +63,8 @@ def likeliest_few(head: DraftHead, hidden_RN: Tensor, count: int) -> tuple[Tenso
         return kernels.rank(score_RC, id_RC, total_R1, head.ids_V, head.size)
     keys_RC = pack(score_RC.float(), id_RC + head.vocab.start)
     if collectives.size > 1:
-        shares_RX = collectives.all_gather(torch.cat((keys_RC, pack(total_R1, torch.zeros_like(id_RC[:, :1]))), 1))
+        total_key_R1 = pack(total_R1, torch.zeros_like(id_RC[:, :1]))
+        shares_RX = collectives.all_gather_keys(torch.cat((keys_RC, total_key_R1), 1))
         shares_RSX = shares_RX.view(len(shares_RX), collectives.size, -1)
         keys_RC = shares_RSX[:, :, :-1].flatten(1)
         total_R1 = unpack(shares_RSX[:, :, -1])[0].logsumexp(1, keepdim=True)

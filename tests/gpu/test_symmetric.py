@@ -1,4 +1,4 @@
-"""All-reduces over symmetric memory, in one step and in two: right, the same bits, in graphs, beside NCCL. Between two
+"""All-reduces and gathers of keys over symmetric memory: right, the same bits, in graphs, beside NCCL. Between two
 GPUs and all that the machine has; and between more ranks than that, which share its GPUs and have no NCCL.
 
 Knows: what a sum has to give, however its ranks are spread over GPUs. Does not know: products that push
@@ -18,6 +18,7 @@ from torch import Tensor
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.peer_buffers import SENTINEL
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
+from runtime.execute.sampling.packed_argmax import pack
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,
@@ -66,6 +67,7 @@ def _check_all(made: SymmetricCollectives, extent: Extent) -> None:
     _check_norm(made, 7, torch.float32)
     _check_ways(made, extent)
     _check_what_looks_empty(made)
+    _check_keys(made, extent)
     _check_graph(made, extent)
     _check_uneven_ranks(made, extent)
 
@@ -148,6 +150,23 @@ def _check_what_looks_empty(made: SymmetricCollectives) -> None:
         x = halves.view(dtype).view(33, 4096)
         for way in (made.dispatch.one_shot, made.dispatch.two_shot, made.dispatch.one_shot):
             assert float(way(x)[0].abs().max()) < 1e-39, dtype
+
+
+def _check_keys(made: SymmetricCollectives, extent: Extent) -> None:
+    """Keys of few and of many columns, all or a row's largest, between sums, one rank late by turns."""
+    taken = set()
+    for turn in late_by_turns(made.rank, made.size, extent.ways, extent.late):
+        rows, width, largest = 1 + turn * 37 % 300, (1, 33, 128)[turn % 3], turn % 2 == 1
+        generator = torch.Generator().manual_seed(turn)
+        ids = torch.randint(0, 2**31, (made.size, rows, width), generator=generator)
+        keys = pack(torch.randn(made.size, rows, width, generator=generator), ids)
+        found = made.all_gather_keys(keys[made.rank].cuda(), largest=largest)
+        sent = keys.amax(2, keepdim=True) if largest else keys
+        assert torch.equal(found.cpu(), torch.cat([*sent], 1)), f"turn {turn}"
+        taken.add(made.dispatch.gather_keys_for(keys[0], largest) is not None)
+        x = torch.full((rows, 256), float(made.rank), dtype=torch.bfloat16, device="cuda")
+        assert bool((made.all_reduce(x) == sum(range(made.size))).all()), f"turn {turn}"
+    assert True in taken
 
 
 def _check_uneven_ranks(made: SymmetricCollectives, extent: Extent) -> None:

@@ -83,13 +83,13 @@ def local_share(
     vocab_size: int | None = None,
     edits: RowEdits | None = None,
 ) -> Tensor:
-    """What a rank with one share of the vocabulary tells the others, int64 [B, X]; X depends on ``features`` only.
+    """What a rank with one share of the vocabulary tells the others, int64 [B, X].
 
     logits_BV are the logits of ids [vocab_start, vocab_start + V); those at or past ``vocab_size`` are padding and
     ignored. ``seen`` covers the same ids, ``edits`` all. Gather the results of all ranks along the last dim, in any
     order, and give them to ``merge_shares``: the token is the one that ``sample`` draws from the full logits. Without
-    filters a share is the best candidate of the row (packed score and global id), with bounded ones what shares.py
-    says.
+    filters a share is candidates of the row (packed score and global id), of which only the largest counts, so that it
+    may travel alone; with bounded ones it is what shares.py says.
     Raises ValueError when a feature needs the whole row.
     """
     if not features.vocabulary_parallel:
@@ -102,8 +102,7 @@ def local_share(
     if logits_BV.shape[1] == 0:
         return torch.full((logits_BV.shape[0], size), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
     if not features.filters:
-        keys_BP, _ = _candidates(logits_BV, vocab_start, rows, features, seen, edits)
-        return keys_BP.amax(dim=1, keepdim=True) if keys_BP.shape[1] > 1 else keys_BP
+        return _candidates(logits_BV, vocab_start, rows, features, seen, edits)[0]
     if (kernels := kernels_for(logits_BV)) is not None:
         logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
         return kernels.local_share(

@@ -119,7 +119,8 @@ class Tail:
             if seen is not None:
                 seen = SeenTokens(seen.counts[:, shard.start : shard.end], seen.prompt[:, shard.start : shard.end])
             share_BX = local_share(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size, edits)
-            return *merge_shares(collectives.all_gather(share_BX), sampling, variant), None
+            shares_BX = collectives.all_gather_keys(share_BX, largest=not variant.filters)
+            return *merge_shares(shares_BX, sampling, variant), None
         logits_BV = self._model.gather_logits(local_BV)
         draw, verdict = sample_and_check(logits_BV, sampling, variant, seen, edits)
         logprobs = token_logprobs(logits_BV, draw.token_B, variant.top_logprobs) if variant.logprobs else None

@@ -96,6 +96,10 @@ def rows(kernels: InterpretedKernels) -> None:
             check(out, expected, dtype, ("add and norm", width))
             check(kept, total, dtype, ("residual", width))
             check(norm_kernels.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
+        table, ids = randn(24, 2500, dtype=dtype), torch.tensor([16, 15, 39, 40, 0, 2**31 - 1, 20])
+        for first, held in ((16, 24), (0, 16), (40, 0)):
+            found = kernels.vocab_rows(table, ids, first, held)
+            assert torch.equal(found, REFERENCE.vocab_rows(table, ids, first, held)), ("vocab rows", first, dtype)
 
 
 def some(shape: LinearShape) -> list[Choice]:

@@ -136,6 +136,10 @@ class FirstRank(Collectives):
     def all_gather(self, x: Tensor) -> Tensor:
         return x if self.size == 1 else x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
 
+    def all_gather_keys(self, keys_RX: Tensor, *, largest: bool = False) -> Tensor:
+        gather = self.dispatch.gather_keys_for(keys_RX, largest) if self.size > 1 else None
+        return super().all_gather_keys(keys_RX, largest=largest) if gather is None else gather(keys_RX, largest=largest)
+
     def _kernel_for(self, x: Tensor) -> AllReduceKernel | None:
         return self.dispatch.kernel_for(x) if self.size > 1 else None
 

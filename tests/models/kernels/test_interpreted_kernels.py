@@ -16,7 +16,7 @@ from tests.torchrun import python
             f"models.kernels.interpreted_{part}"
             for part in ("decode", "experts", "invariant", "kernels", "mamba", "prefill", "push", "recurrent")
         ),
-        *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange")),
+        *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange", "keys")),
     ],
 )
 def test_the_interpreter_finds_what_the_formulas_say(module: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallel.comm.peer_buffers import SENTINEL
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
@@ -243,6 +244,19 @@ def test_candidates_order_as_scores_then_lowest_id() -> None:
 
 
 # ---- rows that cannot be drawn from, and rows that end ----
+
+
+def test_no_half_of_a_key_is_what_empty_peer_buffers_hold() -> None:
+    """parallel/comm/key_gather_triton.py would wait for such a key for ever."""
+    empty = (SENTINEL & 0xFFFF) << 16 | SENTINEL & 0xFFFF
+    high, low = torch.arange(1 << 16), torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (high[:, None] << 16 | low).flatten()
+    scores = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).to(torch.int32).view(torch.float32)
+    ids = torch.tensor([0, 0x7FFF, 0x8000, 0x7FFF7FFF, 2**31 - 1])
+    keys = pack(scores[:, None], ids).flatten()
+    for key in (keys, torch.tensor([NO_CANDIDATE])):
+        assert not bool(((key & 0xFFFFFFFF) == empty).any())
+        assert not bool((((key >> 32) & 0xFFFFFFFF) == empty).any())
 
 
 @pytest.mark.parametrize("features", [SamplingVariant(), SamplingVariant(random=True), EVERYTHING], ids=str)
