@@ -219,6 +219,11 @@ class Decoder(CheckpointParts):
             raise NotImplementedError(f"layers of attention with different (heads, kv_heads, head_dim): {shapes}")
         return found[0] if found else None
 
+    @property
+    def last_layer_asks_alone(self) -> bool:
+        """Whether ``forward`` reads ``inputs.last_attention``: the last layer attends, and not for all tokens."""
+        return isinstance(cast(DecoderLayer, self.layers[-1]).mixer, Attention) and not self._whole_last_layer()
+
     def _whole_last_layer(self) -> bool:
         """Groups bring as many rows to its exchange as to the others', and expert load is counted of every token. A
         layer without mixer takes all tokens that it is given.

@@ -166,7 +166,7 @@ class PrefillRole:
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES).attention(longest)
-        drawing_alone = captured and not (every_token or self._feed.on)
+        drawing_alone = captured and not (every_token or self._feed.on) and self._parts.model.last_layer_asks_alone
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,

@@ -166,6 +166,7 @@ def test_what_is_not_batch_invariant_is_named() -> None:
         "decode_attention",
         "prefill_attention",
         "relu2",
+        "vocab_rows",
     ]
     with rig(kernels=DeterministicReferenceKernels()) as engine:
         model = engine.executor._model

@@ -53,7 +53,7 @@ def test_mixed_steps_give_the_tokens_of_separate_ones(
     assert counters["chained_steps"] == (counters["steps"] - 1 if depth else 0)
     assert sum(count for name, count in counters.items() if name.startswith("fallbacks")) == 0
     assert counters["device_allocs_after_warmup"] == 0
-    assert any(taken)
+    assert any(taken) == (not buckets or model != "hybrid")  # whose last layer has no attention
 
 
 def last_layer_for_draws(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
