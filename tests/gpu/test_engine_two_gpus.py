@@ -100,6 +100,7 @@ WELL = {
         {"cudaLaunchKernel": 200},
         {"cudaStreamBeginCapture": 1},
         {"ncclDevKernel_AllReduce_Sum_bf16_RING_LL": 1},
+        {"ncclDevKernel_AllGather_RING_LL": 1},
         {"_all_reduce_kernel": 0},
     ],
     ids=str,
