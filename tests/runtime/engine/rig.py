@@ -240,7 +240,7 @@ def rig(
             snapshots=snapshots,
         )
     )
-    served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids)
+    served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids, executor.widest)
     control = control or SingleRankControl(horizon)
     shared = None if groups is None else DpStepSync(groups, assignment)
     router = None if assignment is None else RequestRouter(control, assignment)

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from runtime.engine import Engine
+from runtime.execute.executor import Executor
+from runtime.execute.sampling.inputs import NARROWER_FEATURES
+from runtime.frontend.validation import RequestError
 from tests.runtime.engine.bad_requests import CONTEXT, ROWS, check, model_folder
-from tests.runtime.engine.rig import rig
+from tests.runtime.engine.rig import request, rig, run
 from tests.torchrun import torchrun
 
 COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.long)])
@@ -37,3 +41,28 @@ def test_two_ranks(tmp_path: Path, count: int) -> None:
     ran = torchrun(2, "tests.runtime.engine.bad_requests", str(folder), str(count), str(output))
     assert ran.returncode == 0, ran.said[-3000:]
     enough(json.loads(output.read_text()), count)
+
+
+def test_what_there_is_no_memory_for_is_refused_and_nobody_else_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two features at once, of which a start-up found that one alone fits: its graphs are never captured."""
+    answers = [request(number, range(3 + number, 20 + number), max_tokens=12) for number in range(4)]
+    with rig(rows=ROWS, depth=2) as engine:
+        clean = run(engine, answers)
+    monkeypatch.setattr(Executor, "_widest_variant", lambda executor: NARROWER_FEATURES[0])
+    refused = []
+
+    def add_another(engine: Engine, turn: int) -> None:
+        if turn not in (2, 5):
+            return
+        with pytest.raises(RequestError, match=r"penalties.* --memory-fraction") as told:
+            engine.add(request(100 + turn, range(9), presence_penalty=1.0, logprobs=20, max_tokens=4))
+        refused.append(str(told.value))
+
+    with rig(rows=ROWS, depth=2) as engine:
+        assert run(engine, answers, add_another) == clean
+        assert len(refused) == 2
+        assert engine.counters["admissions"] == len(answers)
+        captured = [name for name in engine.counters if name.startswith("late_captures")]
+        assert captured == [], "a graph was made for somebody who was refused"
+        served = run(engine, [request(7, range(5), logprobs=20, max_tokens=4, stops=())])
+        assert len(served[7].token_ids) == 4, "what there is memory for is served"

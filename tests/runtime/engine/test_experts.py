@@ -26,7 +26,7 @@ from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_lifecycle import *  # noqa: F403 - the whole suite, over the model below
 from tests.runtime.engine.test_lifecycle import DEPTHS, says, turn
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
-from tests.runtime.engine.test_ranks import SEED, start
+from tests.runtime.engine.test_ranks import NGRAM, SEED, start
 
 # In place of test_lifecycle's: the model is the one below, and ranks in other processes know no other. As everywhere:
 pytestmark = pytest.mark.filterwarnings("error")
@@ -158,13 +158,23 @@ def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("whole", [False, True])
-def test_any_number_of_ranks_draws_the_same_tokens(whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {}),
+        (2, {"expert_parallel": True}),
+        (2, {"expert_parallel": True, "speculative_config": NGRAM}),
+        pytest.param(4, {"expert_parallel": True, "speculative_config": NGRAM}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """A share of each expert on every rank, or whole experts; one token a row and step, or windows."""
     with rig.rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
-    options = {"expert_parallel": True} if whole else {}
-    ran = start(2, folder_of(tmp_path / "model", EXPERTS), tmp_path / "found.json", **options)
+    ran = start(world, folder_of(tmp_path / "model", EXPERTS), tmp_path / "found.json", **options)
     assert ran.returncode == 0, ran.said[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
     assert found["counters"]["chain_breaks{start}"] == 1
+    assert bool(found["counters"]["spec_num_accepted_tokens"]) == ("speculative_config" in options)

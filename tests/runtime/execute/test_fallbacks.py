@@ -42,6 +42,12 @@ class SlowPrefill(ReferenceKernels):
     slower_prefill = "FlashInfer is not built on this machine"
 
 
+class TritonPrefill(SlowPrefill):
+    """Ours, where FlashInfer's would be faster."""
+
+    prefill_name = "triton"
+
+
 class SlowGroup(SingleRank):
     slower = "all-reduces go through NCCL"
 
@@ -55,6 +61,14 @@ class NotCaptured(ReferenceKernels):
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> None:
         return None
+
+
+def test_prefill_attention_is_counted_by_its_own_name() -> None:
+    """Only ever ours in FlashInfer's place: where ours was chosen, nothing falls back to FlashInfer."""
+    with rig(kernels=TritonPrefill()) as engine:
+        run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(2)])
+        counted = engine.counters
+        assert counted["fallbacks{triton_prefill}"] == counted["prefill_steps"] + counted["mixed_steps"] > 1
 
 
 def test_an_engine_counts_what_stands_and_what_each_prefill_takes() -> None:

@@ -131,6 +131,7 @@ _CASES = (
     ("mixed", mixed_steps, 256, 0),
     ("mixed", mixed_steps, 256, 10_000),
     ("mixed", mixed_steps, 1024, 0),
+    ("mixed", mixed_steps, 1024, 10_000),
 )
 
 

@@ -456,6 +456,9 @@ def test_ranks_with_other_numbers_disagree_before_the_first_step() -> None:
         MixedSteps(drain_steps=5),
         MixedSteps(long_prompt=5),
         MixedSteps(costly_prefix=5),
+        MixedSteps(tile=64, wave=132),
+        MixedSteps(tile=64, wave=264),
+        MixedSteps(tile=128, wave=132),
     ]
     digests = [digest(config_with(mixed=mixed)) for mixed in tables]
     assert len(set(digests)) == len(tables)
