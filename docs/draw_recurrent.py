@@ -13,19 +13,20 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from docs import drawn
-from models.cache_layout import SlotState
+from models.cache_layout import SlotState, StateBanks
 from models.config import ModelConfig
 from models.inputs import StateRows
 from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
+from models.layers.mixer import Mixer
 from models.registry import model_class
 from parallel.comm.collectives import SingleRank
 from runtime.execute.executor import Executor
@@ -41,12 +42,29 @@ SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
 # ---- what layers declare ----
 
 
-def bank_table() -> str:
-    """Of every shape with recurrent layers, whole on one rank, in the dtype of its checkpoint."""
-    rows = [
-        "| shape | layers | mixer | banks: a row of a layer | MiB a slot | kept of a token until it is decided |",
-        "| --- | ---: | --- | --- | ---: | ---: |",
-    ]
+@dataclass(frozen=True)
+class Declared:
+    """What ``layers`` recurrent layers of a shape keep, whole on one rank, in the dtype of its checkpoint."""
+
+    shape: str
+    layers: int
+    mixer: Mixer[StateBanks]
+    kind: SlotState
+    itemsize: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a sequence, and of each snapshot of its state."""
+        return self.layers * self.kind.bytes_per_slot
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of a token of a window, between verify and take in."""
+        return self.layers * self.mixer.made_size * self.itemsize
+
+
+def declared() -> Iterator[Declared]:
+    """Of every shape with recurrent layers."""
     for path in sorted(SHAPES.glob("*/config.json")):
         config = ModelConfig.from_folder(path.parent)
         with torch.device("meta"):
@@ -55,14 +73,22 @@ def bank_table() -> str:
         for kind, layers in model.cache_layout.kinds:
             if isinstance(kind, SlotState):
                 mixer = next(one for one in model.slot_mixers.values() if one.cache == kind)
-                banks = "; ".join(
-                    f"`{name}` {' x '.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-                    for name, (shape, dtype) in kind.tensors.items()
-                )
-                made = layers * mixer.made_size * config.dtype.itemsize
-                kept = f"{made / 2**10:,.0f} KiB" if mixer.replays else "no windows"
-                size = f"{layers * kind.bytes_per_slot / 2**20:.1f}"
-                rows.append(f"| {path.parent.name} | {layers} | `{type(mixer).__name__}` | {banks} | {size} | {kept} |")
+                yield Declared(path.parent.name, layers, mixer, kind, config.dtype.itemsize)
+
+
+def bank_table() -> str:
+    rows = [
+        "| shape | layers | mixer | banks: a row of a layer | MiB a slot | kept of a token until it is decided |",
+        "| --- | ---: | --- | --- | ---: | ---: |",
+    ]
+    for one in declared():
+        banks = "; ".join(
+            f"`{name}` {' x '.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
+            for name, (shape, dtype) in one.kind.tensors.items()
+        )
+        kept = f"{one.kept_bytes / 2**10:,.0f} KiB" if one.mixer.replays else "no windows"
+        mixer, size = type(one.mixer).__name__, f"{one.slot_bytes / 2**20:.1f}"
+        rows.append(f"| {one.shape} | {one.layers} | `{mixer}` | {banks} | {size} | {kept} |")
     return "\n".join(rows)
 
 

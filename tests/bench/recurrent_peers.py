@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ class DeltaCase:
     def flashinfer(self) -> Callable[[int], Any]:
         if self.tokens > 1:
             return self._flashinfer_prefill()
+        # Its kernel is CuTe's: `cutlass` comes with nvidia-cutlass-dsl-libs-base (not with nvidia-cutlass-dsl), whose
+        # .pth file adds nvidia_cutlass_dsl/python_packages, and `cuda.bindings` with cuda-python. Where one is missing
+        # gdn_decode calls None; this import says which.
+        import_module("flashinfer.gdn_kernels.gdn_decode_pretranspose")
         from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 
         rule = self.rule
@@ -164,6 +169,19 @@ def delta(kernels: NvidiaKernels, rows: int, tokens: int, leave_out: set[str]) -
     return found | {"ours": us_of(case.ours), "whole": us_of(case.whole)}
 
 
+def of_heads(
+    rows: int, heads: int, dim: int, size: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dt, A, D and the bias of dt as selective_state_update wants them: a number a head, whose views over the head's
+    channels and state have strides of 0. A is float32, the others have one dtype. A minus in front of the whole
+    expression would make A a dense tensor, which is refused.
+    """
+    dt = torch.randn(rows, heads, dtype=BF16, device=device)[:, :, None].expand(rows, heads, dim)
+    decay = (-torch.rand(heads, device=device))[:, None, None].expand(heads, dim, size)
+    skip, bias = (torch.rand(heads, dtype=BF16, device=device)[:, None].expand(heads, dim) for _ in range(2))
+    return dt, decay, skip, bias
+
+
 def mamba(bench: MambaBench, rows: int) -> dict[str, object]:
     """Steps. Ours has the convolution and the gated norm with it."""
     weights, kernels = bench.weights, bench.kernels
@@ -180,9 +198,7 @@ def mamba(bench: MambaBench, rows: int) -> dict[str, object]:
 
         x = torch.randn(rows, heads, dim, dtype=BF16, device=DEVICE)
         b, c = (torch.randn(rows, groups, size, dtype=BF16, device=DEVICE) for _ in range(2))
-        dt = torch.randn(rows, heads, dtype=BF16, device=DEVICE)[:, :, None].expand(rows, heads, dim)
-        decay = -torch.rand(heads, device=DEVICE)[:, None, None].expand(heads, dim, size)
-        skip, bias = (torch.rand(heads, dtype=BF16, device=DEVICE)[:, None].expand(heads, dim) for _ in range(2))
+        dt, decay, skip, bias = of_heads(rows, heads, dim, size, DEVICE)
         where = slots.int()
 
         def launch(number: int) -> Any:

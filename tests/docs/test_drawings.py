@@ -32,6 +32,17 @@ def test_the_tables_of_recurrent_state_are_current() -> None:
     assert draw_recurrent.redrawn(text.replace("none: state is read only", "each live row's")) == text
 
 
+def test_a_verify_of_16_tokens_keeps_a_fiftieth_of_their_states_at_most() -> None:
+    """Of every shape, all recurrent layers: what waits for the draw, against a state behind each of 16 tokens."""
+    shapes = {one.shape: one for one in draw_recurrent.declared()}
+    assert {"nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"} <= shapes.keys()
+    for name, one in shapes.items():
+        assert one.mixer.replays
+        (_, channels), dtype = next(iter(one.kind.tensors.values()))  # inputs of the convolution are kept, too
+        assert one.kept_bytes > one.layers * channels * dtype.itemsize
+        assert 16 * one.kept_bytes <= 0.02 * 16 * one.slot_bytes, name
+
+
 def test_a_step_whose_rows_of_state_are_not_understood_is_refused() -> None:
     with pytest.raises(ValueError, match="makes no StateRows"):
         draw_recurrent.state_rows_of(draw_recurrent.writes)

@@ -26,7 +26,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
-from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.replay_proposer import script_of
@@ -183,10 +183,11 @@ def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int,
     assert all(idle > 0 for idle in lives.idle_steps)
 
 
-def test_each_group_has_snapshots_of_its_own() -> None:
-    """Models with recurrent layers and experts: prefix hits in both groups, while the other one goes on; with windows,
-    too."""
-    shape = FAMILIES["qwen3.5-moe"]
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "nemotron-h"])
+def test_each_group_has_snapshots_of_its_own(family: str) -> None:
+    """Models with recurrent layers and experts, their shared one on each group: prefix hits in both groups, while the
+    other one goes on; with windows, too."""
+    shape = HYBRIDS[family]
     stems = [tuple(range(seed, seed + 34)) for seed in (3, 90)]
     arrivals = [
         {turn: [request(10 * turn + i, (*stem, 150 + turn), max_tokens=9, stops=(), seed=turn)] for turn in (0, 9, 18)}

@@ -2,12 +2,14 @@
 
 What every tree must keep is test_trees.py's, what every state must keep test_delta.py's and test_nemotron_h.py's. Here
 is what the two ask of each other: a node goes on from its parent's state, and slots take in the path that was kept.
+Chains are beside trees where state behind a round is compared with that of single steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_trees import some, trees
+from tests.runtime.engine.test_windows import windows
 
 HYBRID = pytest.mark.parametrize("family", ["qwen3-next", "nemotron-h"])
 
@@ -94,20 +97,27 @@ class States:
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "nemotron-h"])
-def test_state_behind_a_round_is_that_of_single_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "rounds", [partial(trees, shape=(5, 16)), partial(windows, widths=(5,)), partial(windows, widths=(16, 3))],
+    ids=["tree", "chain", "long chains"],
+)  # fmt: skip
+def test_state_behind_a_round_is_that_of_single_steps(
+    rounds: Callable[..., Life], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32, after every round; and so are the tokens."""
     over_model(family, monkeypatch)
     requests = people(1, max_tokens=40, temperature=0.0, logprobs=None)
     plain: dict[str, Any] = {"kernels": ReferenceKernels(), "dtype": torch.float32}
-    single, rounds = States(), States()
+    single, behind = States(), States()
     alone = live(requests, single, depth=0, **plain)
-    monkeypatch.setattr("tests.runtime.engine.test_trees.oracle", lambda *_, **__: alone)
-    life = trees(requests, (5, 16), depth=0, act=rounds, **plain)
-    compared = sorted(rounds.by_length.keys() & single.by_length.keys())[1:]
-    assert len(compared) == len(rounds.by_length) - 1 > 8
+    for module in ("test_trees", "test_windows"):
+        monkeypatch.setattr(f"tests.runtime.engine.{module}.oracle", lambda *_, **__: alone)
+    life = rounds(requests, depth=0, act=behind, **plain)
+    compared = sorted(behind.by_length.keys() & single.by_length.keys())[1:]
+    assert len(compared) == len(behind.by_length) - 1 > 8
     assert len(compared) < len(life.finished[0].token_ids) / 1.5, "rounds gain several tokens"
     for length in compared:
-        for mine, expected in zip(rounds.by_length[length], single.by_length[length], strict=True):
+        for mine, expected in zip(behind.by_length[length], single.by_length[length], strict=True):
             assert float((mine - expected).norm() / expected.norm()) < 1e-5
 
 

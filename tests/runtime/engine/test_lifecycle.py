@@ -45,7 +45,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if says(metafunc, "depth"):
         metafunc.parametrize("every_model", over_models(), indirect=True)
     elif "depth" in metafunc.fixturenames:
-        cases = over_models(DEPTHS, turned=turn(metafunc)) + [long(model, 3) for model in ("attention", "hybrid")]
+        further = [long(model, 3) for model in ("attention", "hybrid", *HYBRIDS)]
+        cases = over_models(DEPTHS, turned=turn(metafunc)) + further
         metafunc.parametrize(("every_model", "depth"), cases, indirect=True)
     else:
         assert metafunc.function.__name__ == "test_random_lives"
