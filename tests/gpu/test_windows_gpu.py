@@ -6,17 +6,22 @@ tolerance; tokens of this random model are far enough apart to be equal.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from runtime.engine import Engine
 from runtime.schedule.request import Request
 from tests.gpu.steady_steps import count_steady_steps
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.runtime.engine.lives import Life
+from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.replay_proposer import script_of, window_roles
 from tests.runtime.engine.rig import request, run
+from tests.runtime.engine.test_depths import outcome
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +67,42 @@ def test_windows_give_the_tokens_of_single_steps(widths: tuple[int, ...]) -> Non
             for (chosen, _, ids, _), (wanted, _, wanted_ids, _) in zip(life.logprobs[i], entries, strict=True):
                 assert chosen == pytest.approx(wanted, abs=1e-3), (depth, limited)
                 assert ids == wanted_ids, (depth, limited)
+
+
+LIVES = [(2, (3,)), (3, (8,)), (9, (1, 4)), (13, (8, 1, 3)), (15, (32, 1))]  # by seed
+
+
+@pytest.mark.parametrize(("seed", "widths"), LIVES, ids=str)
+def test_lives_of_windows_are_those_of_single_steps(seed: int, widths: tuple[int, ...]) -> None:
+    """Arrivals, pauses, cancels, evictions and prefix hits, at every depth: what was not cut short has the tokens of
+    one token a step, alone and one after the other."""
+    life = random_life(3000 + seed).with_windows(8, 60)
+    more: dict[str, Any] = {"prefill": "triton", "dtype": torch.float32} | life.limits
+    every = [replace(one, sampling=replace(one.sampling, prompt_logprobs=None)) for one in life.requests]
+    by_id = {one.request_id: one for one in every}
+    with gpu_rig(depth=0, **(more | {"rows": 1, "buckets": None, "blocks": 400})) as engine:
+        alone = outcome(run(engine, every))
+    script = script_of(every, {i: tokens for i, (tokens, _) in alone.items()})
+    counted: Counter[str] = Counter()
+    for depth in range(5):
+        arriving = {turn: [by_id[one.request_id] for one in those] for turn, those in life.later.items()}
+
+        def act(engine: Engine, turn: int, arriving: dict[int, list[Request]] = arriving) -> None:
+            for one in arriving.pop(turn, ()):
+                engine.add(one)
+            life.act(engine, turn)
+
+        roles = window_roles(widths, script, right=7, limited=depth % 2 == 0)
+        with gpu_rig(depth=depth, widths=widths, further_roles=roles, **more) as engine:
+            found = outcome(run(engine, [by_id[one.request_id] for one in life.first], act))
+            counted.update({name: engine.counters[name] for name in ("pauses", "cancels", "evictions")})
+        assert found.keys() == alone.keys(), depth
+        for request_id, (tokens, reason) in alone.items():
+            if request_id in life.cut:
+                tokens, reason = tokens[: len(found[request_id][0])], found[request_id][1]
+            assert found[request_id] == (tokens, reason), (depth, request_id)
+    assert counted["pauses"] > 0
+    assert counted["evictions"] > 0 or seed != 15  # which has few blocks for eight rows
 
 
 def test_a_window_step_is_one_captured_launch_without_a_sync() -> None:

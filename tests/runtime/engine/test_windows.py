@@ -147,7 +147,10 @@ def test_a_window_that_reaches_past_the_context(widths: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(
     ("seed", "depth"),
-    [*covering(range(5), (0, 1, 2, 4), at_once=1), *starmap(long, product(range(5, 40), (0, 1, 2, 4)))],
+    [
+        *covering(range(len(WIDTHS)), (0, 1, 2, 3, 4), at_once=1),
+        *starmap(long, product(range(len(WIDTHS), 40), (0, 1, 2, 3, 4))),
+    ],
 )
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits and chunked prompts; rows that gain 0 to W tokens a step."""
