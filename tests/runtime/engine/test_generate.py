@@ -103,3 +103,45 @@ def test_echo_and_prompt_log_probabilities_come_through(folder: Path, tmp_path: 
     assert all(len(entry["top"]) == 2 for entry in prompt[1:])
     assert "prompt_logprobs" not in rows["plain"]
     assert rows["plain"]["token_ids"] == simple["token_ids"] == choice["token_ids"]
+
+
+def alike(found: Any, wanted: Any) -> bool:
+    """The same JSON, but for the last digits of its numbers."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return found.keys() == wanted.keys() and all(alike(found[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(found) == len(wanted) and all(map(alike, found, wanted))
+    return bool(found == (pytest.approx(wanted, abs=1e-4) if isinstance(wanted, float) else wanted))
+
+
+def test_echo_with_ngram_gives_what_it_gives_without(folder: Path, tmp_path: Path) -> None:
+    """Greedy and sampled, several answers, prompts in chunks beside windows, and one whose answer is a token."""
+    text = "the dog sleeps and the dog sleeps and the"
+    body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": 20, "allowed_token_ids": [301, 302, 303]}
+    bodies: list[Row] = [
+        body | {"temperature": 0, "seed": 1},
+        body | {"temperature": 0.6, "seed": 7, "n": 2},
+        body | {"temperature": 0.6, "seed": 9, "logprobs": 0, "repetition_penalty": 1.2},
+        body | {"temperature": 0, "seed": 2, "prompt": [5, 6, 7] * 9, "max_tokens": 12},
+        body | {"temperature": 0, "seed": 3, "max_tokens": 1},
+        {key: body[key] for key in body if key != "logprobs"} | {"temperature": 0, "seed": 4},
+    ]
+    lines: list[Row] = [{"custom_id": f"{i}", "url": "/v1/completions", "body": one} for i, one in enumerate(bodies)]
+    ngram: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "mixed_step_percent": 100}
+    ngram |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    how = ("--max-num-batched-tokens", "24")
+    code, alone = generate(folder, tmp_path, lines, *how)
+    guessed_code, guessed = generate(folder, tmp_path, lines, *how, "--speculative-config", json.dumps(ngram))
+    assert code == guessed_code == 0
+    kept = 0
+    for name, row in alone.items():
+        choices, others = (rows[name]["response"]["body"]["choices"] for rows in (alone, guessed))
+        assert len(choices) == bodies[int(name)].get("n", 1)
+        kept += sum(other.pop("speculation", {"accepted_tokens": 0})["accepted_tokens"] for other in others)
+        assert alike(others, choices), name
+        prompt = row["response"]["body"]["usage"]["prompt_tokens"]
+        for choice in choices:
+            assert choice["text"].startswith(text) or name == "3"
+            if "logprobs" in bodies[int(name)]:
+                assert len(choice["logprobs"]["tokens"]) == prompt + len(choice["token_ids"])
+    assert kept > 20, "guesses are kept"

@@ -8,7 +8,7 @@ themselves, what they are shown, and the policy that turns them on and off.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product, starmap
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculative_config import speculative_config
 from runtime.window_costs import cost_table, window_times
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
@@ -105,6 +106,26 @@ def test_random_lives(depth: int, seed: int) -> None:
         life.first, width, depth=depth, but=life.cut, every=life.requests, later=life.later, act=life.act, **how
     )
     assert ran.counters["spec_num_drafts"] > 0
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "seed"),
+    [(16, 2, 5010), (32, 2, 5010), *starmap(long, product((16, 32), range(5), range(5000, 5010)))],
+)
+def test_wide_lives_that_hold_everything(width: int, depth: int, seed: int) -> None:
+    """W of 16 and 32 with the fewest blocks that serve a request; what a cancelled window reserved comes back."""
+    life = random_life(seed).with_windows(2, 60)
+    size = life.limits["block_size"]
+    limits = life.limits | {"blocks": -(-(128 + width * (depth + 1)) // size) + 1}
+    ran = speculating(
+        life.first, width, depth=depth, but=life.cut, every=life.requests, later=life.later, act=life.act, **limits
+    )
+    assert max(map(max, ran.rounds.values())) > 4, "wide windows are kept"
+    if seed == 5010:
+        for name in ("evictions", "pauses", "prefix_hit_tokens", "mixed_steps", "ghost_rows"):
+            assert ran.counters[name] > 0, name
+        alone = oracle(life.requests)
+        assert any(ran.answers[i][0] != alone.answers[i][0] for i in life.cut), "somebody is cut short"
 
 
 @pytest.mark.parametrize("width", [4, 8])
@@ -383,3 +404,6 @@ def test_windows_that_do_not_pay_stop_and_are_tried_again() -> None:
     life = speculating(hopeless, 4, depth=2, policy={"costs": ((8, 2000),)})
     assert life.counters["speculation_off{gain}"] > 60
     assert 2 <= life.counters["spec_num_drafts"] < 30
+    widths = [plan.width for plan in life.real_plans if plan.kind is StepKind.DECODE]
+    assert {(4, 1), (1, 4)} <= set(pairwise(widths)), "it goes off, and on again"
+    unbroken(life)

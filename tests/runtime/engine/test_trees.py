@@ -179,6 +179,24 @@ def test_random_lives(depth: int, seed: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("seed", "depth"), [(7009, 2), *starmap(long, product(range(7000, 7009), range(5)))])
+def test_lives_of_the_largest_trees_that_hold_everything(depth: int, seed: int) -> None:
+    """32 tokens in the fewest blocks that serve a request; what a cancelled tree reserved comes back."""
+    life = random_life(seed).with_windows(2, 100)
+    size = life.limits["block_size"]
+    limits = life.limits | {"blocks": -(-(128 + 8 * depth + 32) // size) + 1}
+    ran = trees(
+        life.first, (8, 32), depth=depth, but=life.cut, every=life.requests, policy={"mixed_percent": 100},
+        later=life.later, act=life.act, **limits,
+    )  # fmt: skip
+    assert max(map(max, ran.rounds.values())) == 8, "whole paths are kept"
+    if seed == 7009:
+        for name in ("evictions", "pauses", "prefix_hit_tokens", "mixed_steps", "ghost_rows"):
+            assert ran.counters[name] > 0, name
+        alone = oracle(life.requests)
+        assert any(ran.answers[i][0] != alone.answers[i][0] for i in life.cut), "somebody is cut short"
+
+
 def test_an_eviction_under_pressure_recomputes_what_trees_gained() -> None:
     requests = [request(i, prompt(20, i), max_tokens=60, logprobs=1, temperature=1.0, stops=()) for i in range(6)]
     life = trees(requests, (5, 16), depth=2, blocks=30, rows=6)

@@ -14,12 +14,13 @@ from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
 from runtime.config import ConfigError, EngineConfig
+from runtime.engine import Engine
 from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfigError, speculative_config
-from tests.models.drafters.tiny_drafters import write
+from tests.models.drafters.tiny_drafters import eagle3_config, write
 from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.rig import TINY, request, rig, run, tiny_folder
-from tests.runtime.speculate.recorded import DFLASH, MTP, SHAPE
+from tests.runtime.speculate.recorded import DFLASH, MTP, SHAPE, SIZES
 
 SHAPES = Path("models/shapes")
 EIGHT_B = SHAPES / "qwen3-8b"
@@ -196,6 +197,20 @@ def test_an_engine_is_built_over_a_targets_own_layer(tmp_path: Path) -> None:
     )
 
 
+def starting(folder: Path, asked: dict[str, Any], limit: int = 64) -> Engine:
+    """An engine of dummy weights over ``folder``; ``limit``: its max_model_len."""
+    config = EngineConfig(
+        model=str(folder),
+        load_format="dummy",
+        device="cpu",
+        max_num_seqs=2,
+        max_model_len=limit,
+        num_blocks=40,
+        speculative_config=asked,
+    )
+    return build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -207,17 +222,64 @@ def test_models_without_room_for_trees_are_refused(asked: dict[str, Any], said: 
     """Where a context or a vocabulary is too small."""
     limit, model = asked.get("limit", 64), {**TINY, "vocab_size": asked.get("vocabulary", 100)}
     keys = {"method": "synthetic", "num_speculative_tokens": 3, "tree_size": 4, "synthetic_acceptance_length": 2}
-    config = EngineConfig(
-        model=str(write(tmp_path, model, {})),
-        load_format="dummy",
-        device="cpu",
-        max_num_seqs=2,
-        max_model_len=limit,
-        num_blocks=40,
-        speculative_config=keys | {key: asked[key] for key in asked if key not in ("limit", "vocabulary")},
-    )
+    keys |= {key: asked[key] for key in asked if key not in ("limit", "vocabulary")}
     with pytest.raises(ConfigError, match=said):
-        build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
+        starting(write(tmp_path, model, {}), keys, limit)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "ngram"},
+        {"method": "mtp"},
+        {"method": "synthetic", "synthetic_acceptance_length": 2},
+    ],
+    ids=lambda keys: str(keys["method"]),
+)
+def test_contexts_without_room_for_a_chain_are_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    """W of a whole context, with both values; with what the message says to type there is room."""
+    folder = write(tmp_path, TINY | {"num_nextn_predict_layers": 1}, {})
+    said = (
+        "num_speculative_tokens is 31, so that a step has 32 tokens a request, but max_model_len is 32: type a longer "
+        '--max-model-len, or "num_speculative_tokens": 30 or less'
+    )
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        starting(folder, keys | {"num_speculative_tokens": 31}, 32)
+    for tokens, limit in ((30, 32), (31, 33)):
+        starting(folder, keys | {"num_speculative_tokens": tokens}, limit).close()
+
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "said"),
+    [
+        ("dflash", {"vocab_size": 8}, "vocab_size.* 8, .* 9"),
+        ("mtp", {"vocab_size": 8}, "vocab_size.* 8, .* 9"),
+        ("eagle3", {"vocab_size": 8}, "vocab_size.* 8, .* 9"),
+        (
+            "dflash",
+            {"num_target_layers": None, "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 8}},
+            r"layers \[0, 2\], .* 2 layers, 0 to 1: there is no layer 2",
+        ),
+        ("eagle3", {"eagle_config": {LAYERS: [0, 2]}}, r"layers \[0, 2\], .* 2 layers, 0 to 1"),
+        (
+            "dflash",
+            {"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 9}},
+            "'mask_token_id' is 9, .* has 9 ids",
+        ),
+        ("dflash", {"num_target_layers": 3}, "3 layers .'num_target_layers'., .* 2"),
+    ],
+)
+def test_what_a_drafter_does_not_share_with_its_target_is_refused_at_the_start(
+    method: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """By the door that everybody comes through, with the file, both values, and what to use instead."""
+    own = {"dflash": DFLASH, "mtp": MTP, "eagle3": eagle3_config(**SIZES)}[method]
+    folder = write(tmp_path / "drafter", {**own, **changes}, {})
+    with pytest.raises(ModelConfigError, match=rf"drafter/config\.json: .*{said}.*made for this target"):
+        starting(write(tmp_path / "target", TINY | SHAPE, {}), asking(method, folder))
 
 
 @pytest.mark.parametrize("tree", [0, 12])
