@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -77,6 +78,7 @@ def test_rounds_are_the_same_at_any_depth_and_on_any_ranks() -> None:
     for depth in (2, 4):
         life = scripted_life(depth)
         assert (life.rounds, life.answers) == (serial.rounds, serial.answers)
-    two = scripted_life(2, over=lambda **limits: tensor_rig(2, **limits))
-    assert (two.rounds, two.answers) == (serial.rounds, serial.answers)
+    for ranks in (2, 4):
+        life = scripted_life(2, over=partial(tensor_rig, ranks))
+        assert (life.rounds, life.answers) == (serial.rounds, serial.answers)
     assert {len(tokens) for tokens, _ in serial.answers.values()} == {60}
