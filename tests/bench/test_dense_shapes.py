@@ -75,6 +75,7 @@ class Asked(NvidiaKernels):
     rms_norm = ReferenceKernels.rms_norm
     add_rms_norm = ReferenceKernels.add_rms_norm
     silu_mul = ReferenceKernels.silu_mul
+    vocab_rows = ReferenceKernels.vocab_rows
 
     def __init__(self) -> None:
         self._reference = ReferenceKernels()
