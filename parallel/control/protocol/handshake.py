@@ -18,6 +18,7 @@ the caller closes that connection, and the others go on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,6 +28,7 @@ from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.wire.frames import CLOCK_REPLY, EVERYONE, Codec, Frame, Hello, Kind, Probe, Ready, Start
 
 CHANNELS = ("step", "watch")  # records and acknowledgements; the watchdog's heartbeats
+_NAME = re.compile(r" (?=\w+=)")  # before one, a value ends
 
 _WHAT_TO_DO = {
     "version": "install the same Lockstride on every node",
@@ -70,8 +72,18 @@ class Identity:
 def refusal(rank: int, field: str, ours: object, theirs: object, leader: int = 0) -> Verdict:
     """The verdict on a rank that differs: the rank, the field, both values, and what to do about it."""
     who = f"rank {rank}" if 0 <= rank < EVERYONE else "a process of unknown rank"
+    if isinstance(ours, str) and isinstance(theirs, str):
+        ours, theirs = _differing(ours, theirs)
     text = f"{who} differs from rank {leader} in {field}: rank {leader} has {ours!r}, {who} has {theirs!r}"
     return Verdict(Cause.REFUSED, max(rank, 0), 0, f"handshake refused: {text}; {_WHAT_TO_DO[field]}")
+
+
+def _differing(ours: str, theirs: str) -> tuple[str, str]:
+    """Of two lists of ``name=value``, what is not in both: of fifty options a user looks for one. Else as they are."""
+    lists = [_NAME.split(text) for text in (ours, theirs)]
+    both = set(lists[0]) & set(lists[1])
+    mine, others = (" ".join(item for item in items if item not in both) for items in lists)
+    return (mine, others) if both else (ours, theirs)
 
 
 class Greeting(StrEnum):

@@ -18,8 +18,8 @@ def follower(rank: int, channel: str = "step", identity: Identity = IDENTITY) ->
     return FollowerHandshake(identity, rank, identity.hello(channel, (rank,), "host", 100 + rank))
 
 
-def leader() -> LeaderHandshake[str]:
-    return LeaderHandshake(IDENTITY, 0, {1: (1,), 2: (2,)})
+def leader(identity: Identity = IDENTITY) -> LeaderHandshake[str]:
+    return LeaderHandshake(identity, 0, {1: (1,), 2: (2,)})
 
 
 def converse(
@@ -84,6 +84,27 @@ def test_what_differs_is_named_with_both_values_on_both_sides(field: str, value:
         assert (verdict.cause, verdict.rank) == (Cause.REFUSED, 2)
         assert said in verdict.text
     assert lead.verdict == follow.verdict
+
+
+def test_of_many_options_those_that_differ_are_told() -> None:
+    ours = "model=/a folder/x tensor_parallel=2 speculative_config={'k': 'a b'} chain_depth=0 seed=0"
+    lead = leader(identity=replace(IDENTITY, config=ours))
+    follow = follower(2, identity=replace(IDENTITY, config=ours.replace("depth=0", "depth=2").replace("a b", "a c")))
+    converse(lead, follow, "a")
+    for verdict in (lead.verdict, follow.verdict):
+        assert verdict is not None
+        assert (
+            "differs from rank 0 in config: rank 0 has \"speculative_config={'k': 'a b'} chain_depth=0\", rank 2 has "
+            "\"speculative_config={'k': 'a c'} chain_depth=2\"; give every rank the same options"
+        ) in verdict.text
+    without = ours.removesuffix(" seed=0")
+    lead, follow = (
+        leader(identity=replace(IDENTITY, config=ours)),
+        follower(1, identity=replace(IDENTITY, config=without)),
+    )
+    converse(lead, follow, "a")
+    assert lead.verdict is not None
+    assert "rank 0 has 'seed=0', rank 1 has ''" in lead.verdict.text
 
 
 def test_another_protocol_version_is_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
