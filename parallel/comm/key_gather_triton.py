@@ -1,7 +1,7 @@
 """All-gather of a few 64-bit keys a row in one kernel: what ranks with shares of a vocabulary tell each other.
 
 Knows: which words travel, and how a program sees that a peer's have arrived. Does not know: what a key means, process
-groups, which gathers are small enough (symmetric_all_reduce.py), the layout of buffers (peer_buffers.py).
+groups, which gathers are small enough (all_reduce_dispatch.py), the layout of buffers (peer_buffers.py).
 
 A program handles one row. It pushes its keys into the peers' buffers, polls its own for theirs, and restores the
 sentinel, as a one-shot all-reduce does; all_reduce_triton.py says why two buffers are enough, and both may follow each
@@ -40,7 +40,7 @@ def _gather_keys_kernel(
     width,
     WIDTH: tl.constexpr,  # a power of two, at least width
     LARGEST: tl.constexpr,  # the largest key of a row travels alone: X is 1; else X is width
-    LANES: tl.constexpr,  # WORLD or more ranks times the power of two of X, and at least one a thread
+    LANES: tl.constexpr,  # powers of two from WORLD and X on, multiplied; at least one a thread
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,

@@ -83,7 +83,7 @@ def _differing(ours: str, theirs: str) -> tuple[str, str]:
     lists = [_NAME.split(text) for text in (ours, theirs)]
     both = set(lists[0]) & set(lists[1])
     mine, others = (" ".join(item for item in items if item not in both) for items in lists)
-    return (mine, others) if both else (ours, theirs)
+    return (mine, others) if both and mine != others else (ours, theirs)
 
 
 class Greeting(StrEnum):

@@ -76,7 +76,7 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_the_recorded_figures_are_those_of_the_tables() -> None:
     """docs/mixed-load.png is drawn from rows written down by hand: each figure is one of today's in docs/measurements,
-    and those of the README are the same.
+    and the README has the same of requests that come all at once.
     """
     points, page = (
         read_points([DOCS / "results" / "mixed-load.figures.jsonl"]),

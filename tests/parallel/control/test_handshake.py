@@ -105,6 +105,10 @@ def test_of_many_options_those_that_differ_are_told() -> None:
     converse(lead, follow, "a")
     assert lead.verdict is not None
     assert "rank 0 has 'seed=0', rank 1 has ''" in lead.verdict.text
+    lead = leader(identity=replace(IDENTITY, config="seed=0 depth=2"))
+    converse(lead, follower(1, identity=replace(IDENTITY, config="depth=2 seed=0")), "a")
+    assert lead.verdict is not None
+    assert "rank 0 has 'seed=0 depth=2', rank 1 has 'depth=2 seed=0'" in lead.verdict.text
 
 
 def test_another_protocol_version_is_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
