@@ -54,7 +54,7 @@ class MambaBench:
 
         return replay_for(captured(layers), SECONDS) / LAYERS
 
-    def step(self, rows: int, block_p: int | None, warps: int) -> tuple[float, float]:
+    def step(self, rows: int, block_p: int, warps: int) -> tuple[float, float]:
         """(microseconds, bytes of state and window) of ``rows`` rows of one token."""
         weights = self.weights
         projected = torch.randn(rows, width(weights), device=DEVICE).to(torch.bfloat16)
@@ -105,7 +105,7 @@ def main() -> None:
             file.write(json.dumps({"ranks": options.ranks, **found}) + "\n")
 
         for rows in options.rows:
-            for block_p, warps in product((8, 16, 32, 64), (2, 4, 8)):
+            for block_p, warps in product((8, 16, 32, 64), (1, 2, 4, 8)):
                 us, moved = bench.step(rows, block_p, warps)
                 tell(
                     part="step", rows=rows, block_p=block_p, warps=warps, us=round(us, 2), gb_s=round(moved / us / 1e3)

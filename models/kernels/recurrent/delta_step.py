@@ -1,7 +1,11 @@
-"""The gated delta rule token by token in Triton: a program has a row and value head, or a slice of it, in registers.
+"""The gated delta rule token by token in Triton, in two kernels.
 
 Knows: the recurrence, and for steps of one token a row the convolution in front of it and the gated norm behind it.
 Does not know: long rows, which chunks serve (delta_chunk.py), or projections.
+
+`_steps_kernel`: some tokens of a row; a program keeps a slice of a head's state in registers. `_conv_step_kernel`: one
+token of every row, a whole head a program, because the norm is over a head. The state streams through shared memory,
+several slices ahead of the one that is computed.
 
 The state is read from the pool by slot and written back once, whatever the number of tokens, so a token's bits do not
 depend on how its prompt was cut. Rows of slot 0 are nobody's: what they write there nobody reads.
@@ -24,6 +28,8 @@ from models.kernels.recurrent.conv import kept_token, row_bounds, silu
 
 BATCH_INVARIANT = True  # a row by itself, token by token
 L2_EPS = tl.constexpr(1e-6)
+_KEPT_BY_A_PROGRAM = 4096  # numbers of the state, 16 KiB
+_STREAMED, _STAGES = 2048, 4  # numbers of the state in a slice, and slices on their way; docs/measurements/hybrid.md
 
 
 @triton.jit
@@ -71,8 +77,8 @@ def _convolved(
     return silu(total).to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["most"])
-def _step_kernel(
+@triton.jit
+def _conv_step_kernel(
     qkv_ptr,
     z_ptr,
     b_ptr,
@@ -84,10 +90,6 @@ def _step_kernel(
     norm_ptr,
     state_ptr,
     slots_ptr,
-    writes_ptr,
-    ends_ptr,
-    kept_ptr,
-    path_ptr,  # [rows, PATH], with PATH
     positions_ptr,
     out_ptr,
     qkv_stride,
@@ -95,101 +97,133 @@ def _step_kernel(
     C,
     scale,
     eps,
-    most,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SLICE: tl.constexpr,  # values of a head at once
-    PARTS: tl.constexpr,  # slices of a program, which has a whole head where CONV
+    PARTS: tl.constexpr,  # slices of a head
+    STAGES: tl.constexpr,  # slices that are on their way
     TAPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    token = row.to(tl.int64)
+    k_head = head // GROUP
+    k_heads: tl.constexpr = HV // GROUP
+    ks, inner, parts = tl.arange(0, BLOCK_K), tl.arange(0, SLICE), tl.arange(0, PARTS)
+    of_k = ks < K
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    decay_log = tl.load(decay_log_ptr + head).to(tl.float32)
+    decay_bias = tl.load(decay_bias_ptr + head).to(tl.float32)
+    held = state_ptr + (slot * HV + head) * (V * K) + ks[None, :]
+    all_v = parts[:, None] * SLICE + inner[None, :]
+    norm = tl.load(norm_ptr + all_v, mask=all_v < V, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    qkv = qkv_ptr + token * qkv_stride
+    first = head % GROUP == 0  # one of the heads that share q and k keeps them
+    q = _convolved(qkv, weight_ptr, window_ptr, slot, position, k_head * K + ks, of_k, first, C, TAPS)
+    k = _convolved(qkv, weight_ptr, window_ptr, slot, position, (k_heads + k_head) * K + ks, of_k, first, C, TAPS)
+    v_at = 2 * k_heads * K + head * V + all_v
+    values = _convolved(qkv, weight_ptr, window_ptr, slot, position, v_at, all_v < V, True, C, TAPS)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
+    decay = tl.exp(log_decay(a_ptr + head, row, gate_stride, decay_log, decay_bias))
+    outs = tl.zeros((PARTS, SLICE), tl.float32)
+    for part in tl.range(0, PARTS, num_stages=STAGES):
+        here = part * SLICE + inner
+        there = (here < V)[:, None] & of_k[None, :]
+        state = tl.load(held + here[:, None] * K, mask=there, other=0.0) * decay
+        this = parts[:, None] == part
+        v = tl.sum(tl.where(this, values, 0.0), 0)
+        missing = (v - tl.sum(state * k[None, :], 1)) * beta
+        state = state + missing[:, None] * k[None, :]
+        out = tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty).to(tl.float32)
+        outs = tl.where(this, out[None, :], outs)
+        tl.store(held + here[:, None] * K, state, mask=there)
+    z_at = z_ptr + token * gate_stride + head * V + all_v
+    z = tl.load(z_at, mask=all_v < V, other=0.0).to(tl.float32)
+    squares = tl.sum(tl.sum(outs * outs, 1), 0)
+    normed = (outs * tl.rsqrt(squares / V + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    where = out_ptr + token * (HV * V) + head * V + all_v
+    tl.store(where, (normed * norm * silu(z)).to(out_ptr.dtype.element_ty), mask=all_v < V)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _steps_kernel(
+    qkv_ptr,
+    b_ptr,
+    a_ptr,
+    decay_log_ptr,
+    decay_bias_ptr,
+    state_ptr,
+    slots_ptr,
+    writes_ptr,
+    ends_ptr,
+    kept_ptr,
+    path_ptr,  # [rows, PATH], with PATH
+    out_ptr,
+    qkv_stride,
+    gate_stride,
+    scale,
+    most,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICE: tl.constexpr,  # values of a head that a program has
     EACH: tl.constexpr,
     RAGGED: tl.constexpr,
     KEPT: tl.constexpr,  # only so many of a row's tokens count
     PATH: tl.constexpr,  # nodes of a path that they are; 0: the first tokens
     STORE: tl.constexpr,  # the state behind them
     OUT: tl.constexpr,  # what q reads of it
-    CONV: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, head, slice_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k_head = head // GROUP
     k_heads: tl.constexpr = HV // GROUP
-    ks, inner = tl.arange(0, BLOCK_K), tl.arange(0, SLICE)
+    ks = tl.arange(0, BLOCK_K)
     of_k = ks < K
     start, end = row_bounds(ends_ptr, kept_ptr, row, EACH, RAGGED, KEPT)
     mine = (end > start) & (end - start <= most)
     slot = tl.load(slots_ptr + row)
     decay_log = tl.load(decay_log_ptr + head).to(tl.float32)
     decay_bias = tl.load(decay_bias_ptr + head).to(tl.float32)
-    vs = slice_v * SLICE + inner
+    vs = slice_v * SLICE + tl.arange(0, SLICE)
     held = state_ptr + (slot * HV + head) * (V * K) + ks[None, :]
     # Of an earlier step, so written before the predecessor began.
     state = tl.load(held + vs[:, None] * K, mask=(vs < V)[:, None] & of_k[None, :] & mine, other=0.0)
-    if CONV:
-        position = tl.load(positions_ptr + row).to(tl.int32)
-        parts = tl.arange(0, PARTS)
-        all_v = parts[:, None] * SLICE + inner[None, :]
-        norm = tl.load(norm_ptr + all_v, mask=all_v < V, other=0.0).to(tl.float32)
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        qkv = qkv_ptr + start.to(tl.int64) * qkv_stride
-        first = head % GROUP == 0  # one of the heads that share q and k keeps them
-        q = _convolved(qkv, weight_ptr, window_ptr, slot, position, k_head * K + ks, of_k, first, C, TAPS)
-        k = _convolved(qkv, weight_ptr, window_ptr, slot, position, (k_heads + k_head) * K + ks, of_k, first, C, TAPS)
-        q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
-        beta = tl.sigmoid(tl.load(b_ptr + start.to(tl.int64) * gate_stride + head).to(tl.float32))
-        decay = tl.exp(log_decay(a_ptr + head, start, gate_stride, decay_log, decay_bias))
-        outs = tl.zeros((PARTS, SLICE), tl.float32)
-        for part in tl.static_range(PARTS):
-            here = part * SLICE + inner
-            if part + 1 < PARTS:
-                there = here + SLICE
-                following = tl.load(held + there[:, None] * K, mask=(there < V)[:, None] & of_k[None, :], other=0.0)
-            v_at = 2 * k_heads * K + head * V + here
-            v = _convolved(qkv, weight_ptr, window_ptr, slot, position, v_at, here < V, True, C, TAPS)
-            state = state * decay
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if mine:
+        for step in range(end - start):
+            token = kept_token(path_ptr, row, start, step, True, PATH).to(tl.int64)
+            qkv = qkv_ptr + token * qkv_stride
+            k = tl.load(qkv + (k_heads + k_head) * K + ks, mask=of_k, other=0.0).to(tl.float32)
+            v = tl.load(qkv + 2 * k_heads * K + head * V + vs, mask=vs < V, other=0.0).to(tl.float32)
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+            beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
+            state = state * tl.exp(log_decay(a_ptr + head, token, gate_stride, decay_log, decay_bias))
             missing = (v - tl.sum(state * k[None, :], 1)) * beta
             state = state + missing[:, None] * k[None, :]
-            out = tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty).to(tl.float32)
-            outs = tl.where(parts[:, None] == part, out[None, :], outs)
-            tl.store(held + here[:, None] * K, state, mask=(here < V)[:, None] & of_k[None, :])
-            if part + 1 < PARTS:
-                state = following
-        z_at = z_ptr + start.to(tl.int64) * gate_stride + head * V + all_v
-        z = tl.load(z_at, mask=all_v < V, other=0.0).to(tl.float32)
-        squares = tl.sum(tl.sum(outs * outs, 1), 0)
-        normed = (outs * tl.rsqrt(squares / V + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
-        where = out_ptr + start.to(tl.int64) * (HV * V) + head * V + all_v
-        tl.store(where, (normed * norm * silu(z)).to(out_ptr.dtype.element_ty), mask=all_v < V)
-    else:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        if mine:
-            for step in range(end - start):
-                token = kept_token(path_ptr, row, start, step, True, PATH).to(tl.int64)
-                qkv = qkv_ptr + token * qkv_stride
-                k = tl.load(qkv + (k_heads + k_head) * K + ks, mask=of_k, other=0.0).to(tl.float32)
-                v = tl.load(qkv + 2 * k_heads * K + head * V + vs, mask=vs < V, other=0.0).to(tl.float32)
-                k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
-                beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
-                state = state * tl.exp(log_decay(a_ptr + head, token, gate_stride, decay_log, decay_bias))
-                missing = (v - tl.sum(state * k[None, :], 1)) * beta
-                state = state + missing[:, None] * k[None, :]
-                if OUT:
-                    q = tl.load(qkv + k_head * K + ks, mask=of_k, other=0.0).to(tl.float32)
-                    q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
-                    out = tl.sum(state * q[None, :], 1)
-                    where = out_ptr + token * (HV * V) + head * V + vs
-                    tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
-            if STORE:
-                write = tl.load(writes_ptr + row)
-                written = state_ptr + (write * HV + head) * (V * K) + ks[None, :]
-                tl.store(written + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :] & (write != 0))
+            if OUT:
+                q = tl.load(qkv + k_head * K + ks, mask=of_k, other=0.0).to(tl.float32)
+                q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
+                out = tl.sum(state * q[None, :], 1)
+                where = out_ptr + token * (HV * V) + head * V + vs
+                tl.store(where, out.to(out_ptr.dtype.element_ty), mask=vs < V)
+        if STORE:
+            write = tl.load(writes_ptr + row)
+            written = state_ptr + (write * HV + head) * (V * K) + ks[None, :]
+            tl.store(written + vs[:, None] * K, state, mask=(vs < V)[:, None] & of_k[None, :] & (write != 0))
 
 
 def one_token_a_row(rows: StateRows, tokens: int) -> bool:
@@ -212,8 +246,8 @@ def conv_delta_step(
         raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row that is kept")
     qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TX, list(rule.widths), 1)
     out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
-    slice_v, parts, warps = _slices(rule)
-    _step_kernel[(len(rows.slots_B), rule.v_heads, 1)](
+    slice_v, parts, warps = _slices(rule, _STREAMED)
+    _conv_step_kernel[(len(rows.slots_B), rule.v_heads)](
         qkv_TC,
         z_TV,
         b_TH,
@@ -225,10 +259,6 @@ def conv_delta_step(
         rule.norm_V,
         state_SHVK,
         rows.slots_B,
-        rows.slots_B,
-        rows.slots_B,
-        rows.slots_B,
-        rows.slots_B,
         positions_T,
         out_TV,
         qkv_TC.stride(0),
@@ -236,7 +266,6 @@ def conv_delta_step(
         qkv_TC.shape[1],
         rule.k_dim**-0.5,
         rule.eps,
-        1,
         HV=rule.v_heads,
         GROUP=rule.v_heads // rule.k_heads,
         K=rule.k_dim,
@@ -244,14 +273,8 @@ def conv_delta_step(
         BLOCK_K=triton.next_power_of_2(rule.k_dim),
         SLICE=slice_v,
         PARTS=parts,
+        STAGES=_STAGES,
         TAPS=weight_CJ.shape[1],
-        EACH=1,
-        RAGGED=False,
-        KEPT=False,
-        PATH=0,
-        STORE=True,
-        OUT=True,
-        CONV=True,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -279,30 +302,23 @@ def delta_steps(
     """
     tokens, count = len(qkv_TC), len(rows.slots_B)
     ragged = rows.ends_B is not None
-    slice_v, parts, warps = _slices(rule)
-    _step_kernel[(count, rule.v_heads, parts)](
-        qkv_TC,
+    slice_v, parts, warps = _slices(rule, _KEPT_BY_A_PROGRAM)
+    _steps_kernel[(count, rule.v_heads, parts)](
         qkv_TC,
         b_TH,
         a_TH,
-        qkv_TC,
-        qkv_TC,
         rule.decay_log_H,
         rule.decay_bias_H,
-        rule.norm_V,
         state_SHVK,
         rows.slots_B,
         rows.written_B,
         rows.ends_B if rows.ends_B is not None else rows.slots_B,
         rows.slots_B if rows.kept_B is None else rows.kept_B,
         rows.slots_B if rows.path_BW is None else rows.path_BW,
-        rows.slots_B,
         out_TV,
         qkv_TC.stride(0),
         a_TH.stride(0),
-        qkv_TC.shape[1],
         rule.k_dim**-0.5,
-        rule.eps,
         most,
         HV=rule.v_heads,
         GROUP=rule.v_heads // rule.k_heads,
@@ -310,15 +326,12 @@ def delta_steps(
         V=rule.v_dim,
         BLOCK_K=triton.next_power_of_2(rule.k_dim),
         SLICE=slice_v,
-        PARTS=1,
-        TAPS=1,
         EACH=1 if ragged else each or tokens // count,
         RAGGED=ragged,
         KEPT=rows.kept_B is not None,
         PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
         STORE=not rows.frozen,
         OUT=not rows.replays,
-        CONV=False,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -326,11 +339,11 @@ def delta_steps(
     return out_TV
 
 
-def _slices(rule: DeltaRule) -> tuple[int, int, int]:
-    """(values at once, slices of a head, warps): a slice is 16 KiB of state at most."""
+def _slices(rule: DeltaRule, cells: int) -> tuple[int, int, int]:
+    """(values at once, slices of a head, warps): a slice has at most ``cells`` numbers of the state."""
     block_k, block_v = triton.next_power_of_2(rule.k_dim), triton.next_power_of_2(rule.v_dim)
-    slice_v = max(1, min(block_v, 4096 // block_k))
-    return slice_v, block_v // slice_v, max(1, min(4, slice_v * block_k // 1024))
+    slice_v = max(1, min(block_v, cells // block_k))
+    return slice_v, block_v // slice_v, max(1, min(4, slice_v * block_k // 512))
 
 
 def _same_stride(*parts: Tensor) -> bool:
