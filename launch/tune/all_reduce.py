@@ -17,12 +17,13 @@ from torch import Tensor
 
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul.autotune import median_graph_us
-from parallel.comm.all_reduce_dispatch import ROW_BYTES, ROWS, AllReduceKernel, SizeLimits
+from parallel.comm.all_reduce_dispatch import ROW_BYTES, AllReduceKernel, SizeLimits
 from parallel.comm.collectives import GroupCollectives
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives, fastest_collectives
 from parallel.comm.symmetric_memory import has_dependent_launches
 
 _CALLS = 32  # of a graph
+_MOST_ROWS = 8192  # of a step's tokens, by default
 _NOISE = 1.02  # times the fastest: as fast
 _EPS = 1e-6
 
@@ -58,7 +59,7 @@ def limits_from(times: Sequence[Times]) -> SizeLimits:
 def measure(
     group: dist.ProcessGroup, device: torch.device, width: int, dtype: torch.dtype
 ) -> tuple[list[Times], str | None]:
-    """Of 1 to 512 rows of ``width``; every rank of ``group`` calls this. Where these kernels cannot run there are no
+    """Of 1 to 8192 rows of ``width``; every rank of ``group`` calls this. Where these kernels cannot run there are no
     times, but a reason.
     """
     made = fastest_collectives(group, device)
@@ -73,7 +74,7 @@ def measure(
     )
     times = []
     rows = 1
-    while rows <= ROWS:
+    while rows <= _MOST_ROWS:
         x = torch.randn(rows, width, dtype=dtype, device=device)
         ways = (partial(_fused, made.dispatch.one_shot, norm), partial(_fused, made.dispatch.two_shot, norm))
         found = []

@@ -28,15 +28,22 @@ class SizeLimits:
 
 # Where one algorithm passes the next on H200s, rows of 8 KiB (docs/measurements/all-reduce.md); between 8
 # ranks by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger has.
+# Between two, 64 MiB are the largest that was measured, three quarters of NCCL's time from 32 MiB on.
 SIZE_LIMITS = {
-    2: SizeLimits(4 << 20, 0),
+    2: SizeLimits(4 << 20, 128 << 20),
     **dict.fromkeys((3, 4), SizeLimits(128 << 10, 4 << 20)),
     **dict.fromkeys((5, 6, 7, 8), SizeLimits(128 << 10, 2 << 20)),
 }
 DTYPES = (torch.bfloat16, torch.float32)  # dtypes the kernel was tested with
 _ALIGNMENT = 16  # bytes; of address and row, for the widest loads and stores
-ROWS = 512
+ROWS = 512  # of a launch all of whose rows must run at once: of matmuls that push, and gathers of keys
 ROW_BYTES = 16 << 10
+_ROWS_OF_TWO = 2048  # with fewer, launches of a long prompt would be shorter than their latency is worth
+
+
+def buffer_rows(world: int) -> int:
+    """Rows of a rank's peer buffers. Between two ranks even the sums of long prompts go through them."""
+    return _ROWS_OF_TWO if world == 2 else ROWS
 
 
 class AllReduceKernel(Protocol):
@@ -58,7 +65,7 @@ class AllReduceDispatch:
     Triton.
 
     ``memory``: the addresses of every rank's peer buffers (``all_reduce_buffer_bytes`` each), as this rank's GPU maps
-    them; they must stay mapped as long as kernels run. ``use_counts`` int32 [ROWS]: see PeerBuffers.
+    them; they must stay mapped as long as kernels run. ``use_counts`` int32 [buffer_rows(ranks)]: see PeerBuffers.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class AllReduceDispatch:
         from parallel.comm.all_reduce_triton import all_reduce_rows
         from parallel.comm.key_gather_triton import gather_keys
 
-        self._buffers = PeerBuffers(tuple(memory), use_counts, rank, ROWS, ROW_BYTES)
+        self._buffers = PeerBuffers(tuple(memory), use_counts, rank, buffer_rows(len(memory)), ROW_BYTES)
         self._limits = SIZE_LIMITS[len(memory)] if limits is None else limits
         self.one_shot: AllReduceKernel = partial(all_reduce_rows, buffers=self._buffers, pdl=pdl)
         self.pushed: AllReduceKernel = partial(all_reduce_rows, buffers=self._buffers, pushed=True, pdl=pdl)
@@ -100,13 +107,13 @@ class AllReduceDispatch:
 
     def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         """See Collectives."""
-        return self._buffers if shots_for(self._limits, tokens, width, dtype) == 1 else None
+        return self._buffers if tokens <= ROWS and shots_for(self._limits, tokens, width, dtype) == 1 else None
 
 
 def shots_for(limits: SizeLimits, rows: int, width: int, dtype: torch.dtype) -> Literal[1, 2] | None:
     """1 for a one-shot all-reduce of [rows, width], 2 for a two-shot one; None: NCCL."""
     row_bytes = width * dtype.itemsize
-    if dtype not in DTYPES or row_bytes > ROW_BYTES or row_bytes % _ALIGNMENT or not 0 < rows <= ROWS:
+    if dtype not in DTYPES or row_bytes > ROW_BYTES or row_bytes % _ALIGNMENT or rows == 0:
         return None
     if rows * row_bytes <= limits.one_shot:
         return 1
@@ -115,4 +122,4 @@ def shots_for(limits: SizeLimits, rows: int, width: int, dtype: torch.dtype) -> 
 
 def all_reduce_buffer_bytes(world: int) -> int:
     """Bytes of peer buffers that each rank needs for all of these all-reduces."""
-    return peer_buffer_bytes(world, ROWS, ROW_BYTES)
+    return peer_buffer_bytes(world, buffer_rows(world), ROW_BYTES)

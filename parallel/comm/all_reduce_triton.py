@@ -4,7 +4,7 @@ Knows: which rank sends what to which peer, and how a program sees that a peer's
 know: process groups, which all-reduces are small enough (all_reduce_dispatch.py), the layout of buffers
 (peer_buffers.py).
 
-Each program handles one row on every rank. It pushes its partial sum into the peers' buffers, polls its own, and adds
+A program handles the same row on every rank. It pushes its partial sum into the peers' buffers, polls its own, and adds
 all contributions in rank order, so every rank gets the same bits. Data is pushed rather than pulled, so that polling
 reads local memory. A one-shot all-reduce sends every row to every peer. A two-shot one (TWO_SHOT) is a reduce-scatter
 and an all-gather: a row goes to the rank that owns it, and the sum from there to all. Each of ``size`` ranks then sends
@@ -15,6 +15,10 @@ sees no sentinel, then writes the sentinel back for the use after next (the Lamp
 all-reduce). So correctness does not depend on the order in which stores arrive, and no release fence is needed, which
 would cost one NVLink round trip. All peers' contributions are polled together: one after the other would cost an L2
 latency each.
+
+Rows beyond what the GPU runs at once (MANY) are shared out among programs that all run: one that waited behind others
+might never start while a peer polls for its row. Such a program pushes its next row before it waits for this one, so
+that the links stay busy. Rows beyond the buffers go in several launches.
 
 With SCATTER the kernel is a reduce-scatter: the input has rows for every rank, a program sends each peer another row,
 and each rank keeps the sum of its own. Everything else is as for one-shot.
@@ -47,18 +51,21 @@ from parallel.comm.matmul_push_triton import is_sentinel, part_row, sendable, se
 from parallel.comm.peer_buffers import PeerBuffers
 
 MAX_WARPS = 16
+RESIDENT_PROGRAMS = 512  # that an H100 or H200 runs at once, whatever their width
 MAX_WARPS_OF_MANY = 8  # above four ranks a thread holds their contributions: 16 warps would halve its registers
 
 
 @triton.jit
-def _all_reduce_kernel(
-    x_ptr,  # [rows, N], this rank's partial sums; SCATTER: [WORLD * rows, N], rows for every rank, rank 0's first
+def _finish_row(
+    row,
+    x,  # [BLOCK], this rank's part, which is on its way to the peers
+    before,  # how often the row was used
+    weight,
     residual_ptr,
-    weight_ptr,
     out_ptr,
     residual_out_ptr,
-    memory,  # WORLD addresses of peer buffers (parallel/comm/peer_buffers.py)
-    use_counts_ptr,  # int32 [ROWS], of this rank
+    memory,
+    use_counts_ptr,
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -68,43 +75,13 @@ def _all_reduce_kernel(
     ROW_BYTES: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
-    PUSHED: tl.constexpr,  # and not TWO_SHOT
     TWO_SHOT: tl.constexpr,
-    SCATTER: tl.constexpr,  # in one step, and not PUSHED
-    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    rows = tl.num_programs(0)
+    """Waits for the peers' parts of a row, adds them, and writes what becomes of the sum."""
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     where = row.to(tl.int64) * N + cols
-    element: tl.constexpr = x_ptr.dtype.element_ty
-    if NORM:
-        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    parts = tl.tuple(())
-    if SCATTER:
-        for rank in tl.static_range(WORLD):  # load all before the first store, or each would cost an L2 latency
-            theirs = (rank * rows + row).to(tl.int64) * N + cols
-            parts += (sendable(tl.load(x_ptr + theirs, mask=mask, other=0.0)),)
-        x = parts[RANK]
-    else:
-        x = sendable(tl.load(x_ptr + where, mask=mask, other=0.0))
-    before = tl.load(use_counts_ptr + row, cache_modifier=".cg")
     owner = row % WORLD
-    if not PUSHED:
-        for rank in tl.static_range(WORLD):
-            if rank != RANK:
-                theirs = part_row(memory[rank], before, RANK, row, element, WORLD, ROWS, ROW_BYTES)
-                asked = mask
-                if TWO_SHOT:
-                    asked = mask & (owner == rank)
-                sent = x
-                if SCATTER:
-                    sent = parts[rank]
-                tl.store(theirs + cols, sent, mask=asked)
     if ADD:
         residual = tl.load(residual_ptr + where, mask=mask, other=0.0).to(tl.float32)
     result = x
@@ -117,24 +94,24 @@ def _all_reduce_kernel(
             for rank in tl.static_range(WORLD):
                 part = x
                 if rank != RANK:
-                    mine = part_row(memory[RANK], before, rank, row, element, WORLD, ROWS, ROW_BYTES)
+                    mine = part_row(memory[RANK], before, rank, row, x.dtype, WORLD, ROWS, ROW_BYTES)
                     part = tl.load(mine + cols, mask=mask, other=0.0, volatile=True)
                     late |= is_sentinel(part)
                 total += part.to(tl.float32)
             missing = tl.max(late.to(tl.int32), 0)
         for rank in tl.static_range(WORLD):
             if rank != RANK:
-                mine = part_row(memory[RANK], before, rank, row, element, WORLD, ROWS, ROW_BYTES)
+                mine = part_row(memory[RANK], before, rank, row, x.dtype, WORLD, ROWS, ROW_BYTES)
                 tl.store(mine + cols, sentinel_like(x), mask=mask)
-        result = total.to(element)
+        result = total.to(x.dtype)
         if TWO_SHOT:
             result = sendable(result)
             for rank in tl.static_range(WORLD):
                 if rank != RANK:
-                    theirs = part_row(memory[rank], before, RANK, row, element, WORLD, ROWS, ROW_BYTES)
+                    theirs = part_row(memory[rank], before, RANK, row, x.dtype, WORLD, ROWS, ROW_BYTES)
                     tl.store(theirs + cols, result, mask=mask)
     else:
-        mine = part_row(memory[RANK], before, owner, row, element, WORLD, ROWS, ROW_BYTES)
+        mine = part_row(memory[RANK], before, owner, row, x.dtype, WORLD, ROWS, ROW_BYTES)
         missing = 1
         while missing != 0:
             result = tl.load(mine + cols, mask=mask, other=0.0, volatile=True)
@@ -143,12 +120,95 @@ def _all_reduce_kernel(
     tl.debug_barrier()  # every thread has read the counter before one thread changes it
     tl.store(use_counts_ptr + row, before + 1)
     if ADD:
-        result = (result.to(tl.float32) + residual).to(element)
+        result = (result.to(tl.float32) + residual).to(x.dtype)
     if NORM:
         tl.store(residual_out_ptr + where, result, mask=mask)
         h = result.to(tl.float32)
-        result = (h * tl.rsqrt(tl.sum(h * h, 0) / N + eps) * weight.to(tl.float32)).to(element)
+        result = (h * tl.rsqrt(tl.sum(h * h, 0) / N + eps) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + where, result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _all_reduce_kernel(
+    x_ptr,  # [rows, N], this rank's partial sums; SCATTER: [WORLD * rows, N], rows for every rank, rank 0's first
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    memory,  # WORLD addresses of peer buffers (parallel/comm/peer_buffers.py)
+    use_counts_ptr,  # int32 [ROWS], of this rank
+    rows,  # with MANY; else there is a program for each
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    PUSHED: tl.constexpr,  # and not TWO_SHOT
+    TWO_SHOT: tl.constexpr,
+    SCATTER: tl.constexpr,  # in one step, and not PUSHED
+    MANY: tl.constexpr,  # and neither PUSHED nor SCATTER
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    weight = 0.0
+    if NORM:
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    parts = tl.tuple(())
+    if SCATTER:
+        for rank in tl.static_range(WORLD):  # load all before the first store, or each would cost an L2 latency
+            theirs = (rank * programs + row).to(tl.int64) * N + cols
+            parts += (sendable(tl.load(x_ptr + theirs, mask=mask, other=0.0)),)
+        x = parts[RANK]
+    else:
+        x = sendable(tl.load(x_ptr + row.to(tl.int64) * N + cols, mask=mask, other=0.0))
+    before = tl.load(use_counts_ptr + row, cache_modifier=".cg")
+    if not PUSHED:
+        for rank in tl.static_range(WORLD):
+            if rank != RANK:
+                theirs = part_row(memory[rank], before, RANK, row, x_ptr.dtype.element_ty, WORLD, ROWS, ROW_BYTES)
+                asked = mask
+                if TWO_SHOT:
+                    asked = mask & (row % WORLD == rank)
+                sent = x
+                if SCATTER:
+                    sent = parts[rank]
+                tl.store(theirs + cols, sent, mask=asked)
+    if MANY:
+        for turn in range(tl.cdiv(rows - row, programs)):
+            this = row + turn * programs
+            following = this + programs
+            there = mask & (following < rows)
+            next_x = sendable(tl.load(x_ptr + following.to(tl.int64) * N + cols, mask=there, other=0.0))
+            next_before = tl.load(use_counts_ptr + following, mask=following < rows, other=0, cache_modifier=".cg")
+            for rank in tl.static_range(WORLD):
+                if rank != RANK:
+                    theirs = part_row(
+                        memory[rank], next_before, RANK, following, x_ptr.dtype.element_ty, WORLD, ROWS, ROW_BYTES
+                    )
+                    asked = there
+                    if TWO_SHOT:
+                        asked = there & (following % WORLD == rank)
+                    tl.store(theirs + cols, next_x, mask=asked)
+            _finish_row(
+                this, x, before, weight, residual_ptr, out_ptr, residual_out_ptr, memory, use_counts_ptr, eps,
+                N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT,
+            )  # fmt: skip
+            x, before = next_x, next_before
+    else:
+        _finish_row(
+            row, x, before, weight, residual_ptr, out_ptr, residual_out_ptr, memory, use_counts_ptr, eps,
+            N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT,
+        )  # fmt: skip
 
 
 def all_reduce_rows(
@@ -166,11 +226,12 @@ def all_reduce_rows(
     """The sum over ranks of ``x`` [T, N], returned twice; with ``norm_N``, (rms_norm(residual') * norm, residual')
     where residual' = sum + residual, rounded to x's dtype after the sum and again after the addition. Fresh tensors.
 
-    T is at most ``buffers.rows`` and a row of x at most ``buffers.row_bytes``; x has a 16-bit dtype or float32.
-    ``residual_TN`` needs ``norm_N``. All ranks launch the same sequence of calls, one after the other.
+    A row of x has at most ``buffers.row_bytes``; x has a 16-bit dtype or float32. ``residual_TN`` needs ``norm_N``. All
+    ranks launch the same sequence of calls, one after the other.
     ``pushed``: the launch right before this one pushed x into the peers' buffers. ``two_shot``, not with ``pushed``,
     changes no bit but the sign of zeros. ``scatter``, with neither of the two: x is [ranks * T, N], and each rank gets
-    the sum of its own T rows.
+    the sum of its own T rows. With ``pushed`` or ``scatter`` T is at most ``buffers.rows``; otherwise more rows take
+    several launches.
     """
     ranks = len(buffers.memory)
     tokens, width = x_TN.shape[0] // (ranks if scatter else 1), x_TN.shape[1]
@@ -178,24 +239,32 @@ def all_reduce_rows(
     normed = norm_N is not None
     residual_out_TN = torch.empty_like(out_TN) if normed else out_TN
     block = triton.next_power_of_2(width)
-    most_warps = MAX_WARPS if ranks <= 4 else MAX_WARPS_OF_MANY
-    _all_reduce_kernel[(tokens,)](
-        x_TN,
-        x_TN if residual_TN is None else residual_TN,
-        x_TN if norm_N is None else norm_N,
-        out_TN,
-        residual_out_TN,
-        eps=eps,
-        N=width,
-        BLOCK=block,
-        **buffers.arguments(),
-        ADD=residual_TN is not None,
-        NORM=normed,
-        PUSHED=pushed,
-        TWO_SHOT=two_shot,
-        SCATTER=scatter,
-        PDL=pdl,
-        num_warps=max(1, min(most_warps, block // 512)),
-        launch_pdl=pdl,
-    )
+    warps = max(1, min(MAX_WARPS if ranks <= 4 else MAX_WARPS_OF_MANY, block // 512))
+    at_once = tokens if pushed or scatter else RESIDENT_PROGRAMS
+    launches = 1 if pushed or scatter else -(-tokens // buffers.rows)
+    each = -(-tokens // max(1, launches))
+    for start in range(0, tokens, max(1, each)):
+        rows = min(each, tokens - start)
+        here = slice(start, start + rows) if launches > 1 else slice(None)
+        _all_reduce_kernel[(min(rows, at_once),)](
+            x_TN[here],
+            x_TN if residual_TN is None else residual_TN[here],
+            x_TN if norm_N is None else norm_N,
+            out_TN[here],
+            residual_out_TN[here],
+            rows=rows,
+            eps=eps,
+            N=width,
+            BLOCK=block,
+            **buffers.arguments(),
+            ADD=residual_TN is not None,
+            NORM=normed,
+            PUSHED=pushed,
+            TWO_SHOT=two_shot,
+            SCATTER=scatter,
+            MANY=rows > at_once,
+            PDL=pdl,
+            num_warps=warps,
+            launch_pdl=pdl,
+        )
     return out_TN, residual_out_TN

@@ -22,6 +22,7 @@ from parallel.comm.all_reduce_dispatch import (
     AllReduceDispatch,
     SizeLimits,
     all_reduce_buffer_bytes,
+    buffer_rows,
 )
 from parallel.comm.collectives import GroupCollectives
 from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, has_dependent_launches
@@ -54,7 +55,7 @@ class OrderedSymmetricCollectives(OrderedCollectives):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self._memory = SentinelMemory(group, device, all_reduce_buffer_bytes(self.size))
-        use_counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        use_counts = torch.zeros(buffer_rows(self.size), dtype=torch.int32, device=device)
         self.dispatch = AllReduceDispatch(
             self._memory.addresses,
             use_counts,

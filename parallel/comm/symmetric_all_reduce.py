@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.all_reduce_dispatch import DTYPES, ROWS, AllReduceDispatch, SizeLimits, all_reduce_buffer_bytes
+from parallel.comm.all_reduce_dispatch import (
+    DTYPES,
+    AllReduceDispatch,
+    SizeLimits,
+    all_reduce_buffer_bytes,
+    buffer_rows,
+)
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, has_dependent_launches
@@ -31,7 +37,7 @@ class SymmetricCollectives(GroupCollectives):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, limits: SizeLimits | None = None) -> None:
         super().__init__(group)
         self._memory = SentinelMemory(group, device, all_reduce_buffer_bytes(self.size))
-        use_counts = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        use_counts = torch.zeros(buffer_rows(self.size), dtype=torch.int32, device=device)
         self.dispatch = AllReduceDispatch(
             self._memory.addresses, use_counts, self.rank, pdl=has_dependent_launches(device), limits=limits
         )

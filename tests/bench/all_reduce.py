@@ -4,7 +4,7 @@ Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.b
 
 Every figure is the median over replays of a graph of calls that follow each other, each with a norm's launch between
 them but for the last columns, where the norm is part of the call. Those have to give the same bits before they are
-timed. Rows of 4096 bfloat16.
+timed. ``--width``: numbers of a row, in bfloat16 [4096].
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from parallel.comm.all_reduce_dispatch import AllReduceKernel
 from parallel.comm.collectives import GroupCollectives
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-WIDTH = 4096
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CALLS = 32
 EPS = 1e-6
 
@@ -85,18 +84,21 @@ def leave(found: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for all-reduce.json")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    options = parser.parse_args()
+    out: Path = options.out
     group, device = ranks_of_torchrun()
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     made, nccl = SymmetricCollectives(group, device), GroupCollectives(group)  # kept: sums go through its memory
     own = made.dispatch
-    part: Any = symmetric_memory.empty(ROWS[-1] * WIDTH, dtype=torch.bfloat16, device=device)
+    part: Any = symmetric_memory.empty(max(options.rows) * options.width, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(part, group)
-    norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    norm = torch.ones(options.width, dtype=torch.bfloat16, device=device)
     found = []
-    for rows in ROWS:
-        x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
+    for rows in options.rows:
+        x = torch.randn(rows, options.width, dtype=torch.bfloat16, device=device)
 
         def torchs(y: Tensor) -> Tensor:
             mine = part[: y.numel()].view(y.shape)

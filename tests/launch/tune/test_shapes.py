@@ -48,7 +48,7 @@ def test_a_rank_of_two_has_no_norm_in_front_where_the_sum_takes_it_along(limits:
 
 
 def test_large_sums_of_ranks_leave_the_norm_to_the_product() -> None:
-    small, large = asked_products(share("qwen3-8b", 2), (512, 1024), 256)
+    small, large = asked_products(share("qwen3-8b", 4), (512, 1024), 256)
     assert [shape.normed for shape in small.layers] == [False] * 4
     assert [shape.normed for shape in large.layers] == [True, False, True, False]
 

@@ -27,7 +27,7 @@ from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, S
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.registry import model_class
-from parallel.comm.all_reduce_dispatch import ROWS, AllReduceDispatch, AllReduceKernel
+from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
@@ -113,7 +113,7 @@ class FirstRank(Collectives):
     def __init__(self, size: int) -> None:
         self.size = size
         if size > 1:
-            use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
+            use_counts = torch.empty(buffer_rows(size), dtype=torch.int32, device=META)
             self.dispatch = AllReduceDispatch([(1 + rank) << 40 for rank in range(size)], use_counts, 0, pdl=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """One-shot and two-shot all-reduces between processes, interpreted: ``TRITON_INTERPRET=1 python -m ...``.
 
+A second time with fewer programs than rows, and fewer rows of buffers than a message has: launches follow each other.
+
 Knows: how processes that were forked share memory at the same addresses. Does not know: GPUs, whose stores may arrive
 in another order; all_reduce.py compares every bit there before it times anything. In float32, since the
 interpreter copies a 16-bit number by bytes, of which another process may see one; a GPU stores it whole.
@@ -16,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.comm import all_reduce_dispatch
+from parallel.comm import all_reduce_dispatch, all_reduce_triton
 from parallel.comm.peer_buffers import SENTINEL
 from tests.models.kernels.interpreted_kernels import REFERENCE
 from tests.parallel.comm.exchange_cases import LOOKS_LIKE_SENTINEL
@@ -47,20 +49,22 @@ def expected(turn: int) -> tuple[Tensor, Tensor]:
 
 def rank(number: int, memory: list[Tensor]) -> None:
     torch.set_num_threads(1)
-    use_counts = torch.zeros(all_reduce_dispatch.ROWS, dtype=torch.int32)
+    most = all_reduce_dispatch.buffer_rows(RANKS)
+    use_counts, uses = torch.zeros(most, dtype=torch.int32), 0
     made = all_reduce_dispatch.AllReduceDispatch([one.data_ptr() for one in memory], use_counts, number, pdl=False)
     ways = {1: made.one_shot, 2: made.two_shot}
     late = random.Random(number)
     for turn in range(TURNS):
         parts, residual, norm = given(turn)
         normed, kept = expected(turn)
+        uses += len(ORDERS[turn % len(ORDERS)]) * -(-len(kept) // most)
         for steps in ORDERS[turn % len(ORDERS)]:
             time.sleep(late.choice((0, 0, 0.02)))
             norms, sums_ = ways[steps](parts[number], residual_TN=residual, norm_N=norm, eps=1e-6)
             for found, wanted in ((sums_, kept), (norms, normed)):
                 off = float((found - wanted).abs().max())
                 assert off < MOST_OFF, f"{steps} steps: off by {off}, rank {number}, turn {turn}"
-    assert use_counts[0] == sum(len(ORDERS[turn % len(ORDERS)]) for turn in range(TURNS))
+    assert use_counts[0] == uses
 
 
 def shared(size: int) -> list[Tensor]:
@@ -81,5 +85,13 @@ def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
     assert [one.exitcode for one in ranks] == [0] * RANKS
 
 
+def few_at_once(number: int, memory: list[Tensor]) -> None:
+    """A program has up to two rows of a launch, a message up to two launches."""
+    all_reduce_triton.RESIDENT_PROGRAMS = 2
+    all_reduce_dispatch.ROWS = 3
+    rank(number, memory)
+
+
 if __name__ == "__main__":
-    in_processes(rank, all_reduce_dispatch.all_reduce_buffer_bytes(RANKS))
+    for each in (rank, few_at_once):
+        in_processes(each, all_reduce_dispatch.all_reduce_buffer_bytes(RANKS))
