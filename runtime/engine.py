@@ -248,6 +248,8 @@ class Engine:
         if error is None:
             self.close()
             return
+        if self._watchdog is not None:
+            self._watchdog.ignore_signals()  # first: a long traceback takes milliseconds
         self._release_heap()
         self.observe.close(wait_s=0.0)
         if self._watchdog is not None:

@@ -108,6 +108,14 @@ class Watchdog(Progress):
         now = time.monotonic()
         return tuple(sorted(rank for rank, sign in dict(self._outlook.signs).items() if now - sign.at > seconds))
 
+    def ignore_signals(self) -> None:
+        """This process is about to leave and has a bundle to write: a launcher's SIGTERM, which another rank's end
+        brings, must not be quicker.
+        """
+        if self.options.whole_process and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+
     def fail(self, reason: BaseException | str) -> None:
         """This rank ends: all ranks write their bundles and leave. Does not return (unless ``leave`` does).
 
@@ -115,9 +123,7 @@ class Watchdog(Progress):
         unless a collective broke or a signal came, and it shows in time whose fault that was.
         """
         verdict = verdict_on(reason, self.rank, self.step)
-        if self.options.whole_process and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):  # the launcher's, for another rank's end: we are leaving
-                signal.signal(number, signal.SIG_IGN)
+        self.ignore_signals()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._failure = verdict  # one thread speaks on the channel
             self._thread.join(self.options.settle + 2 * self.options.grace + LAST_SECONDS)
