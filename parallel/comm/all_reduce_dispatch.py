@@ -30,7 +30,7 @@ class SizeLimits:
 # ranks by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger has.
 # Between two, 64 MiB are the largest that was measured, three quarters of NCCL's time from 32 MiB on.
 SIZE_LIMITS = {
-    2: SizeLimits(4 << 20, 128 << 20),
+    2: SizeLimits(128 << 20, 0),
     **dict.fromkeys((3, 4), SizeLimits(128 << 10, 4 << 20)),
     **dict.fromkeys((5, 6, 7, 8), SizeLimits(128 << 10, 2 << 20)),
 }

@@ -51,7 +51,8 @@ from parallel.comm.matmul_push_triton import is_sentinel, part_row, sendable, se
 from parallel.comm.peer_buffers import PeerBuffers
 
 MAX_WARPS = 16
-RESIDENT_PROGRAMS = 512  # that an H100 or H200 runs at once, whatever their width
+MOST_AT_ONCE = 512  # rows with a program each
+PROGRAMS_OF_MANY = 256  # few enough to run at once, two a multiprocessor of an H100, whatever their width
 MAX_WARPS_OF_MANY = 8  # above four ranks a thread holds their contributions: 16 warps would halve its registers
 
 
@@ -240,13 +241,13 @@ def all_reduce_rows(
     residual_out_TN = torch.empty_like(out_TN) if normed else out_TN
     block = triton.next_power_of_2(width)
     warps = max(1, min(MAX_WARPS if ranks <= 4 else MAX_WARPS_OF_MANY, block // 512))
-    at_once = tokens if pushed or scatter else RESIDENT_PROGRAMS
     launches = 1 if pushed or scatter else -(-tokens // buffers.rows)
     each = -(-tokens // max(1, launches))
     for start in range(0, tokens, max(1, each)):
         rows = min(each, tokens - start)
         here = slice(start, start + rows) if launches > 1 else slice(None)
-        _all_reduce_kernel[(min(rows, at_once),)](
+        many = rows > MOST_AT_ONCE and not (pushed or scatter)
+        _all_reduce_kernel[(PROGRAMS_OF_MANY if many else rows,)](
             x_TN[here],
             x_TN if residual_TN is None else residual_TN[here],
             x_TN if norm_N is None else norm_N,
@@ -262,7 +263,7 @@ def all_reduce_rows(
             PUSHED=pushed,
             TWO_SHOT=two_shot,
             SCATTER=scatter,
-            MANY=rows > at_once,
+            MANY=many,
             PDL=pdl,
             num_warps=warps,
             launch_pdl=pdl,

@@ -87,7 +87,7 @@ def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
 
 def few_at_once(number: int, memory: list[Tensor]) -> None:
     """A program has up to two rows of a launch, a message up to two launches."""
-    all_reduce_triton.RESIDENT_PROGRAMS = 2
+    all_reduce_triton.MOST_AT_ONCE = all_reduce_triton.PROGRAMS_OF_MANY = 2
     all_reduce_dispatch.ROWS = 3
     rank(number, memory)
 
