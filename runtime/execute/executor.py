@@ -86,9 +86,10 @@ class Executor:
         windows_beside = windows_beside and not (limits.tree and model.cache_layout.has_slot_state)
         if windows_beside:
             further_roles = (*further_roles, MixedWindowRole)
-        elif proposer is not None and config.exchanges:
+        elif proposer is not None and config.exchanges and config.prefill_buckets:
             # All groups replay steps with chunks together, and here a group with windows could not.
-            self._config = config = replace(config, prefill_buckets=())
+            slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}
+            self._config = config = replace(config, prefill_buckets=(), slower=slower)
         self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(

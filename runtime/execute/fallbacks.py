@@ -1,6 +1,8 @@
 """Fallbacks: a slower way that was taken because the usual one was not there, counted by name and told now and then.
 
-Knows: counts, and when each name was told last. Does not know: what the ways are; who takes one names it.
+A name has one reason: where the same way is taken for several, each has a name of its own, so that none is silent
+because another one was told. Knows: counts, and when each name was told last. Does not know: what the ways are; who
+takes one names it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int, layer
         answers, counters, widths = lived(depth, **ngram(width, 100))
         assert answers == alone
         assert widths[width] > 5
-        assert "fallbacks{eager_prefill}" not in counters  # which may allocate
+        assert not [name for name in counters if name.startswith("fallbacks{eager_prefill")]  # which may allocate
         assert counters["spec_num_accepted_tokens"] > 10
         assert counters["graph_captures_after_warmup"] == 0
         assert counters["device_allocs_after_warmup"] == 0

@@ -67,7 +67,7 @@ def test_steps_with_chunks_are_two_launches_or_three(layers: str, width: int) ->
         live(requests, later)
         with counting(engine) as seen, no_synchronisation():
             live(*arriving(100))
-        assert "fallbacks{eager_prefill}" not in engine.counters
+        assert not [name for name in engine.counters if name.startswith("fallbacks{eager_prefill")]
     print(shown(seen.names), seen.grown, seen.windows)
     assert seen.grown["mixed_steps"] > 5
     assert (seen.windows > 5) is (width > 1)

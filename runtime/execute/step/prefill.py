@@ -95,16 +95,19 @@ class PrefillRole:
         return GREEDY
 
     def _count_fallback(self, spec: LaunchSpec) -> None:
-        """A prefill that is launched kernel by kernel although it was to be replayed."""
+        """A prefill that is launched kernel by kernel although it was to be replayed; each reason has its own name."""
         if not self._parts.config.prefill_buckets:
             return
         if not self.graphs.buckets:
+            name = "eager_prefill_attention"
             reason = f"attention of {self._parts.model.kernels.prefill_name} cannot be captured on every rank"
         elif spec.plan.scored_tokens:
+            name = "eager_prefill_scored"
             reason = "log-probabilities of prompt tokens need the last layer of every token"
         else:
+            name = "eager_prefill_beyond_buckets"
             reason = f"{spec.plan.packed_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
-        self._parts.fallbacks.take("eager_prefill", reason)
+        self._parts.fallbacks.take(name, reason)
 
     # ---- what a step computes ----
 

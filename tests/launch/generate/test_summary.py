@@ -98,7 +98,7 @@ def test_lives_and_late_graphs_are_told() -> None:
         ("deferred_admissions", "lifecycle     deferred admissions 3"),
         ("finished{error}", "ends          error 3"),
         ("finished{rejected}", "ends          rejected 3"),
-        ("fallbacks{eager_prefill}", "fallbacks     eager_prefill 3"),
+        ("fallbacks{eager_prefill_scored}", "fallbacks     eager_prefill_scored 3"),
     ],
 )
 def test_each_has_its_line(counter: str, line: str) -> None:

@@ -565,6 +565,25 @@ def test_what_windows_gained_is_told_by_position() -> None:
     run(body)
 
 
+def test_fallbacks_and_late_captures_are_told_by_reason() -> None:
+    counted = {"fallbacks{eager_prefill_scored}": 2.0, "fallbacks{eager_prefill_beyond_buckets}": 3.0}
+    counted |= {"late_captures{random, penalties}": 1.0}
+
+    async def body(client: Client) -> None:
+        await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})
+        engine = client.engine
+        assert engine.stats is not None
+        engine.stats = msgspec.structs.replace(engine.stats, counters=counted)
+        page = (await client.get("/metrics")).body.decode()
+        samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        taken = {s.labels["what"]: s.value for s in samples if s.name == "lockstride:fallbacks_total"}
+        assert taken == {"eager_prefill_scored": 2, "eager_prefill_beyond_buckets": 3}
+        late = {s.labels["variant"]: s.value for s in samples if s.name == "lockstride:late_captures_total"}
+        assert late == {"random, penalties": 1}
+
+    run(body)
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads((Path(__file__).parents[3] / "docs/grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -123,7 +123,7 @@ def test_prompts_that_are_scored_have_steps_of_their_own() -> None:
     with rig(prefill_buckets=BUCKETS, mixed=MIXED, rows=4) as engine:
         run(engine, requests, watch=scores)
         assert engine.counters["mixed_steps"] > 3
-        assert engine.counters["fallbacks{eager_prefill}"] > 0
+        assert engine.counters["fallbacks{eager_prefill_scored}"] > 0
     for one in requests:
         if one.sampling.prompt_logprobs is not None:
             check(one, scores.by_request.get(one.request_id, {}))

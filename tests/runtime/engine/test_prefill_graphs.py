@@ -92,7 +92,7 @@ def test_steps_beyond_the_last_bucket_are_launched() -> None:
     with rig(prefill_buckets=BUCKETS[:2], **EXACT) as engine:
         counts = replays(engine)
         assert outcome(run(engine, requests)) == launched
-        steps, eager = engine.counters["prefill_steps"], engine.counters["fallbacks{eager_prefill}"]
+        steps, eager = engine.counters["prefill_steps"], engine.counters["fallbacks{eager_prefill_beyond_buckets}"]
     assert 0 < sum(counts.values()) < steps
     assert sum(counts.values()) + eager == steps
 
@@ -105,7 +105,8 @@ def test_steps_that_score_prompts_are_launched() -> None:
         run(engine, requests, watch=scores)
         assert 0 < sum(counts.values()) < engine.counters["prefill_steps"]
         eager = engine.counters["prefill_steps"] - sum(counts.values())
-        assert engine.counters["fallbacks{eager_prefill}"] == eager
+        assert engine.counters["fallbacks{eager_prefill_scored}"] == eager
+        assert [name for name in engine.counters if name.startswith("fallbacks")] == ["fallbacks{eager_prefill_scored}"]
     for one in requests:
         if one.sampling.prompt_logprobs is not None:
             check(one, scores.by_request.get(one.request_id, {}))  # of a single token there is nothing to say

@@ -24,16 +24,29 @@ def test_every_one_is_counted_and_one_a_minute_is_told(caplog: pytest.LogCapture
     fallbacks = Fallbacks(clock=lambda: now[0])
     with caplog.at_level(logging.INFO, "runtime.execute.fallbacks"):
         for _ in range(50):
-            fallbacks.take("eager_prefill", "the prompt is scored")
+            fallbacks.take("eager_prefill_scored", "the prompt is scored")
         fallbacks.take("torch_sampling", "there is no Triton")
         now[0] += QUIET_SECONDS
-        fallbacks.take("eager_prefill", "the prompt is scored")
-    assert fallbacks.counts == {"eager_prefill": 51, "torch_sampling": 1}
+        fallbacks.take("eager_prefill_scored", "the prompt is scored")
+    assert fallbacks.counts == {"eager_prefill_scored": 51, "torch_sampling": 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "fallback eager_prefill, 1 so far: the prompt is scored",
+        "fallback eager_prefill_scored, 1 so far: the prompt is scored",
         "fallback torch_sampling, 1 so far: there is no Triton",
-        "fallback eager_prefill, 51 so far: the prompt is scored",
+        "fallback eager_prefill_scored, 51 so far: the prompt is scored",
     ]
+
+
+def test_one_that_was_told_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """Prefills of three kinds within a minute: one is captured, one is scored, one is too long."""
+    scored = request(1, range(20), max_tokens=2, prompt_logprobs=1)
+    with caplog.at_level(logging.INFO, "runtime.execute.fallbacks"), rig(prefill_buckets=(8, 16), mixed=None) as engine:
+        for one in (request(0, range(7), max_tokens=2), scored, request(2, range(50, 83), max_tokens=2), scored):
+            run(engine, [one])
+        counted = {name: count for name, count in engine.counters.items() if name.startswith("fallbacks")}
+    assert counted == {"fallbacks{eager_prefill_scored}": 2, "fallbacks{eager_prefill_beyond_buckets}": 1}
+    scored_prompts, too_long = [record.getMessage() for record in caplog.records]
+    assert scored_prompts.startswith("fallback eager_prefill_scored, 1 so far: log-probabilities of prompt tokens need")
+    assert too_long == "fallback eager_prefill_beyond_buckets, 1 so far: 33 tokens; the largest captured prefill has 16"
 
 
 class SlowPrefill(ReferenceKernels):
@@ -88,7 +101,7 @@ def test_prefills_that_were_to_be_captured_and_are_not_are_counted() -> None:
         run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(2)])
         counted = engine.counters
         chunked = counted["prefill_steps"] + counted["mixed_steps"]
-        assert counted["fallbacks{eager_prefill}"] == chunked > 1
+        assert counted["fallbacks{eager_prefill_attention}"] == chunked > 1
         assert counted["fallbacks{torch_kernels}"] == 1
 
 
