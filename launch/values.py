@@ -1,20 +1,17 @@
-"""Texts of a command line, of the environment and of a grid as numbers: one reading for all of them.
+"""Texts of a command line, of the environment and of a grid as numbers.
 
-Knows: what a number may look like: ASCII digits, although Python's int() takes those of every script, signs, spaces and
-underscores. Does not know: which option or variable a number is for; argparse puts its name before the complaint.
+Knows: the complaints that argparse shows. Does not know: what a number may look like (runtime/number_text.py), which
+option or variable a number is for; argparse puts its name before the complaint.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-
-def is_whole_number(text: str) -> bool:
-    """Whether ``text`` is digits alone, 0 to 9: no sign, no space, no other script's."""
-    return text.isascii() and text.isdecimal()
+from runtime.number_text import integer_from, is_whole_number, number_from
 
 
 def whole_number(text: str) -> int:
@@ -49,19 +46,23 @@ def counts(text: str) -> tuple[int, ...]:
 
 def integer(text: str) -> int:
     """Of any sign; its range is checked where it is used. Raises ArgumentTypeError."""
-    if not is_whole_number(text.removeprefix("-")):
-        raise ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
+    try:
+        return integer_from(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def number(text: str) -> float:
     """As ``0.5`` or ``1e-3``. Raises ArgumentTypeError."""
     try:
-        if text.isascii() and "_" not in text:
-            return float(text)
+        return number_from(text)
     except ValueError:
-        pass
-    raise ArgumentTypeError(f"{text!r} is not a number")
+        raise ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def variable(environ: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a whole number; 0 where none is."""
+    return next((int(text) for name in names if is_whole_number(text := environ.get(name, ""))), 0)
 
 
 def bounded(read: Callable[[str], Any], low: float, high: float = sys.float_info.max) -> Callable[[str], Any]:

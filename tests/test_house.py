@@ -56,7 +56,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/execute",),
         ("runtime/client_socket.py", "runtime/config.py", "runtime/gc_freeze.py", "runtime/plan_late.py"),
         ("runtime/speculative_config.py",),
-        ("runtime/schedule",),
+        ("runtime/schedule", "runtime/number_text.py"),
     ),
     "models": (
         ("models/demo", "models/expert_load.py", "models/batch_invariance.py"),

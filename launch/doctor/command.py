@@ -16,6 +16,7 @@ from launch.doctor.findings import Level, Section, worst
 from launch.doctor.host import control, host, launcher, network
 from launch.doctor.options import DoctorCommand
 from launch.doctor.software import software, torch_facts
+from launch.values import variable
 
 CANNOT_RUN = 1
 _VERDICTS = {
@@ -29,7 +30,7 @@ _VERDICTS = {
 def run(command: DoctorCommand, environ: Mapping[str, str] | None = None) -> int:
     """Look at everything and print it; returns the exit code. Of several ranks on a node, the first one speaks."""
     environ = os.environ if environ is None else environ
-    if int(environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID") or 0) > 0:
+    if variable(environ, "LOCAL_RANK", "SLURM_LOCALID") > 0:
         return 0
     sections = look(environ, measure=command.measure)
     verdict = worst(sections)

@@ -18,9 +18,9 @@ import torch
 
 from launch.doctor.findings import Section
 from launch.ranks.flashinfer_switches import flashinfer_switches
-from launch.values import is_whole_number
 from models.kernels.select import select_kernels
 from runtime.config import EngineConfig
+from runtime.number_text import is_whole_number
 
 _SECONDS = 20.0  # for nvidia-smi: its first call wakes sleeping GPUs
 _BUSY_BYTES = 2 << 30  # a context and a desktop fit in; another job does not

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from launch.values import is_whole_number
+from runtime.number_text import is_whole_number
 
 MAX_HOSTS = 65_536
 _PIECE = re.compile(r"([^,\[\]]+)|\[([^\]]*)\]")

@@ -15,8 +15,8 @@ from hashlib import blake2b
 from typing import Literal
 
 from launch.ranks.nodelist import first_host
-from launch.values import is_whole_number
 from parallel.topology import Topology
+from runtime.number_text import is_whole_number
 
 _PORTS = range(20_000, 30_000)  # where Slurm jobs without MASTER_PORT meet; below Linux' ephemeral ports
 

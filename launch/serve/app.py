@@ -38,6 +38,7 @@ from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import RequestError, checked_prompt
+from runtime.number_text import is_whole_number
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/load", "/"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -216,7 +217,7 @@ class ServeApp:
         """Raises ApiError 413 as soon as it is known to be too long."""
         most = self.settings.max_body_bytes
         declared = request.headers.get("content-length", "0")
-        if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+        if is_whole_number(declared) and int(declared[:20]) > most:
             raise _too_long(most)
         parts, size = [], 0
         async for part in request.stream():

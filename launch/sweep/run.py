@@ -24,6 +24,7 @@ from launch.sweep.grid import Grid
 from launch.sweep.ledger import Attempt, Ledger
 from launch.sweep.outcome import point_rows, why_failed
 from launch.sweep.point import Point, SweepError, local_command
+from launch.values import variable
 from runtime.watchdog.parent_death import die_with_parent
 
 CommandOf = Callable[[Point, Path], Sequence[str]]
@@ -46,7 +47,7 @@ def run_here(
     say: Say = print,
 ) -> int:
     """Run what is left of ``grid``; returns the exit code. Raises SweepError before anything is run."""
-    if int(environ.get("WORLD_SIZE") or 1) > 1:
+    if variable(environ, "WORLD_SIZE") > 1:
         raise SweepError("sweep run starts the ranks of each point itself: start it without torchrun")
     ledger.begin_sweep(grid, resume=resume)
     with Interrupts() as interrupts:

@@ -16,6 +16,7 @@ from launch.sweep.outcome import why_failed
 from launch.sweep.point import Point, SweepError
 from launch.sweep.render import shape_of
 from launch.sweep.submit import keys_of_task
+from launch.values import variable
 
 NOTHING_LEFT = 3
 SOME_FAILED = 1
@@ -103,7 +104,7 @@ def _end(options: SweepOptions) -> int:
 
 def _this_task(environ: Mapping[str, str]) -> tuple[str, int]:
     """A name that stays the same after a requeue, and the number of requeues."""
-    start = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    start = variable(environ, "SLURM_RESTART_COUNT")
     if array := environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '0')}", start
     return environ.get("SLURM_JOB_ID", "none"), start

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from runtime.number_text import integer_from, is_whole_number, number_from
+
 MAX_ID: Final = (1 << 30) - 1
 MAX_NUMBER: Final = (1 << 31) - 1
 MAX_PROMPT_BYTES: Final = 1 << 26  # of a prompt file
@@ -78,7 +80,7 @@ class _Words:
 
     def number(self, what: str, low: int = 0, high: int = MAX_NUMBER) -> int:
         found = self.word()
-        if not (found.isascii() and found.isdigit() and len(found) <= 10 and low <= int(found) <= high):
+        if not (is_whole_number(found) and len(found) <= 10 and low <= int(found) <= high):
             raise BadLine(f"{what} is {found[:40]!r}, but must be a whole number from {low} to {high}")
         return int(found)
 
@@ -148,20 +150,20 @@ def _ids(text: str) -> tuple[int, ...]:
 OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "keep": (_flag, "1: the session is parked, not closed, when its answer is complete, so that EXTEND can follow"),
     "text": (_flag, "1: TEXT frames, too"),
-    "seed": (int, "of its draws; without one the daemon draws one"),
-    "temperature": (float, "0 is greedy"),
-    "top_k": (int, "0 is all tokens"),
-    "top_p": (float, ""),
-    "min_p": (float, ""),
-    "repetition_penalty": (float, ""),
-    "presence_penalty": (float, ""),
-    "frequency_penalty": (float, ""),
-    "min_tokens": (int, "of each turn"),
+    "seed": (integer_from, "of its draws; without one the daemon draws one"),
+    "temperature": (number_from, "0 is greedy"),
+    "top_k": (integer_from, "0 is all tokens"),
+    "top_p": (number_from, ""),
+    "min_p": (number_from, ""),
+    "repetition_penalty": (number_from, ""),
+    "presence_penalty": (number_from, ""),
+    "frequency_penalty": (number_from, ""),
+    "min_tokens": (integer_from, "of each turn"),
     "ignore_eos": (_flag, "1: the model's own end ids do not stop it"),
     "stop": (_texts, 'JSON, "text" or ["text", ...]: the token that completes one of them is the last of the answer'),
     "stop_ids": (_ids, "JSON, [token, ...]: as the model's own end ids, and with them"),
-    "logprobs": (int, "LOGPROBS frames, with so many likely tokens beside each"),
-    "priority": (int, "smaller ones run earlier"),
+    "logprobs": (integer_from, "LOGPROBS frames, with so many likely tokens beside each"),
+    "priority": (integer_from, "smaller ones run earlier"),
 }
 
 

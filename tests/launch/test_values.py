@@ -11,7 +11,7 @@ import pytest
 from launch.cli import parse
 from launch.ranks.nodelist import first_host
 from launch.ranks.rendezvous import RendezvousError, discover
-from launch.values import at_least_one, bounded, counts, integer, number, whole_number, whole_numbers
+from launch.values import at_least_one, bounded, counts, integer, number, variable, whole_number, whole_numbers
 
 FOREIGN = ("٣", "３", "²", "1_0", " 1", "1\n", "+1", "", "1.0", "0x1")  # each is a number to some Python function
 
@@ -72,3 +72,10 @@ def test_the_environment_is_read_alike() -> None:
         discover({"RANK": "0", "WORLD_SIZE": "٣"})
     with pytest.raises(ValueError, match="no range of numbers"):
         first_host("node[٣-4]")
+
+
+def test_a_variable_that_is_no_number_counts_as_unset() -> None:
+    """`doctor` tells of it, so it cannot end by it."""
+    environ = {"LOCAL_RANK": "٣", "SLURM_LOCALID": "2", "WORLD_SIZE": ""}
+    assert variable(environ, "LOCAL_RANK", "SLURM_LOCALID") == 2
+    assert variable(environ, "WORLD_SIZE", "RANK") == 0

@@ -300,6 +300,8 @@ def test_the_plain_stream() -> None:
         ("REQ 1 START [] 1 1", "the prompt is empty: give at least one token"),
         ('REQ 1 START "text" 1 1', "the prompt is a text, but the model folder has no tokenizer: give [token, ids]"),
         (f"REQ 1 START {PROMPT} 1 1 keep=2", "option keep is '2', which it cannot be"),
+        (f"REQ 1 START {PROMPT} 1 1 top_k=٣", "option top_k is '٣', which it cannot be"),
+        (f"REQ 1 START {PROMPT} 1 1 min_p=0.0_1", "option min_p is '0.0_1', which it cannot be"),
         (f"REQ 1 START {PROMPT} 1 1 temperature=-1", "temperature is -1, but must be at least 0 and at most 1000"),
         ("TAGGED 1", "TAGGED is the first line of a connection, or none"),
         ("MODE fast", "the mode is 'fast', but must be client or auto"),
