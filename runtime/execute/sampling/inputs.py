@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-import torch
 from torch import Tensor
 
 from runtime.schedule.request import MAX_TOP_LOGPROBS, SamplingParams
@@ -46,29 +45,6 @@ class SamplingInputs:
     max_length: Tensor  # int32 [B]
     stop_ids: Tensor  # int32 [B, K]
     finished: Tensor  # bool or int32 [B]
-
-    @classmethod
-    def neutral(cls, rows: int, stop_width: int, device: torch.device | str = "cpu") -> SamplingInputs:
-        """Greedy rows with every filter off that are ``finished``: what a table of slots starts as."""
-
-        def full(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
-
-        return cls(
-            temperature=full(0.0, torch.float32),
-            top_k=full(0, torch.int32),
-            top_p=full(1.0, torch.float32),
-            min_p=full(0.0, torch.float32),
-            repetition_penalty=full(1.0, torch.float32),
-            presence_penalty=full(0.0, torch.float32),
-            frequency_penalty=full(0.0, torch.float32),
-            seed=full(0, torch.int64),
-            position=full(0, torch.int64),
-            min_length=full(0, torch.int32),
-            max_length=full(2**31 - 1, torch.int32),
-            stop_ids=torch.full((rows, stop_width), -1, dtype=torch.int32, device=device),
-            finished=full(True, torch.bool),
-        )
 
     def select(self, index_B: Tensor) -> SamplingInputs:
         """The rows ``index_B`` (int64) of this table, as fresh tensors."""

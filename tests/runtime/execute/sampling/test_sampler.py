@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.comm.peer_buffers import SENTINEL
-from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import count_tokens_, load_tokens_, reset_slots_
@@ -219,7 +219,7 @@ def test_a_bad_share_ends_only_its_row(filters: bool) -> None:
 def test_what_needs_whole_rows_refuses_a_share(params: SamplingParams) -> None:
     features = SamplingVariant.covering([params, SamplingParams(top_k=3)])
     with pytest.raises(ValueError, match="gather them and call sample"):
-        local_share(torch.zeros(1, 4), 0, SamplingInputs.neutral(1, 1), features)
+        local_share(torch.zeros(1, 4), 0, rows_for([SamplingParams(seed=1)], [0]), features)
 
 
 def test_one_rank_draws_all_filters_in_one_variant() -> None:
@@ -413,4 +413,4 @@ def test_numbers_of_likely_tokens_share_few_variants() -> None:
 
 def test_penalties_without_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="token counts"):
-        sample(torch.zeros(1, 4), SamplingInputs.neutral(1, 1), SamplingVariant(penalties=True))
+        sample(torch.zeros(1, 4), rows_for([SamplingParams(seed=1)], [0]), SamplingVariant(penalties=True))
