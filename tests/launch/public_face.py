@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 import launch.report.rows as report_rows
+import launch.serve.bodies as served
 import launch.sweep.point as sweep_point
 import launch.tune.journal as tune_journal
 import models.expert_load as expert_load
@@ -46,6 +47,7 @@ from launch.bench.trace import RequestTimes, RunTrace
 from launch.cli import build_parser
 from launch.engine_options import add_engine_options
 from launch.generate.summary import Summary
+from launch.serve.metrics import Metrics
 from launch.sweep.ledger import Began, Outcome, Plan, PlannedPoint
 from launch.sweep.status import PointStatus, SweepStatus
 from launch.sweep.submit import Submitted
@@ -57,7 +59,8 @@ from parallel.control.wire.frames import Heartbeat
 from parallel.layers.experts import ExpertSplit
 from runtime.frontend.client import PromptRequest
 from runtime.frontend.outputs import Completion, RequestOutput, Timing, TokenLogprob
-from runtime.observe.step_record import StepRecord
+from runtime.frontend.serve_messages import ITERATION_BUCKETS, Ready, Stats
+from runtime.observe.step_record import AGREEMENT_BOUNDS, StepRecord
 from runtime.observe.trace import Part, write_trace
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason, SamplingParams
@@ -161,6 +164,11 @@ def _fields() -> Iterator[tuple[str, set[str]]]:
     yield "generate input, body of /v1/chat/completions", _of(ChatBody)
     yield from _generate_rows()
     yield "generate --summary", _summary()
+    yield "serve, body of /v1/completions", _of(served.CompletionBody)
+    yield "serve, body of /v1/chat/completions", _of(served.ChatBody)
+    yield "serve, body of /tokenize", _of(served.TokenizeBody)
+    yield "serve, body of /detokenize", _of(served.DetokenizeBody)
+    yield "serve, /metrics beside the engine's counters", _metrics()
     yield "bench latency *.points.jsonl", _of(Point)
     yield "bench serve *.points.jsonl", _of(ServePoint)
     yield from _bench_files()
@@ -205,6 +213,15 @@ def _summary() -> set[str]:
     labelled = ("chain_breaks", "finished", "late_captures", "fallbacks", "group_requests", "group_idle_steps")
     counters = {f"{name}{{a reason}}": 1 for name in (*labelled, "speculation_off")}
     return names_in(Summary().figures(counters | {"spec_num_drafts": 1}))
+
+
+def _metrics() -> set[str]:
+    ready = Ready(1, 1, (), 1.0, {"block_size": "1"})
+    tokens, seconds = ((0,) * (len(bounds) + 1) for bounds in (ITERATION_BUCKETS, AGREEMENT_BOUNDS))
+    stats = Stats({}, 0, 0, 0, 1, False, 0, 0, tokens, 0, seconds, 0.0)
+    with tempfile.TemporaryDirectory() as made:
+        page = Metrics(Path(made), 0).text("m", ready, stats).decode()
+    return {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}
 
 
 def _bench_files() -> Iterator[tuple[str, set[str]]]:
