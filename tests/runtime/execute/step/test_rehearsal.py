@@ -1,0 +1,167 @@
+"""What is tried before memory is shared out: every variant that will be warmed up; the most that one held is set aside.
+
+On a CPU nothing is measured, so here the twin says that it is no CPU, and measures what the tensors of a step hold.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from parallel.comm.collectives import SingleRank
+from parallel.control.interface import SingleRankControl
+from runtime import build
+from runtime.config import EngineConfig
+from runtime.execute.cache.sizing import CacheSizing, size_cache
+from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.device.protocol import Work
+from runtime.execute.launch_spec import GREEDY
+from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.step.row_role import RowRole
+from tests.dispatch_mode import DispatchMode
+from tests.runtime.engine.rig import TINY
+
+BUCKETS = (2, 8)
+MEMORY = 64 << 20
+_WeakStorage: Any = StorageWeakRef  # torch's, not annotated
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def storages(tree: object) -> list[torch.UntypedStorage]:
+    """Of every tensor in it."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class HeldBytes(DispatchMode):
+    """What tensors that were made inside hold at once: ``peak``, the most of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in storages((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for storage in storages(made):
+            if storage._cdata not in given:  # or it is a view
+                self._held[storage._cdata] = _WeakStorage(storage), storage.nbytes()
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._held.values()))
+        return made
+
+
+class NoCpu(str):
+    """Where tensors are made on the CPU although its type is another one."""
+
+    type = "stand-in"
+
+
+class MeasuredTwin(TwinDevice):
+    """The twin of a device whose memory is measured; ``peaks`` are all measurements."""
+
+    def __init__(self) -> None:
+        super().__init__(memory_bytes=MEMORY)
+        self.torch_device = cast(torch.device, NoCpu("cpu"))
+        self.peaks: list[int] = []
+
+    def peak_of(self, work: Work) -> int:
+        held = HeldBytes()
+
+        def measured() -> None:
+            with held:
+                work()
+
+        self.compute.submit(measured)
+        self.compute.synchronize()
+        self.peaks.append(held.peak)
+        return held.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A step over padding, uncaptured: of which role, and what its tensors held at most."""
+
+    role: str
+    bucket: int
+    variant: SamplingVariant
+    peak: int
+
+
+class Start:
+    """An engine's start. ``tried``: steps that were tried until memory was shared out; ``sizing``: how it was."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.tried: list[Tried] = []
+        self.device = MeasuredTwin()
+        try_variant = RowRole.try_variant
+
+        def noted(role: RowRole, bucket: int, variant: SamplingVariant) -> None:
+            with HeldBytes() as held:
+                try_variant(role, bucket, variant)
+            self.tried.append(Tried(role.name, bucket, variant, held.peak))
+
+        def sized(*arguments: Any, **named: Any) -> CacheSizing:
+            monkeypatch.setattr(RowRole, "try_variant", try_variant)
+            return size_cache(*arguments, **named)
+
+        monkeypatch.setattr(RowRole, "try_variant", noted)
+        monkeypatch.setattr("runtime.execute.executor.size_cache", sized)
+        monkeypatch.setattr(build, "open_device", lambda name: self.device)
+        config = EngineConfig(
+            model=str(folder),
+            load_format="dummy",
+            device="cpu",
+            max_num_seqs=BUCKETS[-1],
+            decode_buckets=BUCKETS,
+            max_model_len=64,
+            max_prefill_tokens=8,
+            **options,
+        )
+        place: dict[str, Any] = {"control": SingleRankControl(), "collectives": SingleRank(), "agree_min": int}
+        with build.build_engine(config, **place, device="cpu") as engine:
+            self.sizing = engine.executor.sizing
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a model whose logits are the largest that a step holds."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 4096}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("warm", [("greedy",), ("penalised", "greedy", "random"), ("greedy", "filtered")])
+@pytest.mark.parametrize("proposing", [False, True])
+def test_every_warm_variant_is_tried_and_the_most_that_one_held_is_set_aside(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, warm: tuple[str, ...], proposing: bool
+) -> None:
+    start = Start(folder, monkeypatch, warm=warm, speculative_config=NGRAM if proposing else None)
+    variants = {build.WARM_VARIANTS[kind] for kind in warm}
+    roles = {one.role for one in start.tried}
+    assert len(roles) == 1 + proposing
+    for role in roles:
+        of_largest = {one.variant for one in start.tried if (one.role, one.bucket) == (role, BUCKETS[-1])}
+        assert of_largest == {GREEDY, *variants}, "also one that is neither the first nor the last"
+        assert {one.bucket for one in start.tried if one.role == role} == set(BUCKETS)
+    most = max(start.tried, key=lambda one: one.peak)
+    assert most.variant == max(variants, key=list(build.WARM_VARIANTS.values()).index)
+    assert start.sizing.activation_peak == most.peak
+    assert start.sizing.activation_peak in start.device.peaks, "as the device measured it"
+
+
+def test_what_the_widest_warm_variant_holds_is_not_given_to_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        narrow = Start(folder, patched, warm=("greedy",)).sizing
+    wide = Start(folder, monkeypatch, warm=("greedy", "penalised")).sizing
+    more = wide.activation_peak - narrow.activation_peak
+    assert more > 10 * narrow.shape.block_bytes
+    assert narrow.num_blocks - wide.num_blocks == pytest.approx(more / narrow.shape.block_bytes, abs=1)
