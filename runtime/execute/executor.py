@@ -127,7 +127,7 @@ class Executor:
         ladders = Ladders(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
         )
-        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size)
+        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range

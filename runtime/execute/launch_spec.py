@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple, Protocol
 
 from models.inputs import PIECE
@@ -127,11 +127,20 @@ class Serving(Protocol):
 class LaunchResolver:
     """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan.
 
-    ``ranks``: of the tensor-parallel group, which share a row's vocabulary.
+    ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``warm``: variants that are captured
+    at start-up; rows that need less than one of them run in it, so that nobody waits for a capture.
     """
 
-    def __init__(self, ladders: Ladders, slots: int, roles: Sequence[Serving], ranks: int = 1) -> None:
+    def __init__(
+        self,
+        ladders: Ladders,
+        slots: int,
+        roles: Sequence[Serving],
+        ranks: int = 1,
+        warm: Sequence[SamplingVariant] = (),
+    ) -> None:
         self._ladders = ladders
+        self._warm = sorted(warm, key=lambda variant: sum(astuple(variant)))  # by how many features are on
         self._roles = roles
         self._ranks = ranks
         self._slot_variants = [GREEDY] * slots
@@ -166,6 +175,7 @@ class LaunchResolver:
 
     def _resolve(self, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
         needs = agreed or self.needs(plan)
+        variant = self._captured(needs.variant)
         tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
         kind = StepKind.MIXED if tokens_of_all and plan.kind is StepKind.DECODE else plan.kind
         role = self._role(plan, kind)
@@ -174,9 +184,7 @@ class LaunchResolver:
             rows, scored = len(plan.slots), plan.scored_tokens > 0
             bucket, padded = (rows, 0) if scored else (_rung(ladders.decode, rows), tokens_of_all)
             split = padded in ladders.split and worth_splitting(plan)
-            return LaunchSpec(
-                plan, kind, role, bucket, needs.variant, padded, exchange_rows=tokens_of_all, split_keys=split
-            )
+            return LaunchSpec(plan, kind, role, bucket, variant, padded, exchange_rows=tokens_of_all, split_keys=split)
         if agreed is not None:
             # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
             # none, so no exchange is narrower than that.
@@ -187,18 +195,14 @@ class LaunchResolver:
         if kind is StepKind.DECODE:
             bucket = shared_bucket or needs.decode_bucket
             width = needs.width if agreed is not None else 1
-            return LaunchSpec(
-                plan, kind, role, bucket, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width
-            )
+            return LaunchSpec(plan, kind, role, bucket, variant, 0, exchange_rows, shared_bucket, shared_width=width)
         tokens, rows = _tokens(plan), len(plan.slots)
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
             width = needs.width if agreed is not None else 1
-            return LaunchSpec(
-                plan, kind, role, rows, needs.variant, 0, exchange_rows, shared_bucket, shared_width=width
-            )
+            return LaunchSpec(plan, kind, role, rows, variant, 0, exchange_rows, shared_bucket, shared_width=width)
         padded = _rung(ladders.prefill, tokens)
         split = padded in ladders.split and worth_splitting(plan)
-        return LaunchSpec(plan, kind, role, _rung(ladders.decode, rows), needs.variant, padded, split_keys=split)
+        return LaunchSpec(plan, kind, role, _rung(ladders.decode, rows), variant, padded, split_keys=split)
 
     def _role(self, plan: StepPlan, kind: StepKind) -> str:
         for role in self._roles:
@@ -206,6 +210,12 @@ class LaunchResolver:
                 return role.name
         known = ", ".join(role.name for role in self._roles)
         raise ValueError(f"step {plan.step}: no role serves {kind.name} of width {plan.width}; there are {known}")
+
+    def _captured(self, variant: SamplingVariant) -> SamplingVariant:
+        """The warm variant of the fewest features that serves rows of ``variant``; it, where there is none."""
+        if variant in self._warm:
+            return variant
+        return next((warm for warm in self._warm if warm.covers(variant)), variant)
 
     def _captured_for_all(self, agreed: LaunchNeeds) -> int:
         """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none.

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.embed import open_engine
 from launch.generate.command import run
 from launch.generate.options import Command
 from lockstride import EngineConfig, complete
 from models.config import ModelConfigError
 from models.generation_config import read_sampling_parameters
 from runtime.config import EngineConfig as Config
+from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import Request, SamplingParams
 from tests.launch.api.parsed import parsed
 from tests.launch.generate.batches import model_folder, write_input
@@ -119,16 +124,79 @@ def test_none_is_as_if_there_were_no_file(tmp_path: Path, caplog: pytest.LogCapt
     assert "sampling defaults" not in caplog.text
 
 
-def test_a_program_that_does_not_say_gets_the_folder_s_too(tmp_path: Path) -> None:
-    demo, mine = Path("models/demo"), tmp_path / "mine"
+def demo_folder(parent: Path, generation_config: Any) -> Path:
+    """The demo model, of whose parameters its makers say something else."""
+    demo, mine = Path("models/demo"), parent / "mine"
     mine.mkdir()
     for file in demo.iterdir():
         if file.suffix in (".json", ".safetensors") and file.name != "generation_config.json":
             (mine / file.name).write_bytes(file.read_bytes())
-    folder_with(mine, {"temperature": 0.0})
+    return folder_with(mine, generation_config)
+
+
+def test_a_program_that_does_not_say_gets_the_folder_s_too(tmp_path: Path) -> None:
+    mine = demo_folder(tmp_path, {"temperature": 0.0})
     config = EngineConfig(model=str(mine), device="cpu", max_num_seqs=2, max_model_len=64)
     prompt = "def gcd(a, b):"
     assert _tokens(complete(config, [prompt])) == _tokens(complete(config, [prompt], SamplingParams(temperature=0.0)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"temperature": 0.6, "top_p": 0.95},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+        {"temperature": 0.7, "repetition_penalty": 1.05},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 0.9},
+        {},
+    ],
+    ids=str,
+)
+def test_no_request_with_the_folder_s_parameters_waits_for_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: SamplingFields
+) -> None:
+    torch.set_num_threads(1)
+    counted = watched(monkeypatch)
+    config = EngineConfig(model=str(demo_folder(tmp_path, content)), device="cpu", max_num_seqs=4, max_model_len=64)
+    outputs = complete(config, ["def gcd(a, b):", "class A:", (311, 437)])
+    assert all(tokens for tokens in _tokens(outputs))
+    assert counted["graph_captures_after_warmup"] == 0
+    assert not [name for name in counted if name.startswith("late_captures")]
+
+
+def test_a_request_beyond_what_was_warmed_up_captures_one_graph_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the client of an engine that was opened for the folder's defaults: 20 likely tokens a draw are no part of
+    them. Requests with the defaults, before it and after it, capture nothing."""
+    torch.set_num_threads(1)
+    counted = watched(monkeypatch)
+    folder = demo_folder(tmp_path, {"temperature": 0.6, "top_p": 0.95})
+    defaults = sampling_defaults(folder, "auto", {})
+    config = EngineConfig(model=str(folder), device="cpu", max_num_seqs=4, decode_buckets=(4,), max_model_len=64)
+    beyond = replace(defaults, logprobs=20, max_tokens=8)
+    with open_engine(warmed_for(config, defaults)) as engine:
+        client = EngineClient(engine, Tokenizer.if_any(folder))
+        for turn, sampling in enumerate((defaults, beyond, beyond, defaults)):
+            request = PromptRequest("def gcd(a, b):", sampling, turn)
+            assert [output.key for one in client.run([client.prepare(request)]) for output in one.finished] == [turn]
+            late = {name: n for name, n in engine.counters.items() if name.startswith("late_captures")}
+            assert late == ({"late_captures{random, filters, logprobs, up to 20 likely tokens}": 1} if turn else {})
+    assert counted["graph_captures_after_warmup"] == 1
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | float]:
+    """Receives the counters of every engine that is closed from now on."""
+    counted: dict[str, int | float] = {}
+    close = Engine.close
+
+    def closed(engine: Engine) -> None:
+        counted.update(engine.counters)
+        close(engine)
+
+    monkeypatch.setattr(Engine, "close", closed)
+    return counted
 
 
 def _tokens(outputs: list[Any]) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ import pytest
 
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
-from runtime.build import CAPTURE_SECONDS, WARM_VARIANTS, build_engine
+from runtime.build import CAPTURE_SECONDS, WARM_VARIANTS, build_engine, warm_variants
 from runtime.config import EngineConfig
 from runtime.execute.device.cpu_twin import TwinDevice, TwinGraph
 from runtime.schedule.speculation import Speculation
@@ -22,6 +22,10 @@ from runtime.speculative_config import speculative_config
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.watchdog import Watchdog
 from tests.runtime.engine.rig import request, rig, run, tiny_folder
+from tests.runtime.engine.serial_answers import Answers
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import outcome
+from tests.runtime.engine.test_prefill_graphs import EXACT
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 SAMPLING: dict[str, SamplingFields] = {
@@ -49,6 +53,27 @@ def test_a_warm_kind_is_captured_before_the_first_request(kind: str, tmp_path: P
     folder = tiny_folder(tmp_path)
     assert late_captures(folder, ("greedy", kind) if kind != "greedy" else ("greedy",), kind) == 0
     assert (late_captures(folder, ("greedy",), kind) > 0) == (kind != "greedy")
+
+
+BETWEEN: dict[str, SamplingFields] = {  # more than a warm kind has, less than the next one
+    "greedy, penalised": {"max_tokens": 9, "repetition_penalty": 1.3},
+    "random, penalised": {"max_tokens": 9, "temperature": 0.8, "presence_penalty": 0.5},
+    "filtered, no penalty": {"max_tokens": 9, "temperature": 0.8, "top_p": 0.7},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_need_less_than_a_warm_kind_run_in_it_and_draw_the_same_tokens(ranks: int) -> None:
+    """Two ranks share a row's vocabulary, and filter it in two forms."""
+    requests = [request(i, range(3 + i, 9 + i), **BETWEEN[kind]) for i, kind in enumerate(BETWEEN)]
+    lives: list[Answers] = []
+    late: list[float] = []
+    for kinds in (("greedy",), ("greedy", "random", "penalised")):
+        with tensor_rig(ranks, depth=1, rows=1, variants=warm_variants(kinds, ranks), **EXACT) as engine:
+            lives.append(outcome(run(engine, requests)))  # one after the other: each in a variant of its own
+            late.append(engine.counters["graph_captures_after_warmup"])
+    assert lives[0] == lives[1]
+    assert late == [len(BETWEEN), 0]
 
 
 # ---- graphs that requests wait for ----

@@ -46,6 +46,42 @@ def test_decode_takes_the_least_bucket_that_holds_its_rows(rows: int, bucket: in
     assert resolver().resolve(decode(rows)) == LaunchSpec(decode(rows), StepKind.DECODE, "decode", bucket)
 
 
+FILTERED = SamplingVariant(random=True, filters=True)
+FULL = SamplingVariant(random=True, filters=True, penalties=True)
+LIKELY = SamplingVariant(random=True, logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("needed", "warm", "found"),
+    [
+        (FILTERED, (FULL, FILTERED, GREEDY), FILTERED),
+        (SamplingVariant(penalties=True), (GREEDY, FULL), FULL),
+        (SamplingVariant(random=True, penalties=True), (FULL, FILTERED, GREEDY), FULL),
+        (SamplingVariant(random=True), (FULL, GREEDY, FILTERED), FILTERED),
+        (GREEDY, (FULL,), FULL),
+        (FULL, (GREEDY, FILTERED), FULL),
+        (LIKELY, (GREEDY, FULL), LIKELY),
+        (FILTERED, (), FILTERED),
+    ],
+)
+def test_rows_run_in_the_narrowest_warm_variant_that_serves_them(
+    needed: SamplingVariant, warm: tuple[SamplingVariant, ...], found: SamplingVariant
+) -> None:
+    """Alone, and where another group asked for it; what no warm one serves is captured as it is."""
+    roles = (Serves("decode", StepKind.DECODE), Serves("prefill", StepKind.PREFILL))
+    one = LaunchResolver(Ladders((1, 8), (16,), exchange=(16, 64)), 25, roles, warm=warm)
+    for plan in (decode(2), prefill(9), prefill(9, scored=True)):
+        assert one.resolve(plan, LaunchNeeds(2, 0, needed)).variant == found
+    sampling = SamplingParams(
+        temperature=float(needed.random),
+        top_p=0.5 if needed.filters else 1.0,
+        presence_penalty=float(needed.penalties),
+        logprobs=0 if needed.logprobs else None,
+    )
+    assert one.resolve(decode(1, writes=(slot_write(1, sampling=sampling),))).variant == found
+    assert one.resolve(decode(1)).variant == found
+
+
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 0)])
 def test_prefill_is_filled_up_to_a_captured_number_of_tokens(tokens: int, padded: int) -> None:
     spec = resolver().resolve(prefill(tokens))
