@@ -139,11 +139,13 @@ class Executor:
     def _warm_up(self, further_roles: Sequence[Role]) -> None:
         """Steps with chunks first: what all graphs share is cut for the largest tensors, and the others fit in between.
 
-        In groups they decide more: where they are captured, no group replays a decode graph while another one has
-        chunks, and decode graphs need no wider exchanges than their own."""
+        In groups they decide more: where they are captured, and the largest holds all rows of any group that only
+        decodes, no group replays a decode graph while another one has chunks, and decode graphs need no wider exchanges
+        than their own."""
         self.prefill.warm_up()
         roles: list[Role] = [self.decode, *further_roles]
-        if self._config.exchanges and self.prefill.graphs.buckets:
+        captured, most = self.prefill.graphs.buckets, self._config.decode_buckets[-1] * self._config.limits.window
+        if self._config.exchanges and captured and captured[-1] > most:
             for role in roles:
                 if isinstance(role, RowRole):
                     role.widens = False

@@ -197,9 +197,12 @@ class LaunchResolver:
             width = needs.width if agreed is not None else 1
             return LaunchSpec(plan, kind, role, bucket, variant, 0, exchange_rows, shared_bucket, shared_width=width)
         tokens, rows = _tokens(plan), len(plan.slots)
+        if agreed is not None:  # a step that is not captured for all groups is for none: their exchanges are alike
+            return LaunchSpec(
+                plan, kind, role, rows, variant, 0, exchange_rows, shared_bucket, shared_width=needs.width
+            )
         if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
-            width = needs.width if agreed is not None else 1
-            return LaunchSpec(plan, kind, role, rows, variant, 0, exchange_rows, shared_bucket, shared_width=width)
+            return LaunchSpec(plan, kind, role, rows, variant)
         padded = _rung(ladders.prefill, tokens)
         split = padded in ladders.split and worth_splitting(plan)
         return LaunchSpec(plan, kind, role, _rung(ladders.decode, rows), variant, padded, split_keys=split)

@@ -106,7 +106,9 @@ class PrefillRole:
             reason = "log-probabilities of prompt tokens need the last layer of every token"
         else:
             name = "eager_prefill_beyond_buckets"
-            reason = f"{spec.plan.packed_tokens} tokens; the largest captured prefill has {self.graphs.buckets[-1]}"
+            tokens, largest = spec.plan.packed_tokens, self.graphs.buckets[-1]
+            here = "" if tokens > largest else ", and more in another group that decodes meanwhile"
+            reason = f"{tokens} tokens{here}; the largest captured prefill has {largest}"
         self._parts.fallbacks.take(name, reason)
 
     # ---- what a step computes ----

@@ -256,6 +256,19 @@ def test_a_prefill_leaves_windows_of_others_in_captured_steps(percent: int) -> N
         assert not [name for name in counters if name.startswith("fallbacks")]
 
 
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_more_rows_than_a_captured_step_holds_decode_while_another_group_prefills(tokens: int) -> None:
+    """Prompts are launched kernel by kernel then, and nothing is captured late for the decode graphs beside them."""
+    steady = [request(i, range(5 + i, 9 + i), max_tokens=30, stops=()) for i in range(8)]
+    brief = [request(20 + i, range(i, i + tokens), max_tokens=3, stops=()) for i in range(3)]
+    captured: dict[str, Any] = {"prefill_buckets": (4, 8), "max_prefill_tokens": 8, "mixed": None}
+    lives = Lives([{0: steady}, {14: brief}], depth=2, **captured)
+    assert outcome(lives.finished) == alone([*steady, *brief])
+    assert lives.rows[0] == lives.rows[1]
+    assert [counters["graph_captures_after_warmup"] for counters in lives.counters] == [0, 0]
+    assert lives.counters[1]["fallbacks{eager_prefill_beyond_buckets}"] > 0
+
+
 def test_windows_beside_as_many_tokens_of_a_chunk_as_there_may_be_fit_in_an_exchange() -> None:
     """Launched kernel by kernel: four rows of four tokens beside 64, while the other group has no work."""
     steady = [request(i, (5 + i, 6, 7, 5, 6, 7, 5), max_tokens=24, stops=()) for i in range(4)]
@@ -422,6 +435,16 @@ def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> Non
         assert spec is not None
         assert (spec.role, spec.kind, spec.width, spec.padded_tokens) == ("prefill", StepKind.MIXED, 3, padded)
         assert (spec.guessing, spec.exchange_rows, spec.shared_bucket) == (rows, padded, 0)
+
+
+def test_a_step_that_is_not_captured_for_all_groups_is_for_none() -> None:
+    """Five tokens of a prompt here and eight rows there, where the largest captured step has eight tokens."""
+    chunk = Chunk(3, 0, (1,) * 5, True)
+    mine = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (8, *IDLE[1:]), captured=(4, 8))
+    theirs = joined(decode(8), (0, 5, *IDLE[2:]), captured=(4, 8))
+    for spec, role in ((mine, "prefill"), (theirs, "decode")):
+        assert spec is not None
+        assert (spec.role, spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (role, 0, 16, 8)
 
 
 def test_a_scored_prompt_is_launched_with_the_exchange_that_the_others_replay() -> None:
