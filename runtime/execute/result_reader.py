@@ -29,7 +29,7 @@ import torch
 
 from runtime.execute.device.protocol import Device, Event, Work
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.result_ring import ResultRing, result_words
+from runtime.execute.result_ring import ResultRing, ResultShape
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
 from runtime.schedule.plan import StepResult
 
@@ -66,7 +66,7 @@ class StepTiming:
 
 
 class Ticket(NamedTuple):
-    """A step's claim on a ring entry.
+    """A step's claim on a ring entry. ``send`` copies its ``words`` to the host.
 
     Record ``ready`` on the compute stream behind the step's work and, where steps are timed, ``start`` before it.
     """
@@ -77,6 +77,8 @@ class Ticket(NamedTuple):
     start: Event
     ready: Event
     copied: Event
+    send: Work
+    words: int
     scores: StepPromptLogprobs | None = None
 
 
@@ -112,7 +114,7 @@ class ResultReader:
         self._prompt_scores = prompt_scores
         self._land_range = land_range
         self._host_EX = device.pinned(*ring.buffer_EX.shape, dtype=torch.int32)
-        self._copies: dict[tuple[int, int], Work] = {}
+        self._copies: dict[tuple[int, int, int, int | None], tuple[Work, int]] = {}  # and words
         self._array_EX: npt.NDArray[np.int32] = self._host_EX.numpy()
         timed = on_timing is not None
         self._events = [
@@ -142,14 +144,17 @@ class ResultReader:
     def reserve(self, spec: LaunchSpec) -> Ticket:
         """Claim the ring entry the step will append to; before its work is launched.
 
-        RuntimeError when no entry is free: a step was launched before the oldest one in flight was taken.
+        RuntimeError when no entry is free: a step was launched before the oldest one in flight was taken. ValueError
+        for results that an entry has no room for.
         """
         self._check_free(spec.step)
         sequence = self._reserved
-        self._reserved += 1
         index = sequence % self._ring.entries
+        key = index, spec.bucket, spec.width, spec.logprobs
+        copy = self._copies.get(key) or self._copy_of(*key)
+        self._reserved += 1
         scores = self._prompt_scores.claim(spec.plan, index) if self._prompt_scores is not None else None
-        return Ticket(spec, sequence, index, *self._events[index], scores)
+        return Ticket(spec, sequence, index, *self._events[index], *copy, scores)
 
     def _check_free(self, step: int) -> None:
         outstanding = self._reserved - self._taken
@@ -161,23 +166,25 @@ class ResultReader:
 
     def submit(self, ticket: Ticket) -> None:
         """Send the step's results home once ``ticket.ready`` has happened. Returns at once."""
-        spec = ticket.spec
-        words = result_words(spec.bucket, spec.width, spec.logprobs)
         stream = self._device.copy
         stream.wait(ticket.ready)
-        stream.submit(self._copies.get((ticket.entry, words)) or self._copy_of(ticket.entry, words))
+        stream.submit(ticket.send)
         if ticket.scores is not None:
             stream.submit(ticket.scores.send)
             self.counters.device_to_host_bytes += 4 * ticket.scores.words
         stream.record(ticket.copied)
-        self.counters.device_to_host_bytes += 4 * words
-        self._in_flight.append(spec.step)
+        self.counters.device_to_host_bytes += 4 * ticket.words
+        self._in_flight.append(ticket.spec.step)
         self._submitted.put(ticket)
 
-    def _copy_of(self, index: int, words: int) -> Work:
-        """The copy of an entry's first ``words``; kept, since slicing costs more than the copy's launch."""
-        source, target = self._ring.buffer_EX[index, :words], self._host_EX[index, :words]
-        copy = self._copies[index, words] = partial(target.copy_, source, non_blocking=True)
+    def _copy_of(self, index: int, rows: int, width: int, logprobs: int | None) -> tuple[Work, int]:
+        """The copy of an entry's results of that shape, and its words; kept, since slicing costs more than the copy's
+        launch."""
+        shape = ResultShape(rows, width, logprobs)
+        self._ring.check_room(shape)
+        source, target = self._ring.buffer_EX[index, : shape.words], self._host_EX[index, : shape.words]
+        copy = partial(target.copy_, source, non_blocking=True), shape.words
+        self._copies[index, rows, width, logprobs] = copy
         return copy
 
     def take(self, step: int, deadline_s: float | None = None) -> StepResult:
@@ -256,6 +263,8 @@ class ResultReader:
         spec, words = ticket.spec, self._array_EX[ticket.entry]
         self._check_stamp(ticket, int(words[0]))
         bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
+        if rows > bucket:
+            raise ResultError(f"the plan has {rows} rows, its results have {bucket}")
         counts_at = 1 + bucket * width
         finish_at = counts_at + bucket
         return StepResult(

@@ -6,6 +6,9 @@ device. Does not know: how results are computed, or how they get to the host (re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,26 +16,40 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.logprobs import TokenLogprobs
 
 
-def result_words(rows: int, width: int, logprobs: int | None) -> int:
-    """int32 words of one step: stamp, tokens [B, W], counts [B], finish [B] and, unless None, chosen [B, W],
-    rank [B, W], top ids [B, W, n], top values [B, W, n]."""
-    words = 1 + rows * (width + 2)
-    return words if logprobs is None else words + rows * width * (2 + 2 * logprobs)
+class ResultShape(NamedTuple):
+    """Of one step's results: B ``rows`` of W tokens (``width``), and ``logprobs``: n likely tokens beside each of them;
+    None without log-probabilities."""
+
+    rows: int
+    width: int
+    logprobs: int | None = None
+
+    def __str__(self) -> str:
+        beside = "no log-probabilities" if self.logprobs is None else f"{self.logprobs} likely tokens beside each"
+        return f"{self.rows} rows x {self.width} tokens, {beside}"
+
+    @property
+    def words(self) -> int:
+        """int32: stamp, tokens [B, W], counts [B], finish [B] and, unless None, chosen [B, W], rank [B, W],
+        top ids [B, W, n], top values [B, W, n]."""
+        words = 1 + self.rows * (self.width + 2)
+        return words if self.logprobs is None else words + self.rows * self.width * (2 + 2 * self.logprobs)
 
 
 class ResultRing:
     """``append`` runs inside the step, captured or not: where to write is a counter on the device.
 
     buffer_EX int32 [entries, words]; appended_1 int64 [1]: the next append's number, modulo ``stamps``. On CUDA
-    step_io.write_back and window_io.settle_window do what ``append`` does.
+    step_io.write_back and window_io.settle_window do what ``append`` does. ``latest``: the shape of what
+    was checked last, None where it was undone; replays of a captured step check nothing.
     """
 
     def __init__(self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0) -> None:
-        words = result_words(rows, width, max_logprobs)
-        self.buffer_EX = device.zeros(entries, words, dtype=torch.int32)
+        self.room = ResultShape(rows, width, max_logprobs)  # of an entry
+        self.latest: ResultShape | None = None
+        self.buffer_EX = device.zeros(entries, self.room.words, dtype=torch.int32)
         self.entries = entries
         self.width = width
-        self.max_logprobs = max_logprobs
         self.stamps = 2**31 - 2**31 % entries  # appends are numbered modulo this
         self.appended_1 = device.zeros(1, dtype=torch.int64)
 
@@ -41,10 +58,14 @@ class ResultRing:
     ) -> None:
         """Write one step's results into the next entry; exactly once a step. Graph-safe.
 
-        Integers of any width; W is at most the ring's width. ``logprobs`` of the B * W tokens, in that order, whatever
-        its leading shape. ValueError where a shape does not fit the others.
+        Integers of any width. ``logprobs`` of the B * W tokens, in that order, whatever its leading shape. ValueError
+        where a shape does not fit the others, or an entry.
         """
-        self._check_shapes(tokens_BW, counts_B, finish_B, logprobs)
+        if tokens_BW.dim() != 2:
+            raise ValueError(f"results of tokens {list(tokens_BW.shape)}; they are to be [B, W]")
+        rows, width = tokens_BW.shape
+        check_shapes(f"{rows} rows x {width} tokens", {"counts": (counts_B, (rows,)), "finish": (finish_B, (rows,))})
+        self.check(rows, width, logprobs)
         integers = [self.appended_1, tokens_BW, counts_B, finish_B]
         words = [part.reshape(-1).to(torch.int32) for part in integers]
         if logprobs is not None:
@@ -53,20 +74,23 @@ class ResultRing:
         self.buffer_EX[:, : packed.shape[1]].index_copy_(0, self.appended_1 % self.entries, packed)
         self.appended_1.add_(1).remainder_(self.stamps)
 
-    def check(self, rows: int, width: int) -> None:
-        """ValueError where an entry has no room for so many tokens."""
-        if width > self.width:
-            raise ValueError(f"results of {rows} rows x {width} tokens; the ring's width is {self.width}")
+    def check(self, rows: int, width: int, logprobs: TokenLogprobs | None = None) -> None:
+        """To be called before each append. ValueError where an entry has no room for such results, or ``logprobs`` are
+        of another number of tokens."""
+        shape = ResultShape(rows, width, None if logprobs is None else _likely_tokens(rows * width, logprobs))
+        self.check_room(shape)
+        self.latest = shape
 
-    def _check_shapes(
-        self, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, logprobs: TokenLogprobs | None
-    ) -> None:
-        (rows, width), shapes = tokens_BW.shape, [tuple(counts_B.shape), tuple(finish_B.shape)]
-        self.check(rows, width)
-        if shapes != [(rows,)] * 2:
-            raise ValueError(f"results of {rows} rows x {width} tokens, {shapes}; the ring's width is {self.width}")
-        if logprobs is not None and logprobs.chosen.numel() != rows * width:
-            raise ValueError(f"{logprobs.chosen.numel()} log-probabilities for {rows} rows x {width} tokens")
+    def check_room(self, shape: ResultShape) -> None:
+        """ValueError where an entry is smaller, in any dimension."""
+        room = self.room
+        if shape.rows > room.rows or shape.width > room.width or (shape.logprobs or 0) > (room.logprobs or 0):
+            raise ValueError(f"results of {shape}; an entry of the ring has room for {room}")
+
+    def check_latest(self, expected: ResultShape) -> None:
+        """ValueError where the latest results have another shape than the one they will be read with."""
+        if self.latest != expected:
+            raise ValueError(f"results of {self.latest or 'no shape'}; they are to be read as {expected}")
 
     def undo(self) -> None:
         """Take back the latest append, as after each warm-up of a step. Graph-safe.
@@ -74,3 +98,25 @@ class ResultRing:
         Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve).
         """
         self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
+        self.latest = None
+
+
+def check_shapes(of: str, parts: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+    """ValueError that names those of ``parts`` whose shape is not the one beside them; None has any."""
+    wrong = [
+        f"{name} {list(part.shape)} instead of {list(shape)}"
+        for name, (part, shape) in parts.items()
+        if part is not None and part.shape != shape
+    ]
+    if wrong:
+        raise ValueError(f"results of {of} with {', '.join(wrong)}")
+
+
+def _likely_tokens(tokens: int, logprobs: TokenLogprobs) -> int:
+    """How many there are beside each. ValueError where they are not of so many tokens."""
+    top_n = logprobs.top_ids.shape[-1]
+    sizes = {name: part.numel() for name, part in logprobs._asdict().items()}
+    wanted = {"chosen": tokens, "rank": tokens, "top_ids": tokens * top_n, "top_values": tokens * top_n}
+    if sizes != wanted:
+        raise ValueError(f"log-probabilities {sizes} for {tokens} tokens and {top_n} likely ones beside each: {wanted}")
+    return top_n

@@ -69,6 +69,8 @@ class PrefillWork(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def width(self) -> int: ...
+    @property
     def row_tokens(self) -> int: ...
     @property
     def proposes(self) -> bool: ...
@@ -119,7 +121,7 @@ class PrefillGraphs:
         """The second halves, in every kind of sampling that was asked for so far."""
         emitting_R = self._staging.padded_chunks(self._staging.max_rows).emitting_R
         row_maps = {bucket: emitting_R[:bucket] for bucket in self._config.decode_buckets}
-        return RowGraphs("tail", self._device, self._tail, self._ring, row_maps)
+        return RowGraphs("tail", self._device, self._tail, self._ring, row_maps, width=self._work.width)
 
     @cached_property
     def proposals(self) -> RowGraphs:

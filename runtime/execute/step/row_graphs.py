@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device, DeviceError, Graph
-from runtime.execute.result_ring import ResultRing
+from runtime.execute.result_ring import ResultRing, ResultShape
 from runtime.execute.sampling.inputs import SamplingVariant
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class RowGraphs:
 
     ``work(rows_B, variant, exchange_rows)`` is what is captured; it ends with one append to ``ring``, or reports
     nothing where that is None. Before that it runs once inside ``shortened``, which may leave out what only repeats
-    itself (Decoder.few_layers).
+    itself (Decoder.few_layers); then what it appended must be of as many rows, of ``width`` tokens and of what the
+    variant reports, as the host will read it.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class RowGraphs:
         ring: ResultRing | None,
         row_maps: Mapping[int, Tensor],
         shortened: Callable[[], AbstractContextManager[object]] = nullcontext,
+        width: int = 1,
     ) -> None:
         self.name = name
+        self._width = width
         self._shortened = shortened
         self.counters = GraphCounters()
         self.around_capture: Callable[[], AbstractContextManager[object]] = nullcontext  # a capture may take seconds
@@ -118,6 +121,8 @@ class RowGraphs:
             with self._shortened():
                 self._work(rows_B.new_zeros(bucket), variant, exchange_rows)
             if self._ring is not None:
+                reported = variant.top_logprobs if variant.logprobs else None
+                self._ring.check_latest(ResultShape(bucket, self._width, reported))
                 self._ring.undo()
 
         try:

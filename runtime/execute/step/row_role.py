@@ -28,7 +28,7 @@ class RowRole(ABC):
         self._parts = parts
         self.widens = True  # each bucket is captured for the exchanges of steps with chunks, too
         maps = {bucket: parts.staging.row_map(name, bucket) for bucket in parts.config.decode_buckets}
-        self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers)
+        self.graphs = RowGraphs(name, parts.device, self.decode, parts.ring, maps, parts.model.few_layers, width)
 
     @property
     def tokens(self) -> int:

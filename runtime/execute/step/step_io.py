@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PIECE, DecodeAttention
-from runtime.execute.result_ring import ResultRing
+from runtime.execute.result_ring import ResultRing, check_shapes
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
@@ -211,8 +211,13 @@ def write_back(
     """Write the draw of slots ``rows_B`` into their records and histories and report it. ``columns``: the records it
     began with.
 
-    ``rows_B`` (int64 [B], contiguous) repeats no slot but 0, whose rows carry slot 0's own values back.
+    ``rows_B`` (int64 [B], contiguous) repeats no slot but 0, whose rows carry slot 0's own values back. ValueError
+    where a shape does not fit the others, or the ring.
     """
+    rows = (len(rows_B),)
+    drawn = {"tokens": draw.token_B, "counts": verdict.count_B, "finish": verdict.finish_B, "lengths": columns.length}
+    check_shapes(f"{rows[0]} rows", {name: (part, rows) for name, part in drawn.items()})
+    ring.check(len(rows_B), 1, logprobs)
     kernels = kernels_for(rows_B) if logprobs is None else None  # the ring's torch code packs log-probabilities
     if kernels is None:
         write_back_in_torch(tables, ring, rows_B, columns, draw, verdict, logprobs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.proposer import Proposed
-from runtime.execute.result_ring import ResultRing
+from runtime.execute.result_ring import ResultRing, check_shapes
 from runtime.execute.sampling.acceptance import Acceptance, accept, accept_path
 from runtime.execute.sampling.draft_tree import NO_GUESS, DraftTree, lay_out, walk
 from runtime.execute.sampling.inputs import SamplingInputs
@@ -192,8 +192,10 @@ def settle_window(
     records and histories, and report them.
 
     ``logprobs``: of all draws, reported with them; the host reads as many as a row gained. Rows repeat no slot but 0,
-    whose rows carry slot 0's own values back.
+    whose rows carry slot 0's own values back. ValueError where a shape does not fit the others, or the ring.
     """
+    _check_shapes(window, draw, verdict, width)
+    ring.check(len(window.rows_B), width)
     # The ring's torch code packs log-probabilities.
     kernels = window_kernels_for(window.rows_B) if logprobs is None else None
     if kernels is None:
@@ -203,7 +205,6 @@ def settle_window(
         drawn_BN = draw.token_B.view(window.tokens_BW.shape)
         scripted = window.scripted_B is not None
         nodes_BW, guesses_BQ = walk(window.tokens_BW, window.tree, drawn_BN, width - 1, scripted=scripted)
-    ring.check(len(window.rows_B), width)
     old, table = ((c.last_token, c.length, c.finished) for c in (columns, tables.columns))
     settled = kernels.settle(
         window.rows_B,
@@ -233,6 +234,26 @@ def settle_window(
         path_T=None if settled.path is None else settled.path.view(-1),
     )
     return Settled(accepted, shown)
+
+
+def _check_shapes(window: Window, draw: Draw, verdict: Verdict, width: int) -> None:
+    """A kernel takes them as they come. When a step is captured, and in the few that are not."""
+    rows, tokens = window.tokens_BW.shape
+    if width > tokens or (window.tree is None and width != tokens):
+        raise ValueError(f"rows of {tokens} tokens may not gain {width}")
+    each, row, drawn = (rows, tokens), (rows,), (rows * tokens,)
+    parts: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "slots": (window.rows_B, row),
+        "lengths": (window.columns.length, row),
+        "positions": (window.position_BW, each),
+        "KV places": (window.kv_slots_BW, each),
+        "limits": (window.limit_B, row),
+        "scripted": (window.scripted_B, row),
+        "draws": (draw.token_B, drawn),
+        "counts": (verdict.count_B, drawn),
+        "finish": (verdict.finish_B, drawn),
+    }
+    check_shapes(f"{rows} rows x {tokens} tokens", parts)
 
 
 def settle_window_in_torch(

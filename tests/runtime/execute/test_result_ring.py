@@ -61,6 +61,8 @@ def test_what_fits_is_appended_and_its_shape_known(ring: ResultRing) -> None:
     ring.append(integers(4, 3), integers(4), integers(4))
     assert ring.latest == ResultShape(4, 3)
     assert ring.appended_1.item() == 3
+    ring.undo()
+    assert ring.latest is None
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def verdict_of(counts: int, finish: int) -> Verdict:
         (2, {}, drawn(12), "rows of 3 tokens may not gain 2$"),
         (4, {}, drawn(12), "rows of 3 tokens may not gain 4$"),
     ],
-    ids=str,
+    ids=["draws", "finish", "counts", "limits", "scripted", "slots", "positions", "places", "narrower", "wider"],
 )
 def test_a_window_of_other_shapes_is_not_settled(
     path: str,
