@@ -28,8 +28,8 @@ from models.kernels.dependent_launch import prefetch_to_l2
 BATCH_INVARIANT = True
 COUNTERS = 8192  # tiles that a launch may have where segments are programs
 _TILE_ROWS = 64  # weight rows of a tile where segments are programs
-_MULTIPROCESSORS = 132  # of an H200; a constant, so that bits do not depend on the GPU
-_ENOUGH = 3 * _MULTIPROCESSORS  # programs that read a weight at full rate
+_WAVE = 132  # programs, on every GPU: how a sum is cut, and so its bits, must not depend on its multiprocessors
+_ENOUGH = 3 * _WAVE  # programs that read a weight at full rate
 _MOST_SEGMENTS = 8
 _LEAST_STEPS = 4  # of 128 columns in a segment
 _STEP = 128  # columns; a segment is a multiple
@@ -227,7 +227,7 @@ def linear(
     tiles = triton.cdiv(outputs, width) * triton.cdiv(rows, tile.tokens)
     fits = segments * tiles * tile.weights * tile.tokens <= partial.numel() and tiles <= counters.numel()
     if apart is None:  # many tokens fill the GPU with tiles alone, and write no sums
-        apart = rows <= 64 or tiles < _MULTIPROCESSORS
+        apart = rows <= 64 or tiles < _WAVE
     apart = apart and segments > 1 and fits
     prefetch = min(256, inner // segments // 64 * 64) if apart or rows <= 64 else 0
     _invariant_linear_kernel[(tiles, segments if apart else 1)](
