@@ -35,7 +35,8 @@ from tests.runtime.speculate.recorded import VOCABULARY, Drafter, OwnLayer
 from tests.runtime.speculate.test_eagle3 import Head
 
 WIDTH, BLOCK, ROWS = 4, 4, 4
-PROPOSERS = ("ngram", "mtp", "dflash", "eagle3", "replay")
+TREE = 10  # tokens of a tree, of which a row gains WIDTH at most
+PROPOSERS = ("ngram", "mtp", "dflash", "eagle3", "replay", "tree")
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 FILTERED: dict[str, Any] = {"temperature": 1.1, "top_k": 6, "top_p": 0.9, "min_p": 0.02}
 MODES = {"greedy": GREEDY, "filtered": FILTERED}
@@ -66,6 +67,8 @@ class Target:
             return Head(self.folder / "eagle3")
         if name == "mtp":
             return self.own
+        if name == "tree":
+            return Drafter("dflash", self.folder / "dflash", top_k=3, target_layers=self.layers)
         return Drafter(name, self.folder / name, target_layers=self.layers)
 
     @contextmanager
@@ -73,7 +76,8 @@ class Target:
         self, proposer: str = "", depth: int = 0, *, kernels: Callable[[], ExactKernels] = ExactKernels, **limits: Any
     ) -> Iterator[Engine]:
         """Without a ``proposer``: the serial engine, a token a step. ``limits`` for "replay": its ``script``."""
-        room = 12 + ROWS * WIDTH * (depth + 1) // BLOCK  # too little for four long answers
+        tree = TREE if proposer == "tree" else 0
+        room = 12 + ROWS * ((tree or WIDTH) + WIDTH * depth) // BLOCK  # too little for four long answers
         how: dict[str, Any] = {
             "rows": ROWS,
             "blocks": room,
@@ -85,7 +89,8 @@ class Target:
         if proposer == "replay":
             how |= {"widths": (WIDTH,), "further_roles": window_roles((WIDTH,), limits.pop("script"), right=7)}
         elif proposer:
-            how |= {"proposer": self.proposer(proposer), "speculation": Speculation(WIDTH, mixed_percent=100)}
+            rule = Speculation(WIDTH, mixed_percent=0 if tree else 100)  # no state takes in trees and chunks at once
+            how |= {"proposer": self.proposer(proposer), "speculation": rule, "tree": tree}
         with rig(
             depth=depth, kernels=kernels(), dtype=torch.float64, folder=self.own.folder, **(how | limits)
         ) as engine:

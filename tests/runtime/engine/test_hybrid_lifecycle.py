@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -24,13 +23,14 @@ from runtime.engine import Engine
 from runtime.execute.cache.pool import CachePool
 from runtime.schedule.request import Request
 from runtime.schedule.slots import SlotPool
-from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.hybrid_lives import MODES, PROPOSERS, Scenario, Target, Written, play, scenarios
 from tests.runtime.engine.lives import same
 from tests.runtime.engine.rig import run
+from tests.selection import covering
 
-HYBRIDS = ("qwen3.5", "nemotron-h")
+GATED_DELTA, MAMBA_2 = ("qwen3.5", "qwen3-next", "qwen3.5-moe"), ("nemotron-h",)
+HYBRIDS = (GATED_DELTA[0], *MAMBA_2)  # one of each recurrence
 
 
 class Oracle:
@@ -80,15 +80,10 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def lives() -> list[Any]:
-    """The whole grid. What is not long: each family with each proposer, mode and depth; each proposer in both modes."""
-    found = []
-    for (number, family), (place, proposer), mode, depth in product(
-        enumerate(HYBRIDS), enumerate(PROPOSERS), MODES, range(5)
-    ):
-        chosen = [*MODES][(number + place) % 2], (2 * number + place) % 5
-        cell = family, proposer, mode, depth
-        found.append(pytest.param(*cell) if (mode, depth) == chosen else long(*cell))
-    return found
+    """The whole grid. What is not long: each recurrence with each proposer, mode and depth, over one family or another,
+    which all have their turn."""
+    axes = PROPOSERS, [*MODES], range(5)
+    return [*covering(GATED_DELTA, *axes, at_once=1), *covering(MAMBA_2, *axes, at_once=1, turned=23)]
 
 
 @pytest.mark.parametrize(("oracle", "proposer", "mode", "depth"), lives(), indirect=["oracle"])
