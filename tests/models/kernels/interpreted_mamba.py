@@ -95,8 +95,8 @@ def check_windows(weights: Mamba2Weights) -> None:
     window[1:4], state[1:4] = 0, 0
     mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
     alone = window.clone(), state.clone()
-    sequences, at = torch.randn(3, 30, width(weights)), [0, 0, 0]
-    for size, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))):
+    sequences, at = torch.randn(3, 75, width(weights)), [0, 0, 0]
+    for size, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7)), (32, (5, 32, 0)), (33, (33, 1, 17))):
         slots, counts = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
         places = [(0, at[0]), (1, at[1]), (0, 0), (2, at[2])]
         projected = torch.cat([sequences[number][start : start + size] for number, start in places])

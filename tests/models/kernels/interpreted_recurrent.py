@@ -129,11 +129,12 @@ def decode_steps() -> None:
 
 def windows() -> None:
     """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
-    case = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(30, 30, 30))
+    case = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(95, 95, 95))
     kernels = InterpretedRecurrent()
     made = [case.made(), case.made()]
     at = [0, 0, 0]
-    for width, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7)), (18, (4, 18, 9))):
+    few = (5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))
+    for width, kept in (*few, (18, (4, 18, 9)), (32, (5, 32, 0)), (33, (33, 1, 17))):
         slots_B, kept_B = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
         starts = [at[0], at[1], 0, at[2]]
         of_row = zip((0, 1, 0, 2), starts, strict=True)

@@ -161,7 +161,7 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "how"), covering([*FAMILIES], [((3,), 0), ((2, 8), 2), ((32, 1), 4)], at_once=1), ids=str
+    ("family", "how"), covering([*FAMILIES], [((3,), 0), ((2, 8), 2), ((33, 32, 1), 4)], at_once=1), ids=str
 )
 def test_windows_give_the_tokens_of_single_steps(
     family: str, how: tuple[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
