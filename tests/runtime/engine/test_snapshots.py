@@ -47,6 +47,12 @@ def sharers(count: int = 6, **sampling: Any) -> list[Request]:
     return [*asked, request(90, prompt(30, 9), **sampling)]
 
 
+def behind_a_stem(count: int) -> list[Request]:
+    """Two blocks that all have in common, and more than a chunk of their own."""
+    fields: dict[str, Any] = {"temperature": 1.0, "logprobs": 2, "stops": (), "max_tokens": 6}
+    return [request(i, (*prompt(16), *prompt(4 + i, i + 1)), **fields) for i in range(count)]
+
+
 def later(requests: list[Request], turns: int) -> dict[int, list[Request]]:
     """All but the first arrive one after the other."""
     return {turns * (i + 1): [one] for i, one in enumerate(requests[1:])}
@@ -85,6 +91,20 @@ def test_each_family_does(family: str, depth: int) -> None:
     life = restoring(requests, family, depth=depth, max_prefill_tokens=20)
     same(life, alone(requests, family))
     assert life.counters["snapshot_restores"] >= 3
+
+
+@pytest.mark.parametrize(("family", "chunk", "depth"), covering(("qwen3.5", "nemotron"), (1, 2, 3), (0, 2)))
+def test_what_follows_a_prefix_comes_in_chunks_shorter_than_the_taps(family: str, chunk: int, depth: int) -> None:
+    """Windows of 4 taps reach over several chunks, and over the end of the prefix."""
+    requests = behind_a_stem(4)
+    life = restoring(requests, family, depth=depth, max_prefill_tokens=chunk)
+    same(life, alone(requests, family))
+    assert life.counters["prefix_hit_tokens"] == 3 * 16
+    seated = [(plan, {slot for _, slot in plan.restored}) for plan in life.real_plans if plan.restored]
+    first = [one for plan, slots in seated for one in plan.chunks if one.slot in slots]
+    assert [(one.start, one.last) for one in first] == [(16, False)] * 3
+    assert max(len(one.token_ids) for one in first) == chunk
+    assert any(plan.decode_rows for plan, _ in seated), "among rows that decode"
 
 
 def poison(engine: Engine, turn: int) -> None:
@@ -225,3 +245,20 @@ def test_a_broken_copy_shows_in_tokens(break_it: Callable[[Engine], None]) -> No
 
     life = restoring(requests, depth=0, act=act)
     assert life.answers != alone(requests).answers
+
+
+@pytest.mark.parametrize(("family", "chunk"), [("qwen3.5", 1), ("nemotron", 3)])
+def test_windows_that_are_left_out_show_in_chunks_shorter_than_the_taps(family: str, chunk: int) -> None:
+    """Of snapshots of convolutions; the states of recurrences are copied."""
+    requests = behind_a_stem(2)
+
+    def act(engine: Engine, turn: int) -> None:
+        if turn == 0:
+            pool = engine.executor.pool
+            assert [bank.dim() for bank in pool.banks] == [4, 5], "windows, then states"
+            del pool._bank_copiers[0]
+
+    life = restoring(requests, family, depth=0, act=act, max_prefill_tokens=chunk)
+    assert life.counters["snapshot_restores"] == 1
+    with pytest.raises(AssertionError):
+        same(life, alone(requests, family))
