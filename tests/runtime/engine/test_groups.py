@@ -29,6 +29,7 @@ from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
+from tests.runtime.engine.lives import Act, check_all_is_back
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
 from tests.runtime.engine.serial_answers import Answers, serial_answers
@@ -61,9 +62,12 @@ def within(limits: RigLimits, **more: Unpack[RigLimits]) -> RigLimits:
 
 
 class Lives:
-    """Every group's engine from its first request to everybody's last. ``arrivals[g][turn]`` are group g's requests."""
+    """Every group's engine from its first request to everybody's last. ``arrivals[g][turn]`` are group g's requests;
+    ``acts[g]`` is called before each of its turns. In the end no group holds anything any more."""
 
-    def __init__(self, arrivals: Sequence[dict[int, list[Request]]], **limits: Unpack[RigLimits]) -> None:
+    def __init__(
+        self, arrivals: Sequence[dict[int, list[Request]]], acts: Sequence[Act] = (), **limits: Unpack[RigLimits]
+    ) -> None:
         self.finished: dict[int, Finished] = {}
         self.rows: list[list[int]] = []
         self.counters: list[dict[str, int | float]] = []
@@ -72,6 +76,7 @@ class Lives:
         count = len(arrivals)
         device, host = Meeting(count), Meeting(count)
         self._meetings = (device, host)
+        self._acts = acts
         with ThreadPoolExecutor(count) as threads:
             lives = [threads.submit(self._live, g, arrivals[g], device, host) for g in range(count)]
         for life in lives:
@@ -93,11 +98,14 @@ class Lives:
                 while working:
                     for one in arrivals.get(turn, ()):
                         engine.add(one)
+                    if self._acts:
+                        self._acts[index](engine, turn)
                     finished |= {ended.request_id: ended for ended in engine.step().finished}
                     turn += 1
                     mine = engine.has_work or any(at >= turn for at in arrivals)
                     working = bool(agreement.agree_max(turn, (int(mine),))[0])
                 engine.stop()
+                check_all_is_back(engine)
                 assert engine._groups is not None
                 return finished, exchange.rows, dict(engine.counters), engine._groups.idle_steps
         except BaseException:
