@@ -7,6 +7,7 @@ Does not know: GPUs (tests/gpu).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -89,14 +90,14 @@ def check_ghosts() -> None:
     assert torch.equal(state[others], before[others])
 
 
-def check_windows(weights: Mamba2Weights) -> None:
+def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> None:
     """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
     window, state = banks(weights, torch.float32)
     window[1:4], state[1:4] = 0, 0
     mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
     alone = window.clone(), state.clone()
-    sequences, at = torch.randn(3, 75, width(weights)), [0, 0, 0]
-    for size, kept in ((5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7)), (32, (5, 32, 0)), (33, (33, 1, 17))):
+    sequences, at = torch.randn(3, 65, width(weights)), [0, 0, 0]
+    for size, kept in sizes:
         slots, counts = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
         places = [(0, at[0]), (1, at[1]), (0, 0), (2, at[2])]
         projected = torch.cat([sequences[number][start : start + size] for number, start in places])
@@ -209,7 +210,9 @@ def main() -> None:
     check_step(alone, torch.float32, 32)
     check_scan(alone, torch.float32, 30, 16, 16)
     check_ghosts()
-    check_windows(random_weights(4, 12, 2, 10, 4, torch.float32))
+    few = (5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))
+    check_windows(random_weights(4, 12, 2, 10, 4, torch.float32), few)
+    check_windows(random_weights(1, 12, 1, 10, 4, torch.float32), ((32, (5, 32, 0)), (33, (33, 1, 17))))
     for dtype in TOLERANCE:
         check_windows_beside_chunks(random_weights(4, 12, 2, 10, 4, dtype))
     for nodes, width_of_path in ((33, 9), (7, 4), (2, 2)):

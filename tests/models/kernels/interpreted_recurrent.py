@@ -10,6 +10,7 @@ kernels run compiled, in bfloat16 and with programmatic dependent launch.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -128,13 +129,18 @@ def decode_steps() -> None:
 
 
 def windows() -> None:
+    few = (5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7)), (18, (4, 18, 9))
+    check_windows(DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(30, 30, 30)), few)
+    most = (32, (5, 32, 0)), (33, (33, 1, 17))
+    check_windows(DeltaCase(k_heads=1, v_heads=1, k_dim=12, v_dim=20, lengths=(65, 65, 65)), most)
+
+
+def check_windows(case: DeltaCase, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> None:
     """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
-    case = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(95, 95, 95))
     kernels = InterpretedRecurrent()
     made = [case.made(), case.made()]
     at = [0, 0, 0]
-    few = (5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))
-    for width, kept in (*few, (18, (4, 18, 9)), (32, (5, 32, 0)), (33, (33, 1, 17))):
+    for width, kept in sizes:
         slots_B, kept_B = torch.tensor([1, 2, 0, 3]), torch.tensor([*kept[:2], 0, kept[2]], dtype=torch.int32)
         starts = [at[0], at[1], 0, at[2]]
         of_row = zip((0, 1, 0, 2), starts, strict=True)
