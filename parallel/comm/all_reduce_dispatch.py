@@ -36,7 +36,7 @@ SIZE_LIMITS = {
 }
 DTYPES = (torch.bfloat16, torch.float32)  # dtypes the kernel was tested with
 _ALIGNMENT = 16  # bytes; of address and row, for the widest loads and stores
-ROWS = 512  # of a launch all of whose rows must run at once: of matmuls that push, and gathers of keys
+ROWS = 512  # of a launch with a program a row: of matmuls that push, and gathers of keys
 ROW_BYTES = 16 << 10
 _ROWS_OF_TWO = 2048  # with fewer, launches of a long prompt would be shorter than their latency is worth
 

@@ -16,9 +16,9 @@ all-reduce). So correctness does not depend on the order in which stores arrive,
 would cost one NVLink round trip. All peers' contributions are polled together: one after the other would cost an L2
 latency each.
 
-Rows beyond what the GPU runs at once (MANY) are shared out among programs that all run: one that waited behind others
-might never start while a peer polls for its row. Such a program pushes its next row before it waits for this one, so
-that the links stay busy. Rows beyond the buffers go in several launches.
+More than 512 rows (MANY) are shared out among programs that all run at once: one that waited behind others might never
+start while a peer polls for its row. Such a program pushes its next row before it waits for this one, so that the links
+stay busy. Rows beyond the buffers go in several launches.
 
 With SCATTER the kernel is a reduce-scatter: the input has rows for every rank, a program sends each peer another row,
 and each rank keeps the sum of its own. Everything else is as for one-shot.
@@ -52,7 +52,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 
 MAX_WARPS = 16
 MOST_AT_ONCE = 512  # rows with a program each
-PROGRAMS_OF_MANY = 256  # few enough to run at once, two a multiprocessor of an H100, whatever their width
+PROGRAMS_OF_MANY = 256  # few enough to run at once, two a multiprocessor of an H100; of more than 8 warps one
 MAX_WARPS_OF_MANY = 8  # above four ranks a thread holds their contributions: 16 warps would halve its registers
 
 
@@ -241,13 +241,14 @@ def all_reduce_rows(
     residual_out_TN = torch.empty_like(out_TN) if normed else out_TN
     block = triton.next_power_of_2(width)
     warps = max(1, min(MAX_WARPS if ranks <= 4 else MAX_WARPS_OF_MANY, block // 512))
+    programs = PROGRAMS_OF_MANY // (2 if warps > 8 else 1)
     launches = 1 if pushed or scatter else -(-tokens // buffers.rows)
     each = -(-tokens // max(1, launches))
     for start in range(0, tokens, max(1, each)):
         rows = min(each, tokens - start)
         here = slice(start, start + rows) if launches > 1 else slice(None)
         many = rows > MOST_AT_ONCE and not (pushed or scatter)
-        _all_reduce_kernel[(PROGRAMS_OF_MANY if many else rows,)](
+        _all_reduce_kernel[(programs if many else rows,)](
             x_TN[here],
             x_TN if residual_TN is None else residual_TN[here],
             x_TN if norm_N is None else norm_N,

@@ -321,6 +321,18 @@ def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
                 way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
+def sums_of_prompts(driver: CompilingDriver) -> None:
+    """Of more rows than have a program each, between two, whose buffers alone have so many; 8192 is the widest row that
+    they take in bfloat16.
+    """
+    made = FirstRank(2).dispatch
+    for width in (2048, 4096, 8192):
+        for name, way in {"one-shot": made.one_shot, "two-shot": made.two_shot}.items():
+            driver.where = f"{name}, {width} wide"
+            x, norm = (torch.empty(*shape, dtype=torch.bfloat16, device=META) for shape in ((2048, width), (width,)))
+            way(x, residual_TN=x, norm_N=norm, eps=1e-6)
+
+
 def exchanges(driver: CompilingDriver, *sizes: int) -> None:
     """There and back, between so many groups: any number of tokens runs the same code."""
     for size in sizes:
@@ -444,6 +456,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "more-prefill": more_prefills,
     "push": pushing,
     "all-reduce": lambda driver: all_reduces(driver, 3, 8),
+    "sums-of-prompts": sums_of_prompts,
     "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),
     "exchanges": lambda driver: exchanges(driver, 3, 8),
     "more-exchanges": lambda driver: exchanges(driver, 2, 5),

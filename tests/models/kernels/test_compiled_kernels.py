@@ -18,6 +18,7 @@ import torch
 
 from models.kernels.matmul.candidates import skinny_candidates
 from models.kernels.matmul.choice_table import LinearShape, Skinny
+from tests.models.kernels.compiling_driver import MULTIPROCESSORS
 from tests.models.kernels.launch_order import launch_order
 from tests.torchrun import python
 
@@ -143,6 +144,15 @@ def test_sums_send_and_empty_as_wide_as_they_can(part: str, sizes: int, tmp_path
         a_row = {"bf16": 2, "fp32": 4}[one["element"]]  # of its stores
         moved = {"pushed": others, "one-shot": 2 * others, "two-shot": 3 * others + 1}[way]
         assert one["stores"] == {"v4.b32": a_row * (moved + results), "b32": 1}, one  # and the count of exchanges
+
+
+def test_all_programs_that_have_several_rows_run_at_once(tmp_path: Path) -> None:
+    """One that waited behind others might never start, while a peer polls for its rows."""
+    found = compiled(tmp_path, "--part", "sums-of-prompts")
+    assert complaints(found) == []
+    assert [one["constants"]["MANY"] for one in found] == [True] * 6
+    for one in found:
+        assert one["grid"][0] <= one["programs"] * MULTIPROCESSORS, one
 
 
 @pytest.mark.parametrize("part", ["exchanges", pytest.param("more-exchanges", marks=LONG)])
