@@ -32,6 +32,7 @@ LENGTHS = (700, 3, 130, 16, 17, 64, 1, 65)
 REFERENCE = ReferenceKernels()
 # Relative to the norm. float32 through tf32x3 products; bfloat16 rounds operands of every product to 8 bits.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+WINDOWS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # promised of a round's state, which no tensor core computes
 
 
 @pytest.fixture(scope="module")
@@ -242,4 +243,4 @@ def test_a_window_takes_in_what_is_kept(kernels: NvidiaKernels, dtype: torch.dty
                 )
             at[sequence] += count
         assert torch.equal(made.window_SJC[1:3], single.window_SJC[1:3])
-        assert off(made.state_SHVK[1:3], single.state_SHVK[1:3]) < BOUNDS[dtype]
+        assert off(made.state_SHVK[1:3], single.state_SHVK[1:3]) < WINDOWS[dtype]

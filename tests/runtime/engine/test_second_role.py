@@ -6,6 +6,7 @@ blocks, with a cache of its own, and then the target decodes. Odd steps are its,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.step_io import gather_decode
 from runtime.schedule.plan import StepKind, StepPlan
-from tests.runtime.engine.lives import live, oracle, prompt, same, unbroken
+from runtime.schedule.request import Request
+from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import TINY, request, rig
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -34,15 +36,15 @@ BUCKETS = (1, 2, 4, 8)
 
 
 class DraftedDecode:
-    """``toy`` first, then the target's decode step; ``steps`` counts its launches."""
+    """``toy`` first, then the target's decode step; ``steps`` counts its launches. ``toy``: what differs from TINY."""
 
     name = "drafted decode"
 
-    def __init__(self, parts: RoleParts) -> None:
+    def __init__(self, parts: RoleParts, toy: Mapping[str, object] = SMALL) -> None:
         self.steps = 0
         self._parts = parts
         device = parts.device.torch_device
-        config = ModelConfig.from_dict({**TINY, **SMALL})
+        config = ModelConfig.from_dict({**TINY, **toy})
         kernels = select_kernels(device, torch.float32, config.head_dim)
         self._toy = load_model(
             config,
@@ -89,22 +91,31 @@ class DraftedDecode:
         self.guesses_N[: len(rows_B)].copy_(logits_BV.argmax(1))
 
 
+LIMITS: dict[str, Any] = {"buckets": BUCKETS, "variants": (GREEDY, SamplingVariant(random=True))}
+
+
+def arrivals() -> tuple[list[Request], dict[int, list[Request]]]:
+    """At once, and by turn: rows come and go, blocks fill up and buckets change over 200 steps."""
+    requests = [request(i, prompt(5 + i, i), max_tokens=20 + 9 * i, temperature=i % 2, stops=()) for i in range(10)]
+    later = {turn: [request(100 + turn, prompt(7, turn), max_tokens=30, stops=())] for turn in range(20, 200, 25)}
+    return requests, later
+
+
 @pytest.mark.parametrize("depth", [0, 2, 4])
 def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) -> None:
-    """Over 200 steps in which rows come and go, blocks fill up and buckets change."""
     made: list[DraftedDecode] = []
 
     def make(parts: RoleParts) -> DraftedDecode:
         made.append(DraftedDecode(parts))
         return made[-1]
 
-    requests = [request(i, prompt(5 + i, i), max_tokens=20 + 9 * i, temperature=i % 2, stops=()) for i in range(10)]
-    later = {turn: [request(100 + turn, prompt(7, turn), max_tokens=30, stops=())] for turn in range(20, 200, 25)}
-    every = [*requests, *(one for arriving in later.values() for one in arriving)]
-    limits: dict[str, Any] = {"buckets": BUCKETS, "variants": (GREEDY, SamplingVariant(random=True))}
-    life = live(requests, depth=depth, later=later, further_roles=(make,), **limits)
-    same(life, oracle(every))
-    role = made[-1]  # the first one was measured, and is gone
+    requests, later = arrivals()
+    life = live(requests, depth=depth, later=later, further_roles=(make,), **LIMITS)
+    same(life, oracle([*requests, *(one for arriving in later.values() for one in arriving)]))
+    take_turns(life, made[-1], depth)  # the first one was measured, and is gone
+
+
+def take_turns(life: Life, role: DraftedDecode, depth: int) -> None:
     assert life.counters["decode_steps"] >= 200
     assert abs(role.steps - life.counters["decode_steps"] / 2) <= life.counters["prefill_steps"]
     assert len({spec.bucket for spec in life.specs if spec.plan.kind is StepKind.DECODE}) == len(BUCKETS)
