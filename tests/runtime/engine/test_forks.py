@@ -8,12 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from models.inputs import DecodeAttention
+from models.kernels.interface import Rotation
 from runtime.engine import Engine
 from runtime.schedule.config import MixedSteps
+from runtime.schedule.plan import StepKind
 from runtime.schedule.request import Request
 from runtime.schedule.states import State
 from tests.runtime.engine.conftest import over_models
+from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import VOCABULARY, request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -160,3 +165,63 @@ def test_every_rank_of_a_group_forks() -> None:
     )
     same(forked, alone(requests))
     assert forked.counters["forks"] > 5
+
+
+# ---- mutants ----
+
+
+class LateKeys(ExactKernels):
+    """``late``: where the few tokens that draw ask alone, they see the pages as they were before the step."""
+
+    def __init__(self, *, late: bool) -> None:
+        self.late = late
+        self.asked = 0
+        self._before: Tensor | None = None
+
+    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        if heads == 0:  # keys and values of all tokens
+            self._before = kv_layer.clone()
+        return super().rope_and_cache(qkv_TX, heads, kv_layer, rotation)
+
+    def decode_attention(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
+        before, self._before = self._before, None
+        self.asked += before is not None
+        seen = before if before is not None and self.late else kv_layer
+        return super().decode_attention(q_THD, seen, inputs, scale, out_THD)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fork_that_asks_before_its_prompt_is_written_shows(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that decode: its first token is drawn over pages that its parent's chunk writes in the same step."""
+    last_layer_for_draws(monkeypatch)
+    running = [request(i, prompt(9, i), temperature=1.0, max_tokens=20, stops=()) for i in range(2)]
+    family = request(10, prompt(37, 2), n=3, temperature=1.0, max_tokens=6, logprobs=1)
+    kernels = LateKeys(late=late)
+    forked = live(
+        running,
+        depth=2,
+        later={4: [family]},
+        rows=8,
+        buckets=(8,),
+        prefill_buckets=BUCKETS,
+        mixed=MIXED,
+        kernels=kernels,
+    )
+    (spec,) = (spec for spec in forked.specs if spec.plan.forks)
+    assert (spec.plan.kind, len(spec.plan.forks), spec.plan.decode_rows) == (StepKind.MIXED, 2, 2)
+    assert kernels.asked
+    expected = alone([*running, family])
+    if not late:
+        same(forked, expected)
+    else:
+        firsts = [
+            (life.answers[i][0][0], life.logprobs[i][0]) for life in (forked, expected) for i in family.answer_ids
+        ]
+        assert not set(firsts[:3]) & set(firsts[3:]), "each answer's first token"
