@@ -9,6 +9,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from runtime.execute.sampling.sampler import (
     sample_and_check,
 )
 from runtime.schedule.request import SamplingParams
+from tests.dispatch_mode import DispatchMode
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
 from tests.runtime.execute.sampling.edit_cases import edits_for, random_edits
@@ -37,7 +39,7 @@ from tests.runtime.execute.sampling.sampling_cases import random_params, rows_fo
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
-from runtime.execute.sampling import filters_triton, listing_triton  # noqa: E402
+from runtime.execute.sampling import filters_triton, listing_triton, settle_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -277,22 +279,26 @@ def _survivors(logits: torch.Tensor, params: list[SamplingParams]) -> None:
     assert merge_best(found.keys, found.largest).token_B.tolist() == wanted.token_B.tolist()
 
 
+def small_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {
+        "LISTED": 512,
+        "_FEW": 300,
+        "_AIMED": 120,
+        "_SHALLOW": 150,
+        "_NEARBY": 100,
+        "_GUESSED": 60,
+        "_SPARE": 40,
+        "FEWER": 128,
+        "_BLOCK": 1024,
+    }.items():
+        monkeypatch.setattr(listing_triton, name, size)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_survivors_are_those_of_the_sort(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits are so small, interpreted, that rows go every way: few listed, many, none held, all drawn."""
     if INTERPRETED:
-        for name, size in {
-            "LISTED": 512,
-            "_FEW": 300,
-            "_AIMED": 120,
-            "_SHALLOW": 150,
-            "_NEARBY": 100,
-            "_GUESSED": 60,
-            "_SPARE": 40,
-            "FEWER": 128,
-            "_BLOCK": 1024,
-        }.items():
-            monkeypatch.setattr(listing_triton, name, size)
+        small_lists(monkeypatch)
     rng = np.random.default_rng(KINDS.index(kind))
     vocab = 4001 if INTERPRETED else VOCABS[-1]
     params = [random_params(rng) for _ in range(ROWS - 4)]
@@ -319,6 +325,101 @@ def test_few_tokens_are_listed_and_the_threshold_is_among_them(kind: str) -> Non
     assert (space.listed <= listing_triton.LISTED).all()
     if kind == "peaked":
         assert space.listed[:3].max() < listing_triton.FEWER
+
+
+class Reads:
+    """How often each logit is read, by kernel, while it is installed: int64 [B, V] each, in the order of launches."""
+
+    def __init__(self, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        self.by_kernel: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._logits = logits
+        self._load = interpreter.InterpreterBuilder.create_masked_load
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", self._noted())
+        for module, name in (
+            *((listing_triton, f"_{name}_kernel") for name in ("survey", "bound", "collect")),
+            (settle_triton, "_settle_kernel"),
+        ):
+            monkeypatch.setattr(module, name, self._named(name, getattr(module, name)))
+
+    def _named(self, name: str, kernel: Any) -> Any:
+        def launch(grid: Any, *arguments: Any, **keywords: Any) -> None:
+            self.by_kernel[name.split("_")[1]] = np.zeros(self._logits.shape, np.int64)
+            kernel[grid](*arguments, **keywords)
+
+        class Launched:
+            def __getitem__(self, grid: Any) -> Any:
+                return partial(launch, grid)
+
+        return Launched()
+
+    def _noted(self) -> Any:
+        def load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+            offsets = pointers.data[mask.data].astype(np.int64) - self._logits.data_ptr()
+            there = (offsets >= 0) & (offsets < self._logits.nbytes)
+            if there.any():
+                counted = self.by_kernel[[*self.by_kernel][-1]].reshape(-1)
+                np.add.at(counted, offsets[there] // self._logits.itemsize, 1)
+            return self._load(builder, pointers, mask, *others)
+
+        return load
+
+
+class Operations(DispatchMode):
+    """Names of those that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+# How often collect and settle read a logit, after survey has read it once. Collect looks again at a part in which it
+# lists something, and once more to draw among tokens above a list, where a threshold lies thousands of tokens deep,
+# each time at what it has just brought into the caches. Settle reads lists; logits, a quarter of a range a pass, where
+# two thresholds lie deep in one row, or where equal tokens overflow a list.
+PASSES = [
+    (SamplingParams(), 2, 0),
+    (SamplingParams(temperature=0.0), 2, 0),
+    (SamplingParams(top_k=20), 2, 0),
+    (SamplingParams(top_p=0.3), 2, 0),
+    (SamplingParams(min_p=0.1), 2, 0),
+    (SamplingParams(min_p=1e-4), 2, 0),  # of thousands of tokens, none is listed
+    (SamplingParams(top_k=50, top_p=0.9, min_p=0.01), 2, 0),
+    (SamplingParams(top_k=400), 3, 0),
+    (SamplingParams(top_p=0.95), 3, 0),
+    (SamplingParams(top_k=2000, top_p=0.95), 0, None),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts what Triton's interpreter loads")
+def test_a_threshold_takes_two_passes_over_the_logits_and_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches read the rows: see PASSES. What they miss is searched for, which takes more."""
+    small_lists(monkeypatch)
+    monkeypatch.setattr(listing_triton, "MOST_PARTS", 2)  # of two blocks each
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(rng.normal(0, 3, (len(PASSES) + 1, 4091)).astype(np.float32))
+    logits[-1] = -1.25
+    rows = rows_for([*(params for params, _, _ in PASSES), SamplingParams(top_k=20)], [3] * len(logits))
+    reads = Reads(logits, monkeypatch)
+    with Operations() as run:
+        columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position
+        filters_triton.filtered_candidates(logits, 0, *columns)
+    assert not [name for name in run.names if "sort" in name or "topk" in name or "kthvalue" in name]
+    assert [*reads.by_kernel] == ["survey", "bound", "collect", "settle"]
+    survey, bound, collect, settle = reads.by_kernel.values()
+    assert not bound.any()
+    once_more = survey.sum(1) - survey.shape[1]  # a column of each group
+    assert (survey.min(), survey.max(), {*once_more}) == (1, 2, {2 * 128})
+    for row, (params, collected, settled) in enumerate(PASSES):
+        assert collect[row].max() == collected, params
+        if settled is not None:
+            assert settle[row].max() == settled, params
+    assert settle[len(PASSES) - 1].min() > 3
+    assert (collect[-1].max(), settle[-1].min() > 0) == (2, True), "all are equal"
 
 
 @pytest.mark.parametrize("vocab", [1, 97, 2049] if INTERPRETED else VOCABS)
