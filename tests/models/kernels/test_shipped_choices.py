@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from models.kernels.matmul.candidates import MOST_GEMV_ROWS
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.cublaslt import Linear
 from models.kernels.traits import H200, DeviceTraits
+from models.row_buckets import decode_ladder, every_bucket
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 dispatch = importlib.import_module("models.kernels.matmul.dispatch")
@@ -91,6 +94,55 @@ def test_every_bucket_of_both_ladders_resolves_to_a_kernel_that_fits(
                 assert choice == own
             seen.add(step.rows)
     assert sorted(seen) == list(buckets_of(256, 8192))
+
+
+def shipped(path: Path) -> dict[str, dict[int, Choice]]:
+    """As the file has them, without a table's own rules: product -> rows -> choice."""
+    held: dict[str, dict[int, Choice]] = {}
+    for key, entry in json.loads(path.read_text())["choices"].items():
+        product, _, rows = key.rpartition(" x")
+        held.setdefault(product, {})[int(rows)] = choice_table.choice_from_json(entry)
+    return held
+
+
+WIDE_BUCKETS = [rows for rows in sorted({*every_bucket(256, 8192), *decode_ladder(2048)}) if rows > 256]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("lt", [Lt(LATEST, True), Lt(LATEST, False), Lt(1, True)], ids=["latest", "strict", "other"])
+def test_beyond_256_rows_a_bucket_has_what_was_measured_for_it_or_cublas(path: Path, lt: Lt) -> None:
+    """What was measured, for it or for at most a quarter more rows, and runs here; never what is further away."""
+    table = choice_table.load(path)
+    assert table.gpu is not None
+    made, used = products(table, table.gpu, lt), 0
+    assert {320, 384, 448, 512, 576, 640, 1152, 8192} <= {*WIDE_BUCKETS}
+    for product, measured in shipped(path).items():
+        for rows in WIDE_BUCKETS:
+            shape = LinearShape.from_key(f"{product} x{rows}")
+            assert shape.rows == rows, "no other bucket's"
+            near = (measured[n] for n in sorted(measured) if rows <= n <= rows * 1.25)
+            runs = (
+                one for one in near if misfits(shape, one, lt) is None and (lt.flexible or one == measured.get(rows))
+            )
+            expected = next(runs, None)
+            used += expected is not None
+            assert made.choice(shape) == (expected or Blas()), shape.key
+            if lt.flexible:
+                assert made.choice(dataclasses.replace(shape, rows=rows - 1)) == (expected or Blas()), shape.key
+    assert (used > 0) is any(rows > 256 for measured in shipped(path).values() for rows in measured)
+
+
+@pytest.mark.parametrize("measured", [(320, 384, 448, 512, 640, 1024), (512, 1024), ()])
+def test_beyond_256_rows_no_power_of_two_is_the_key(measured: tuple[int, ...]) -> None:
+    """Of a table that `launch tune` made, each bucket has its own entry; 512 rows' tiles are none for 320."""
+    keys = {rows: f"bfloat16 6144x4096 x{rows}" for rows in WIDE_BUCKETS}
+    skinny = {rows: Skinny(8, 64, 128, 1, rows, 4, 128) for rows in measured}  # told apart by their stages
+    made = products(ChoiceTable({keys[rows]: choice for rows, choice in skinny.items()}), H200, Lt(LATEST, True))
+    found = {rows: made.choice(LinearShape(rows, 6144, 4096, torch.bfloat16)) for rows in WIDE_BUCKETS}
+    assert {rows: found[rows] for rows in measured} == skinny
+    assert found[320] == skinny.get(320, Blas())
+    assert found[416] == skinny.get(448, skinny.get(512, Blas()))
+    assert [found[rows] for rows in (1152, 2048, 8192)] == [Blas()] * 3
 
 
 def test_decode_buckets_between_powers_of_two_run_what_was_measured() -> None:
