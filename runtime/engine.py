@@ -343,10 +343,15 @@ class Engine:
         """Ranks of which the watchdog has heard nothing for longer; none in a world of one. From any thread."""
         return () if self._watchdog is None else self._watchdog.silent_ranks(seconds)
 
-    def tell_verdict(self, hear: Callable[[str], object]) -> None:
-        """Have ``hear`` called with the reason when the watchdog ends the job, before the process leaves."""
-        if self._watchdog is not None:
-            self._watchdog.hear_verdict = hear
+    def tell_verdict(self, hear: Callable[[str], object]) -> bool:
+        """Have ``hear`` called with the reason when the watchdog ends the job, before the process leaves.
+
+        False without a watchdog: nobody will call it. With one it is called whatever an engine's block raises.
+        """
+        if self._watchdog is None:
+            return False
+        self._watchdog.hear_verdict = hear
+        return True
 
     @property
     def counters(self) -> Mapping[str, int | float]:

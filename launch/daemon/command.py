@@ -39,7 +39,7 @@ class LedEngine(DaemonEngine, Protocol):
     """What the command needs of an engine beyond the daemon's turns."""
 
     def follow(self) -> None: ...
-    def tell_verdict(self, hear: Callable[[str], object]) -> None: ...
+    def tell_verdict(self, hear: Callable[[str], object]) -> bool: ...
 
 
 OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[LedEngine]]
@@ -75,7 +75,7 @@ def run(command: DaemonCommand, environ: Mapping[str, str], open_engine: OpenEng
                 if path is not None:
                     path.unlink(missing_ok=True)  # this process is about to leave without more ado
 
-            engine.tell_verdict(verdict)
+            verdict_follows = engine.tell_verdict(verdict)
             with Interrupts() as interrupts:
 
                 def tend() -> None:
@@ -83,7 +83,7 @@ def run(command: DaemonCommand, environ: Mapping[str, str], open_engine: OpenEng
                         server.stop()
 
                 log.info("%d sessions on %s", config.max_sessions, "stdin" if path is None else path)
-                server.run(tend)
+                server.run(tend, verdict_follows=verdict_follows)
                 return interrupts.exit_code
     finally:
         if listener is not None:

@@ -137,8 +137,12 @@ class SlotServer:
         """Close every session after this turn, and come back."""
         self._stopping = True
 
-    def run(self, tend: Callable[[], object] = lambda: None) -> None:
-        """``tend`` is called once a turn and may call ``stop``. What the engine raises is raised, once clients know."""
+    def run(self, tend: Callable[[], object] = lambda: None, *, verdict_follows: bool = False) -> None:
+        """``tend`` is called once a turn and may call ``stop``. What the engine raises is raised, once clients know.
+
+        ``verdict_follows``: somebody calls ``end`` with the cause when this has raised. A lost rank breaks collectives
+        of the others, often before anybody knows which rank it was.
+        """
         try:
             while True:
                 tend()
@@ -150,7 +154,8 @@ class SlotServer:
             self.end("the daemon was stopped")
             self._engine.stop()
         except BaseException as error:
-            self.end(f"the engine failed: {type(error).__name__}: {error}")
+            if not verdict_follows:
+                self.end(f"the engine failed: {type(error).__name__}: {error}")
             raise
 
     def end(self, why: str) -> None:

@@ -76,7 +76,7 @@ class ServedEngine(EngineProtocol, Protocol):
         """Ranks that have said nothing for longer. From any thread."""
         ...
 
-    def tell_verdict(self, hear: Callable[[str], object]) -> None:
+    def tell_verdict(self, hear: Callable[[str], object]) -> object:
         """Has ``hear`` called with the reason, when the watchdog ends the job and before the process leaves."""
         ...
 

@@ -158,11 +158,14 @@ def test_over_descriptors_it_ends_with_its_input() -> None:
     engine.check_all_is_back()
 
 
-def test_an_engine_that_fails_is_told_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verdict_follows", [False, True])
+def test_an_engine_that_fails_is_told_by_name(tmp_path: Path, verdict_follows: bool) -> None:
+    """By what it raised, unless somebody will know the cause: then clients hear that, and nothing before it."""
+
     class Breaks(ScriptedEngine):
         def step(self) -> StepOutput:
             if self.steps > 3:
-                raise RuntimeError("the device is gone")
+                raise RuntimeError("gone")
             return super().step()
 
     path = tmp_path / "slots.sock"
@@ -170,20 +173,23 @@ def test_an_engine_that_fails_is_told_by_name(tmp_path: Path) -> None:
     failed: list[BaseException] = []
 
     def run() -> None:
+        server = SlotServer(Breaks(), listener=listener)
         try:
-            SlotServer(Breaks(), listener=listener).run()
+            server.run(verdict_follows=verdict_follows)
         except RuntimeError as error:
             failed.append(error)
+            if verdict_follows:
+                server.end("rank 1 was lost")
 
     thread = threading.Thread(target=run)
     thread.start()
     with SlotClient(path, timeout=PATIENCE_S) as client:
         frames = list(client.start(IDS, max_tokens=20, quantum=20).frames())
         assert frames[-1].kind is Kind.CLOSED
-        assert frames[-1].text == "the engine failed: RuntimeError: the device is gone"
+        assert frames[-1].text == ("rank 1 was lost" if verdict_follows else "the engine failed: RuntimeError: gone")
     thread.join(PATIENCE_S)
     listener.close()
-    assert [str(error) for error in failed] == ["the device is gone"]
+    assert [str(error) for error in failed] == ["gone"]
 
 
 def test_another_user_s_client_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
