@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -158,6 +159,24 @@ def attention(kernels: InterpretedKernels) -> None:
                 check(found, expected, dtype, ("balanced", heads, dim, query_len, rule, programs))
                 kernels.check_counters()
     assert grouped >= len(SHAPES), "no row had so many splits that they were merged in groups"
+
+
+def every_number_of_new_tokens(kernels: InterpretedKernels) -> None:
+    """1 to 32 a row: over the border of a split, and up to one. Three queries a token near where their sum is padded
+    to another power of two."""
+    rule, taken = SplitRule(16, 1, 16, 8), Counter[int]()
+    for heads, new in (*((1, new) for new in range(1, 33)), *((3, new) for new in (1, 2, 3, 5, 6, 10, 11, 21, 22, 32))):
+        cache = Cache([15 + new, 48], 1, 64, 16, torch.float32)
+        inputs = cache.inputs(new)
+        q = randn(2 * new, heads, 64, dtype=torch.float32)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, 64**-0.5)
+        for number, form in enumerate(forms_for(heads, cache, new)):
+            work = work_of(inputs, rule)
+            found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5)
+            check(found, expected, torch.float32, ("balanced", number, heads, new))
+            taken[number] += 1
+    assert taken == {0: 32 + 10, 1: 16 + 4}, "by TMA at most 16 queries of a head"
+    kernels.check_counters()
 
 
 def rotation(kernels: InterpretedKernels) -> None:
@@ -368,6 +387,7 @@ PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
     lists,
     rules,
     attention,
+    every_number_of_new_tokens,
     rotation,
     neighbours,
     empties,
