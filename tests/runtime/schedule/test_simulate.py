@@ -10,6 +10,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Chunk, StepKind, StepPlan
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.simulate import (
+    HEADER,
     QWEN3_8B_H200,
     ROOMY,
     Arrival,
@@ -65,6 +66,30 @@ def test_windows_beside_chunks_shorten_answers_under_load() -> None:
         assert figures.tokens == sum(one.output for one in load)
         times.append(figures.ms)
     assert times[1] < 0.99 * times[0]
+
+
+def test_a_line_tells_the_median_and_the_99th_of_both_times() -> None:
+    """Of a hundred times, 1 to 100 ms, each percentile is another one; those of a first token are ten times as long."""
+    figures = simulate(ROOMY, COSTS, [Arrival(prompt=10, output=2)], None)
+    figures.itl_ms = [float(ms) for ms in range(100, 0, -1)]
+    figures.ttft_ms = {i: 10.0 * ms for i, ms in enumerate(figures.itl_ms)}
+    columns = HEADER.replace("ITL p50", "ITL_p50").replace("TTFT p50", "TTFT_p50").split()[1:]
+    told = list(zip(columns, figures.line().split(), strict=True))
+    assert told[1:6] == [
+        ("ITL_p50", "51.00"),
+        ("p99", "100.00"),
+        ("max", "100.0"),
+        ("TTFT_p50", "510.0"),
+        ("p99", "1000.0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "expected"), [(0, 99, 0.0), (1, 99, 0.0), (100, 0, 0.0), (100, 99, 99.0), (1000, 99, 990.0)]
+)
+def test_percentiles(count: int, percent: int, expected: float) -> None:
+    """Of 0, 1, 2, ...: so many hundredths of them are less."""
+    assert at([float(i) for i in range(count)], percent) == expected
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
