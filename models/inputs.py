@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -84,12 +86,38 @@ def nodes_of_paths(seen_BN: Tensor) -> tuple[Tensor, Tensor]:
     return path_BNN, on_path_BNN.sum(-1)
 
 
+class PlanTable(Protocol):
+    """Plans of prefill attention that are plain tables, which launches read where ``place`` is."""
+
+    @property
+    def place(self) -> Tensor:
+        """int32 [E, 4] on the device; always the same tensor."""
+        ...
+
+    def entries(
+        self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int, tokens: int
+    ) -> npt.NDArray[np.int32]:
+        """int32 [X, 4], contiguous: a plan, as launches over ``tokens`` read it from the beginning of ``place``,
+        whatever lies behind. X is at most E, and at most ``tokens``. Host work alone.
+
+        The rest as in PrefillAttention. ValueError for more rows or tokens than there is room for.
+        """
+        ...
+
+
 class RepeatedPrefill(Protocol):
     """Prefill attention that captured launches read, and that the host plans anew before each of their replays."""
+
+    @property
+    def table(self) -> PlanTable | None:
+        """There where a plan is a plain table, which may come to its place with whatever else a step changes; None
+        where the backend alone can bring it."""
+        ...
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """Enqueue what the next replay reads, on the current stream, behind the replays before it; no host sync.
 
+        Where there is a ``table``, for start-up alone: it makes a copy of its own.
         Arguments as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
         """
         ...
@@ -102,7 +130,7 @@ class PrefillAttention:
     query_lengths[i] new tokens of row i, the last of its kv_lengths[i] tokens (prefix hits and earlier chunks come
     before); both may be 0. The first row's begin at ``first_token``. page_table_BP as in DecodeAttention. ``planned``
     is filled by the attention backend once a step and reused by all layers (an object of the backend's own, None for
-    the reference kernels). Where it is a RepeatedPrefill, lengths and first token are those of its last ``plan``. What
+    the reference kernels). Where it is a RepeatedPrefill, lengths and first token are those of its last plan. What
     attention returns for tokens of no row is undefined.
     """
 

@@ -36,22 +36,22 @@ _PROGRAMS_A_MULTIPROCESSOR = 4  # of prefill attention
 
 
 class DeterministicKernels(Kernels):
-    """See the module. Takes 0.2 GiB of device memory for workspaces. ``depth``: see RepeatedTiles (prefill.py).
+    """See the module. Takes 0.2 GiB of device memory for workspaces.
 
     Raises RuntimeError on a device that ``unsupported`` of nvidia.py refuses, and for shapes without such a kernel.
     """
 
     name = "deterministic"
 
-    def __init__(self, device: torch.device | str, *, depth: int = 2) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         reason = unsupported(device)
         if reason is not None:
             raise RuntimeError(f"DeterministicKernels cannot run on {device}: {reason}")
-        self._open(device, traits_of(device), depth)
+        self._open(device, traits_of(device))
 
-    def _open(self, device: torch.device, traits: DeviceTraits, depth: int = 2) -> None:
-        self.device, self.traits, self.pdl, self._depth = device, traits, traits.dependent_launch, depth
+    def _open(self, device: torch.device, traits: DeviceTraits) -> None:
+        self.device, self.traits, self.pdl = device, traits, traits.dependent_launch
         self._sums = torch.empty(_PRODUCT_BYTES // 4, dtype=torch.float32, device=device)
         self._counters = torch.zeros(matmul.COUNTERS, dtype=torch.int32, device=device)
         self._chunks = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
@@ -175,7 +175,7 @@ class DeterministicKernels(Kernels):
     ) -> RepeatedPrefill | None:
         _require_head_dim(kv_layer)
         a_tile = attention.tokens_of_a_tile(heads, kv_layer)
-        return RepeatedTiles(self.device, len(page_table_BP), max_tokens, a_tile, self._depth)
+        return RepeatedTiles(self.device, len(page_table_BP), max_tokens, a_tile)
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
         if not isinstance(inputs.planned, Tiles | RepeatedTiles):

@@ -54,7 +54,7 @@ class NvidiaKernels(Kernels):
     """See the module. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
     ``flashinfer``: FlashInfer's environment variables. ``balanced``: decode attention takes splits from a work list;
     without, every row of a step is split alike, to compare the two. ``depth``: steps in flight beside the one that
-    lands next, for which plans made on the host have places.
+    lands next, for which FlashInfer's plans have places.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """

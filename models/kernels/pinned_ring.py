@@ -2,10 +2,10 @@
 
 Knows: how many there must be so that the host never waits in a running chain. Does not know: what they hold.
 
-A prefill plan is made on the host and copied to the device by work that is queued behind every step in flight. So the
-host may fill a buffer again only behind that copy. With D steps in flight beside the one that lands, step N is planned
-when step N - 1 - D has landed: D + 1 buffers are enough for a host that never waits, and one more for a launch that
-lands late. A fixed number would quietly cut a deeper chain down to itself.
+FlashInfer's prefill plans are made on the host and copied to the device by work that is queued behind every step in
+flight. So the host may fill a buffer again only behind that copy. With D steps in flight beside the one that lands,
+step N is planned when step N - 1 - D has landed: D + 1 buffers are enough for a host that never waits, and one more for
+a launch that lands late. A fixed number would quietly cut a deeper chain down to itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, StateRows, seen_keys
+from models.inputs import DecodeAttention, PlanTable, PrefillAttention, RepeatedPrefill, StateRows, seen_keys
 from models.kernels.interface import DeltaRule, Kernels, Rotation
 from models.kernels.recurrent import reference as recurrent
 
@@ -23,6 +23,10 @@ class HostLengths:
         self.query_lengths: tuple[int, ...] = ()
         self.kv_lengths: tuple[int, ...] = ()
         self.first_token = 0
+
+    @property
+    def table(self) -> PlanTable | None:
+        return None
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         self.query_lengths, self.kv_lengths, self.first_token = query_lengths, kv_lengths, first_token
@@ -115,7 +119,7 @@ class ReferenceKernels(Kernels):
 
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> HostLengths | None:
+    ) -> RepeatedPrefill | None:
         return HostLengths() if kv_layer.device.type == "cpu" else None  # a captured launch cannot read host values
 
     def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:

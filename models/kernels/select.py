@@ -32,8 +32,8 @@ def select_kernels(
     One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer
     (prefill_choice.py); ``Kernels.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
     ``deterministic``: batch-invariant ones, of which there is one set a kind of device; the reference, which is not,
-    where they cannot run. ``depth``: steps in flight beside the one that lands next, for which plans made on the host
-    have places.
+    where they cannot run. ``depth``: steps in flight beside the one that lands next, for which FlashInfer's plans have
+    places.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -48,7 +48,7 @@ def select_kernels(
     if deterministic:
         from models.kernels.deterministic import DeterministicKernels
 
-        return DeterministicKernels(device, depth=depth)
+        return DeterministicKernels(device)
     kernels = NvidiaKernels(device, prefill=prefill_attention, flashinfer=flashinfer, depth=depth)
     kernels.prepare_prefill(dtype, head_dim)
     return kernels

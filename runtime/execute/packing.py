@@ -39,7 +39,8 @@ class Changes(Generic[A]):
     slots begin with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents behind
     the step's forward pass. restored_2H int64: rows of state banks (cache/pool.py), and those that get their contents
     before it; kept_2C int64: the same behind it, of forks and snapshots. forked_2C and forked_blocks_2C int64: rows of
-    state banks and blocks, and those that get their contents before anything else happens.
+    state banks and blocks, and those that get their contents before anything else happens. attention_E4 int32: the plan
+    of the chunks' attention, where it is a table (PlanTable.entries).
 
     Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
     longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
@@ -62,6 +63,7 @@ class Changes(Generic[A]):
     chunk_tokens_3T: A | None = None
     chunk_rows_4R: A | None = None
     scored_2S: A | None = None
+    attention_E4: A | None = None
     copied_blocks_2C: A | None = None
     restored_2H: A | None = None
     kept_2C: A | None = None

@@ -1,11 +1,13 @@
 """What a plan changes, brought to the device in one copy; nothing when nothing changed.
 
 Knows: the ring the changes travel through, and when its memory may be written again.
-Does not know: what a plan's changes are (packing.py), or what reads the tables afterwards (step.py).
+Does not know: what a plan's changes are (packing.py), how attention is planned (models/kernels/attention), or what
+reads the tables afterwards (step.py).
 
     stage (host)     pack into a pinned ring entry            after the entry's last copy has left it   (host waits)
     stage stream     pinned entry -> device entry, one copy   after the entry's last apply has read it  (event)
-    apply (compute)  device entry -> tables, row map, chunks  after the copy                            (event)
+    apply (compute)  device entry -> tables, row map, chunks, after the copy                            (event)
+                                     attention's plan
 
 Both waits are long over in a running chain; ``waits`` counts those of the host that were not.
 The copies have a stream of their own: behind a result's copy they would wait for the step before.
@@ -31,6 +33,8 @@ from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK
+
+MakePlan = Callable[[LaunchSpec], npt.NDArray[np.int32] | None]
 
 _ALIGNMENT = 16
 _ID_STRIDE = 7919  # a prime: ids of neighbours lie far apart, and none comes twice before all have come
@@ -122,10 +126,12 @@ class Staging:
         self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
         self._copied_blocks_2R = device.zeros(2, max_rows, dtype=torch.int64)
         self._kept_2R = device.zeros(2, max_rows, dtype=torch.int64)
+        # Of a token its id, position and slot, and what is scored or an entry of attention's plan: never both.
         expected_bytes = max_rows * (tables.record_dtype.itemsize + 256) + max_prefill_tokens * 40 + 1024
         self._entries = [self._new_entry(expected_bytes) for _ in range(entries)]
         self._used = 0
         self._unapplied: int | None = None
+        self._attention_plans: dict[str, tuple[MakePlan, Tensor]] = {}
         self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) of whoever is new in one
         self.on_restored: Callable[[Tensor], None] | None = (
             None  # told rows of state banks, [2, H]: from which, to which
@@ -182,6 +188,14 @@ class Staging:
         """int64 [2, C]: rows of state banks, and those that get their contents behind the step; C may be 0."""
         return self._kept_2R[:, : kept_states(spec.plan)]
 
+    def bring_attention_plans(self, role: str, make: MakePlan, place_E4: Tensor) -> None:
+        """From now on with every step of that role that has one: ``make(spec)``, int32 [X, 4], to the beginning of
+        ``place_E4``, before the step's work. For start-up.
+
+        None of a step that reads none; ValueError of one for whose plan there is no room.
+        """
+        self._attention_plans[role] = make, place_E4
+
     # ---- each step ----
 
     def stage(self, spec: LaunchSpec) -> Staged | None:
@@ -197,6 +211,9 @@ class Staging:
             return None
         packed = pack(spec, self._tables, mapped, self.max_rows)
         self._check_room(spec.step, packed)
+        if spec.role in self._attention_plans:
+            make, _ = self._attention_plans[spec.role]
+            packed.attention_E4 = make(spec)
         parts = [(name, array, _aligned(array.nbytes)) for name, array in packed.parts()]
         total = sum([size for _, _, size in parts])
         if total == 0:
@@ -221,11 +238,14 @@ class Staging:
         tables, changes = self._tables, staged.changes
         row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
         chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R, self._kept_2R)
+        place_E4 = self._attention_plans[staged.spec.role][1] if changes.attention_E4 is not None else None
 
         def work() -> None:
             if changes.forked_2C is not None and self.on_forked is not None:
                 self.on_forked(changes.forked_2C, changes.forked_blocks_2C)
             apply_changes(changes, tables, row_map, *chunks)
+            if changes.attention_E4 is not None and place_E4 is not None:
+                place_E4[: len(changes.attention_E4)].copy_(changes.attention_E4)
             if changes.seated_H is not None and self.on_seated is not None:
                 self.on_seated(changes.seated_H)
             if changes.restored_2H is not None and self.on_restored is not None:

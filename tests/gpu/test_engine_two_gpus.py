@@ -127,7 +127,13 @@ def test_a_breach_is_found(seen: dict[str, int]) -> None:
 def test_a_breach_of_steps_with_chunks_is_found(seen: dict[str, int]) -> None:
     """Of 90 steps, of which 11 have chunks, 3 of these beside windows."""
     grown = {"steps": 90, "prefill_steps": 1, "mixed_steps": 10, "host_to_device_copies": 24}
-    well = {"cudaGraphLaunch": 104, "Memcpy HtoD (Pinned -> Device)": 35, "Memcpy DtoH (Device -> Pinned)": 90}
+    well = {"cudaGraphLaunch": 104, "Memcpy HtoD (Pinned -> Device)": 24, "Memcpy DtoH (Device -> Pinned)": 90}
+    apart = {"Memcpy HtoD (Pinned -> Device)": 24 + 11}
     check_mixed(Counter(well), grown, windows=3)
+    check_mixed(Counter(well | apart), grown, windows=3, plans_apart=True)
     with pytest.raises(AssertionError):
         check_mixed(Counter(well | seen), grown, windows=3)
+    with pytest.raises(AssertionError):
+        check_mixed(Counter(well | apart | seen), grown, windows=3, plans_apart=True)
+    with pytest.raises(AssertionError):
+        check_mixed(Counter(well | apart), grown, windows=3)

@@ -105,7 +105,9 @@ def test_prefill_attention(
 def test_captured_prefill_is_planned_anew_for_each_replay(
     kernels: NvidiaKernels, heads: int, kv_heads: int, dim: int, page: int
 ) -> None:
-    """One graph of 320 tokens and at most six rows; more plans than the ring holds, of other rows each time."""
+    """One graph of 320 tokens and at most six rows; more plans than a ring holds, of other rows each time. Where a plan
+    is a table, every other one is put there as a step brings it: what this launch reads, over the one before.
+    """
     tokens, most = 320, 512
     made = Case(6, heads, kv_heads, dim, page, most, BF16)
     q, scale = randn(tokens, heads, dim, dtype=BF16), dim**-0.5
@@ -119,7 +121,11 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
         queries = tuple(pick.randint(1, 50) for _ in range(pick.randint(1, 6)))
         lengths = tuple(query + pick.choice([0, 0, pick.randint(1, most - 50)]) for query in queries)
         q.copy_(randn(tokens, heads, dim, dtype=BF16))
-        repeated.plan(queries, lengths)
+        if (table := repeated.table) is not None and seed % 2:
+            entries = torch.tensor(table.entries(queries, lengths, 0, tokens), device=DEVICE)
+            table.place[: len(entries)].copy_(entries)
+        else:
+            repeated.plan(queries, lengths)
         out.fill_(math.nan)
         replay()
         check(out[: sum(queries)], prefilled(made, q[: sum(queries)], queries, lengths, scale), BF16)

@@ -25,7 +25,7 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, get_batch_prefill_module
 from torch import Tensor
 
-from models.inputs import PrefillAttention
+from models.inputs import PlanTable, PrefillAttention
 from models.kernels.attention.flashinfer_build import arguments
 from models.kernels.attention.gather_pages import LEAST_TOKENS, GatheredPages
 from models.kernels.pinned_ring import PinnedRing, event_of, ring_places
@@ -171,6 +171,11 @@ class RepeatedPaged:
             self._gathered = GatheredPages(workspace, page_table_BP, kv_layer, group, multiprocessors, depth)
             self._consecutive = place(torch.empty_like(wrapper._int_workspace_buffer), 1, None)
             self._copies = True  # in the plan of before: the first one fills both places
+
+    @property
+    def table(self) -> PlanTable | None:
+        """None: FlashInfer's planner fills memory of its own, and copies it."""
+        return None
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
         """See RepeatedPrefill. Raises RuntimeError where FlashInfer's plan layout differs from the captured one."""

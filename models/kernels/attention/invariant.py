@@ -25,13 +25,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.attention.prefill import Blocks, RepeatedTiles, Tiles, heads_of_a_tile, list_tiles
+from models.kernels.attention.prefill import Blocks, RepeatedTiles, Tiles, heads_of_a_tile
 from models.kernels.attention.query import LOG2_E, padded_dim, power_of_two_above
 
 BATCH_INVARIANT = True
 CHUNK = 512  # keys; changes bits, so it is not tuned by shape
 COUNTERS = 1 << 16  # int32 counters that merging has
-_FIELDS = 4  # of a listed tile
 _PROGRAMS_EACH = 4  # of a multiprocessor, below which a row's chunks are programs
 
 
@@ -360,12 +359,7 @@ def tokens_of_a_tile(heads: int, kv_layer: Tensor) -> int:
 
 def listed_tiles(inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> Tiles:
     """The tiles of one step; their copy to the device is asynchronous."""
-    a_tile = tokens_of_a_tile(heads, kv_layer)
-    listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, a_tile, inputs.first_token)
-    tiles = torch.tensor(listed, dtype=torch.int32).view(-1, _FIELDS)
-    if kv_layer.device.type == "cuda":
-        tiles = tiles.pin_memory()  # an asynchronous copy needs pinned memory
-    return Tiles(tiles.to(kv_layer.device, non_blocking=True))
+    return Tiles.of(inputs, tokens_of_a_tile(heads, kv_layer), kv_layer.device)
 
 
 def prefill_attention(

@@ -34,7 +34,7 @@ _TILE = 128  # tokens of a program of fa3, measured on an H200 with as many feat
 class Prefill:
     """The prefill attention of one device. Call ``prepare``, then ``agree``, before the first plan.
 
-    ``depth``: steps in flight beside the one that lands next, for which its rings of plans have places.
+    ``depth``: steps in flight beside the one that lands next, for which FlashInfer's rings of plans have places.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Prefill:
         self._depth = depth
         self._device, self._wanted, self._traits, self._switches = device, wanted, traits, switches
         self._backend = "fa2"  # FlashInfer's backend; fa3 on sm_90
-        self._tiled = TiledPrefill(device, traits, depth)
+        self._tiled = TiledPrefill(device, traits)
         self._paged: Any = None  # a PagedPrefill, once ranks agreed that it runs
         self._agreed = False
         self._ready = False  # FlashInfer's module is loaded

@@ -68,15 +68,14 @@ class PrefillRole:
         self.graphs.warm_up()
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
-        plan, chunks = spec.plan, self._parts.staging.chunks(spec)
         kernels = self._parts.model.kernels
         if kernels.slower_prefill is not None:
             self._parts.fallbacks.take(f"{kernels.prefill_name}_prefill", kernels.slower_prefill)
-        lengths = Lengths.of(plan)
         if spec.padded_tokens:
-            self.graphs.launch(spec, lengths)
+            self.graphs.launch(spec)
         else:
             self._count_fallback(spec)
+            chunks, lengths = self._parts.staging.chunks(spec), Lengths.of(spec.plan)
             self._parts.device.compute.submit(lambda: self._launch_eagerly(spec, chunks, lengths, scores))
 
     def _launch_eagerly(

@@ -1,7 +1,8 @@
 """Captured steps with chunks: one graph a number of tokens up to the hidden states, one a number of rows behind it.
 
 Knows: which token counts are captured, and what every replay reads anew: staged tokens and rows, page tables, the plan
-of the chunks' attention. Does not know: what a step computes (prefill.py), which steps are replayed (launch_spec.py).
+of the chunks' attention, which is staged with them where it is a table. Does not know: what a step computes
+(prefill.py), which steps are replayed (launch_spec.py).
 
 Launched kernel by kernel, such a step costs the host tens of milliseconds, whatever its size: more than the device
 needs for a short prompt. So it is two launches:
@@ -25,10 +26,12 @@ import time
 from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from models.inputs import PrefillAttention, RepeatedPrefill
+from models.inputs import PlanTable, PrefillAttention, RepeatedPrefill
 from models.row_buckets import token_ladder
 from runtime.execute.device.protocol import DeviceError, Graph
 from runtime.execute.launch_spec import GREEDY, MOST_SPLIT_TOKENS, LaunchSpec
@@ -58,6 +61,12 @@ class Lengths(NamedTuple):
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
         return cls(decoding + query + forks, decoding + known + forks, plan.decode_rows * plan.row_tokens)
+
+    def with_a_chunk(self) -> Lengths:
+        """The same, or where no row has a chunk one more that has, of a token of the padding: attention plans one."""
+        if any(self.query):
+            return self
+        return Lengths((*self.query, 1), (*self.kv, 1), self.first_token)
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
@@ -156,7 +165,7 @@ class PrefillGraphs:
     def captured(self) -> int:
         return len(self._graphs) + len(self._split_graphs)
 
-    def launch(self, spec: LaunchSpec, lengths: Lengths) -> None:
+    def launch(self, spec: LaunchSpec) -> None:
         """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
         if spec.guessing:
             with self._proposing:
@@ -165,17 +174,19 @@ class PrefillGraphs:
             if spec.split_keys:
                 self._split_graphs[spec.padded_tokens].replay()
             else:
-                self._replay(spec.padded_tokens, lengths)
+                self._replay(spec)
         with self._drawing:
             self.tails.get(spec.bucket, spec.variant).replay()
 
-    def _replay(self, bucket: int, lengths: Lengths) -> None:
+    def _replay(self, spec: LaunchSpec) -> None:
         attention = self._attention
         assert attention is not None  # or there would be no bucket
-        if not any(lengths.query):  # no chunk: a token of the padding behind the rows that decode
-            lengths = Lengths((*lengths.query, 1), (*lengths.kv, 1), lengths.first_token)
+        if attention.table is None:
+            self._plan(attention, Lengths.of(spec.plan).with_a_chunk())
+        self._graphs[spec.padded_tokens].replay()
+
+    def _plan(self, attention: RepeatedPrefill, lengths: Lengths) -> None:
         self._device.compute.submit(lambda: attention.plan(*lengths))
-        self._graphs[bucket].replay()
 
     def _tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
         drawing = len(emitting_B) * self._work.row_tokens
@@ -217,7 +228,9 @@ class PrefillGraphs:
 
     def rehearse(self, bucket: int) -> None:
         """Run the forward pass of a captured number of tokens over padding; nothing is reported."""
-        self._replay(bucket, self._rows_of(bucket))
+        assert self._attention is not None  # or there would be no bucket
+        self._plan(self._attention, self._rows_of(bucket))
+        self._graphs[bucket].replay()
 
     def _prepared(self) -> bool:
         """Make what all graphs share; False where nothing is to be captured."""
@@ -230,10 +243,20 @@ class PrefillGraphs:
         if not self._config.agree_min(int(attention is not None)):
             return False  # one rank that pads and one that does not would exchange all-reduces of unlike sizes
         self._attention = attention
+        if attention is not None and (table := attention.table) is not None:
+            self._stage_plans(table)
         drawing, size = rows * self._work.row_tokens, self._work.feature_size
         self._hidden_XN = self._device.zeros(drawing, self._model.config.hidden_size, dtype=self._model.dtype)
         self._features_XF = self._device.zeros(drawing, size, dtype=self._model.dtype) if size else None
         return True
+
+    def _stage_plans(self, table: PlanTable) -> None:
+        def planned(spec: LaunchSpec) -> npt.NDArray[np.int32] | None:
+            if not spec.padded_tokens or spec.split_keys:
+                return None
+            return table.entries(*Lengths.of(spec.plan).with_a_chunk(), tokens=spec.padded_tokens)
+
+        self._staging.bring_attention_plans(self._work.name, planned, table.place)
 
     def _capture(self, bucket: int, *, split_keys: bool = False) -> Graph:
         work, attention = self._work, self._attention

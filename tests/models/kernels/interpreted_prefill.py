@@ -83,20 +83,24 @@ def ordinary(traits: DeviceTraits = TRAITS) -> None:
 
 
 def repeated() -> None:
-    """One place for the tiles of steps of up to 90 tokens in four rows; more plans than the ring holds."""
+    """One place for the tiles of steps of up to 90 tokens in four rows; what a launch over fewer tokens reads is put
+    there alone, over the plan of a full one."""
     case = Case(4, 2, 16, 16, torch.float32, ())
     cache = Cache([120, 120, 120, 120], case.kv_heads, case.dim, case.page, case.dtype)
     tiled = TiledPrefill(torch.device("cpu"), TRAITS)
     place = tiled.repeated(cache.table, 90, case.heads, case.kv_heads, cache.kv)
-    q = randn(90, case.heads, case.dim, dtype=case.dtype)
+    all_q = randn(90, case.heads, case.dim, dtype=case.dtype)
     read = PrefillAttention(cache.table, (90,), (90,), place)  # as a capture has it: lengths are the plan's
     for seed in range(6):
         pick = random.Random(seed)
         queries = tuple(pick.randint(1, 22) for _ in range(pick.randint(1, 4)))
         one = Case(4, 2, 16, 16, torch.float32, tuple((new, new + pick.choice([0, 16, 90])) for new in queries))
-        place.plan(one.queries, one.lengths)
-        out = tiled.run(q, cache.kv, read, place, 0.25)
         new = sum(one.queries)
+        q = all_q[: next(tokens for tokens in (16, 40, 90) if tokens >= new)]
+        place.plan((22, 22, 22, 24), (120, 119, 118, 117))
+        entries = torch.tensor(place.entries(one.queries, one.lengths, 0, len(q)))
+        place.place[: len(entries)].copy_(entries)
+        out = tiled.run(q, cache.kv, read, place, 0.25)
         check(out[:new], expected(one, cache, q[:new], 0.25), one.dtype, one)
 
 

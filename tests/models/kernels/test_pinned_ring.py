@@ -52,19 +52,6 @@ def test_without_events_the_places_are_taken_in_turn() -> None:
     assert "".join(taken) == "abcabca"
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_our_prefill_plans_every_step_in_flight_and_one_more(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.attention import prefill
-    from models.kernels.traits import H200
-
-    monkeypatch.setattr(prefill, "event_of", events_of)
-    kv = torch.zeros(2, 3, 16, 2, 128, dtype=torch.bfloat16)
-    tiles = prefill.TiledPrefill(CPU, H200, depth).repeated(torch.ones(4, 2, dtype=torch.int32), 64, 4, 2, kv)
-    for step in range(depth + 1):
-        tiles.plan((5,), (5 + step,))
-    assert len(tiles.ring) == ring_places(depth) > depth + 1
-
-
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module over FlashInfer's prefill, over a wrapper that plans nothing."""

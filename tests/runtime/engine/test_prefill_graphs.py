@@ -6,7 +6,10 @@ what a replay reads anew, and in which order. Attention fills the padding's rows
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +21,7 @@ from runtime.engine import Engine
 from runtime.execute import launch_spec
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.step.prefill_graphs import Lengths, PrefillGraphs, prefill_buckets
+from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
 from runtime.schedule.config import MixedSteps
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
@@ -27,7 +30,9 @@ from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import DEPTHS, mixture, outcome
+from tests.runtime.engine.test_groups import CAPTURED, Lives, alone
 from tests.runtime.engine.test_mixed import MIXED, SHAPES
+from tests.runtime.engine.test_mixed_windows import beside, widths
 from tests.runtime.engine.test_prompt_logprobs import check
 from tests.selection import covering
 
@@ -40,9 +45,9 @@ def replays(engine: Engine) -> dict[int, int]:
     counts = dict.fromkeys(engine.executor.prefill.graphs._graphs, 0)
     launch = engine.executor.prefill.graphs.launch
 
-    def counted(spec: LaunchSpec, lengths: Lengths) -> None:
+    def counted(spec: LaunchSpec) -> None:
         counts[spec.padded_tokens] += 1
-        launch(spec, lengths)
+        launch(spec)
 
     engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign]
     return counts
@@ -76,9 +81,9 @@ def test_steps_with_split_keys_give_the_same_tokens(
         split: list[bool] = []
         launch = engine.executor.prefill.graphs.launch
 
-        def noted(spec: LaunchSpec, lengths: Lengths) -> None:
+        def noted(spec: LaunchSpec) -> None:
             split.append(spec.split_keys)
-            launch(spec, lengths)
+            launch(spec)
 
         engine.executor.prefill.graphs.launch = noted  # type: ignore[method-assign]
         assert outcome(run(engine, requests)) == launched
@@ -138,6 +143,83 @@ def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
         other.warm_up()
         assert other.captured == 0
         run(engine, [request(0, range(5))])
+
+
+# ---- plans of attention that are tables ----
+
+
+@contextmanager
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Limits with kernels whose plans are tables. Once the first step was launched nobody plans anything else."""
+    pytest.importorskip("triton")
+    module = importlib.import_module("tests.runtime.engine.tiled_kernels")
+    serving: list[LaunchSpec] = []
+    plan, launch = module.RepeatedTiles.plan, PrefillGraphs.launch
+
+    def planned(self: Any, *lengths: Any) -> None:
+        assert not serving, "the plan of a step comes with what is staged"
+        plan(self, *lengths)
+
+    def launched(self: PrefillGraphs, spec: LaunchSpec) -> None:
+        serving.append(spec)
+        launch(self, spec)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.RepeatedTiles, "plan", planned)
+        patched.setattr(PrefillGraphs, "launch", launched)
+        yield {"kernels": module.TiledExactKernels(), "dtype": torch.float64}
+    assert serving
+
+
+@pytest.mark.parametrize(("depth", "mixed"), [(0, MIXED), (1, None), (2, MIXED), (4, MIXED)])
+def test_steps_bring_the_tables_of_their_attention(
+    depth: int, mixed: MixedSteps | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixture(depth)
+    launched = serial_answers(requests, exact=True, mixed=None)
+    device = TwinDevice(jitter_s=0.0005, seed=depth)
+    with (
+        tables(monkeypatch) as tiled,
+        rig(depth=depth, prefill_buckets=BUCKETS, device=device, mixed=mixed, **tiled) as engine,
+    ):
+        counts = replays(engine)
+        assert outcome(run(engine, requests)) == launched
+        assert engine.counters["device_allocs_after_warmup"] == 0
+    assert sum(map(bool, counts.values())) > 1, f"steps of one size show little: {counts}"
+
+
+def test_windows_beside_chunks_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tables(monkeypatch) as tiled:
+        life = beside(4, depth=3, prefill_buckets=(16, 24, 40, 60), policy={"mixed_percent": 40}, **tiled)
+    assert set(widths(life)) == {1, 4}, "two roles take turns"
+
+
+def test_groups_without_a_chunk_bring_the_table_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another group prefills: one decodes, then it has no work."""
+    steady = [request(0, range(5, 12), max_tokens=14, stops=())]
+    long = [request(10 + i, range(60), max_tokens=2, stops=(), seed=i) for i in range(3)]
+    with tables(monkeypatch) as tiled:
+        captured: dict[str, Any] = {"prefill_buckets": CAPTURED} | tiled
+        lives = Lives([{0: steady}, {4: long[:1], 12: long[1:2], 20: long[2:]}], depth=2, **captured)
+    assert outcome(lives.finished) == alone([*steady, *long])
+    assert set(lives.rows[0]) & set(CAPTURED)
+
+
+def test_a_table_that_does_not_end_behind_its_tiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of an earlier step are attended to then."""
+    requests = mixture(2)
+    launched = serial_answers(requests, exact=True, mixed=None)
+    with tables(monkeypatch) as tiled:
+        tiles = importlib.import_module("models.kernels.attention.prefill").RepeatedTiles
+        whole = tiles.entries
+
+        def endless(self: Any, *lengths: Any, tokens: int) -> Any:
+            entries = whole(self, *lengths, tokens)
+            return entries[: int((entries[:, 1] > 0).sum())]
+
+        with rig(depth=2, prefill_buckets=(64,), mixed=MIXED, **tiled) as engine:
+            monkeypatch.setattr(tiles, "entries", endless)
+            assert outcome(run(engine, requests)) != launched
 
 
 @pytest.mark.parametrize("most", [1, 32, 33, 64, 1000, 1024, 5000, 8192])

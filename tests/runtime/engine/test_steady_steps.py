@@ -158,13 +158,16 @@ def aligned(sizes: dict[str, int]) -> int:
     return sum(-(-size // 16) * 16 for size in sizes.values())
 
 
-def planned(engine: Engine, turn: Turn) -> dict[str, int]:
-    """The bytes that the plan of a step with chunks needs on the device, by what they are."""
+def planned(engine: Engine, turn: Turn, tile_tokens: int) -> dict[str, int]:
+    """The bytes that the plan of a step with chunks needs on the device, by what they are. ``tile_tokens`` of a tile of
+    their attention, 0 where its plan is none of the host's."""
     assert turn.spec is not None
     plan, tables, spec = turn.spec.plan, engine.executor.tables, turn.spec
     tokens, rows = spec.padded_tokens, max(spec.bucket, min(spec.padded_tokens, engine.executor.staging.max_rows))
     assert tokens >= plan.packed_tokens
     sizes = {"chunk_tokens_3T": 3 * 8 * tokens, "chunk_rows_4R": 4 * 8 * rows}
+    if tile_tokens:
+        sizes["attention_E4"] = 4 * 4 * min(tokens, tokens // tile_tokens + engine.executor.staging.max_rows)
     if plan.slot_writes:
         seated = len(plan.slot_writes)
         sizes |= {"slots_N": 8 * seated, "records_NX": 4 * tables.record_words * seated, "seated_H": 8 * seated}
@@ -177,22 +180,31 @@ def planned(engine: Engine, turn: Turn) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "launches"),
+    ("method", "target", "launches", "tiled"),
     [
-        ("", "attention", {1: 2}),
-        ("", "gated delta", {1: 2}),
-        ("", "mamba", {1: 2}),
-        ("mtp", "attention", {WIDTH: 3}),
-        ("ngram", "gated delta", {WIDTH: 3}),
-        ("tree", "attention", {1: 2}),  # no windows beside chunks: nodes of a tree lie elsewhere
+        ("", "attention", {1: 2}, False),
+        ("", "attention", {1: 2}, True),
+        ("", "gated delta", {1: 2}, False),
+        ("", "mamba", {1: 2}, True),
+        ("mtp", "attention", {WIDTH: 3}, False),
+        ("mtp", "attention", {WIDTH: 3}, True),
+        ("ngram", "gated delta", {WIDTH: 3}, True),
+        ("tree", "attention", {1: 2}, False),  # no windows beside chunks: nodes of a tree lie elsewhere
     ],
 )
 def test_a_mixed_step_sends_its_plan_in_one_copy(
-    method: str, target: str, launches: dict[int, int], tmp_path: Path
+    method: str, target: str, launches: dict[int, int], tiled: bool, tmp_path: Path
 ) -> None:
-    """Prompts arrive while others decode; a step with chunks is so many launches, by what a row that decodes has."""
+    """Prompts arrive while others decode; a step with chunks is so many launches, by what a row that decodes has.
+    ``tiled``: attention of chunks is planned by a table, which is sent with the rest."""
     how: dict[str, Any] = {"prefill_buckets": BUCKETS, "mixed": MixedSteps(BUCKETS), "buckets": (1, 2, ROWS)}
     how |= {"block_size": 32, "blocks": 200, "prefix_caching": False}
+    tile_tokens = 0
+    if tiled:
+        pytest.importorskip("triton")
+        from tests.runtime.engine.tiled_kernels import TILE, TiledKernels
+
+        how["kernels"], tile_tokens = TiledKernels(), TILE
     plain: dict[str, Any] = {"depth": 2, "rows": ROWS, "shape": TARGETS[target], "max_model_len": LENGTH}
     with speculating(method, target, tmp_path, **how) if method else rig(**plain, **how) as engine:
         for i in range(2):
@@ -216,8 +228,10 @@ def test_a_mixed_step_sends_its_plan_in_one_copy(
             assert not kept_states(turn.spec.plan)
             assert turn.launches == launches[turn.spec.width]
             assert turn.sends == 1
-            assert turn.beside == 2, "what was sent is put into its tables, and attention of chunks planned"
-            assert turn.sent == planned(engine, turn)
+            assert turn.beside == (1 if tiled else 2), (
+                "what was sent is put into its tables; attention's plan, if apart"
+            )
+            assert turn.sent == planned(engine, turn, tile_tokens)
             assert turn.sent_bytes == aligned(turn.sent)
         for turn in found:
             check_costs(turn)

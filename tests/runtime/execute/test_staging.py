@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -144,6 +146,110 @@ def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice)
     assert seen.counts[2].tolist() == [0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
     assert seen.prompt[2].nonzero().flatten().tolist() == [4, 6]
     assert (seen.counts[3] == 5).all()  # not penalised: its rows are nobody's business
+
+
+# ---- plans of attention ----
+
+
+def chunked(step: int, tokens: int, *, role: str = "prefill") -> LaunchSpec:
+    """A captured step of a chunk of so many tokens."""
+    spec = prefill_step(step, (Chunk(3, 0, tuple(range(tokens)), last=True),))
+    return spec._replace(role=role, padded_tokens=tokens)
+
+
+def entries_of(spec: LaunchSpec) -> npt.NDArray[np.int32]:
+    """As many as the step has tokens, each with the step's number."""
+    entries_X4 = np.full((spec.padded_tokens, 4), spec.step, np.int32)
+    entries_X4[:, 1] = np.arange(spec.padded_tokens)
+    return entries_X4
+
+
+def attention_of(device: TwinDevice, staging: Staging, role: str = "prefill") -> Tensor:
+    """Where that role's plans are put."""
+    place_E4 = device.zeros(70, 4, dtype=torch.int32)
+    staging.bring_attention_plans(role, lambda spec: entries_of(spec) if spec.padded_tokens else None, place_E4)
+    return place_E4
+
+
+def test_plans_of_attention_travel_in_the_copy_of_everything_else(device: TwinDevice) -> None:
+    _, staging = make_staging(device)
+    run(device, staging, chunked(1, 40))
+    alone = staging.counters.host_to_device_bytes
+    place_E4 = attention_of(device, staging)
+    run(device, staging, chunked(2, 40))
+    assert staging.counters.copies == 2
+    assert staging.counters.host_to_device_bytes == 2 * alone + 16 * 40
+    assert place_E4[:40].tolist() == [[2, i, 2, 2] for i in range(40)]
+    assert not place_E4[40:].any()
+    run(device, staging, chunked(3, 7))
+    assert place_E4[:, 0].tolist() == [3] * 7 + [2] * 33 + [0] * 30, "only what the step's launch reads"
+
+
+def test_plans_of_attention_are_put_where_their_role_reads_them(device: TwinDevice) -> None:
+    _, staging = make_staging(device)
+    places = {role: attention_of(device, staging, role) for role in ("prefill", "mixed window of 4")}
+    run(device, staging, chunked(1, 5))
+    run(device, staging, chunked(2, 5, role="mixed window of 4"))
+    run(device, staging, chunked(3, 5, role="somebody without plans"))
+    assert [int(place_E4.max()) for place_E4 in places.values()] == [4, 4]
+    assert [int(place_E4[0, 0]) for place_E4 in places.values()] == [1, 2]
+
+
+def test_steps_that_read_no_plan_of_attention_bring_none(device: TwinDevice) -> None:
+    _, staging = make_staging(device)
+    place_E4 = attention_of(device, staging)
+    launched = chunked(1, 40)._replace(padded_tokens=0)
+    run(device, staging, launched)
+    run(device, staging, decode_step(2, (3,)))
+    assert not place_E4.any()
+
+
+def test_the_ring_has_room_for_the_longest_plan_of_attention(device: TwinDevice) -> None:
+    _, staging = make_staging(device, max_prefill_tokens=70_000)
+    place_E4 = device.zeros(70_000, 4, dtype=torch.int32)
+    staging.bring_attention_plans("prefill", entries_of, place_E4)
+    for step in range(5):
+        run(device, staging, chunked(step, 70_000))
+    assert (staging.counters.growths, int(place_E4[-1, 0])) == (0, 4)
+
+
+@pytest.mark.parametrize("slow", ["stage", "compute"])
+def test_every_step_reads_its_own_plan_of_attention(slow: str) -> None:
+    """However slow a stream is: the last one is overwritten when the step before has read it, and no sooner."""
+    with TwinDevice() as device:
+        _, staging = make_staging(device, entries=2)
+        place_E4 = attention_of(device, staging)
+        device.stream(slow).slow(0.0003)
+        seen = torch.zeros(HISTORY, 64, dtype=torch.int32)
+
+        def read(step: int, tokens: int) -> None:
+            seen[step, :tokens] = place_E4[:tokens, 0]
+
+        sizes = [1 + step * 29 % 64 for step in range(HISTORY)]
+        for step, tokens in enumerate(sizes):
+            staged = staging.stage(chunked(step, tokens))
+            assert staged is not None
+            staging.apply(staged)
+            device.compute.submit(partial(read, step, tokens))
+        device.synchronize()
+    assert seen.tolist() == [[step] * tokens + [0] * (64 - tokens) for step, tokens in enumerate(sizes)]
+
+
+def test_a_plan_of_attention_without_room_is_refused_and_changes_nothing(device: TwinDevice) -> None:
+    _, staging = make_staging(device)
+
+    def refused(spec: LaunchSpec) -> npt.NDArray[np.int32]:
+        if spec.padded_tokens > 5:
+            raise ValueError("there is room for 5")
+        return entries_of(spec)
+
+    place_E4 = device.zeros(5, 4, dtype=torch.int32)
+    staging.bring_attention_plans("prefill", refused, place_E4)
+    with pytest.raises(ValueError, match="there is room for 5"):
+        staging.stage(chunked(1, 6))
+    assert staging.counters.copies == 0
+    run(device, staging, chunked(2, 5))
+    assert place_E4[:, 0].tolist() == [2] * 5
 
 
 # ---- plans that cannot be staged ----
