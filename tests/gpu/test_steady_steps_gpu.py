@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from models.kernels.interface import PrefillWanted
 from runtime.engine import Engine
@@ -17,7 +18,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.request import Request
 from tests.gpu.steady_steps import check_mixed, count_steady_steps, counting, shown
 from tests.gpu.test_device_gpu import no_synchronisation
-from tests.gpu.test_engine_gpu import PREFILLS, gpu_rig
+from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_speculation_gpu import LIMITS, SHAPES, ngram
 from tests.runtime.engine.rig import request, run
 
@@ -47,17 +48,19 @@ def arriving(first: int) -> tuple[list[Request], dict[int, Request]]:
     return requests, later
 
 
-@pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("layers", SHAPES)
+@pytest.mark.parametrize(
+    ("layers", "prefill"), [*((layers, "triton") for layers in SHAPES), ("attention", "flashinfer")]
+)
 def test_steps_with_chunks_are_two_launches_or_three(layers: str, width: int, prefill: PrefillWanted) -> None:
-    """Beside windows three. The second time nothing is captured or compiled any more."""
+    """Beside windows three. The second time nothing is captured or compiled any more. FlashInfer has no float32."""
     requests, later = arriving(0)
     kinds = SamplingVariant(), SamplingVariant.covering([one.sampling for one in (*requests, *later.values())])
     how: dict[str, Any] = LIMITS | CAPTURED | {"variants": kinds, "prefix_caching": False}
     how |= {"shape": SHAPES[layers]} if SHAPES[layers] else {}
     how |= ngram(width, 100) if width > 1 else {}
-    with gpu_rig(prefill, depth=2, **how) as engine:
+    how |= {"prefill": prefill, "dtype": torch.float32 if prefill == "triton" else torch.bfloat16}
+    with gpu_rig(depth=2, **how) as engine:
 
         def live(requests: list[Request], later: dict[int, Request]) -> None:
             def arrive(engine: Engine, turn: int) -> None:
