@@ -1,13 +1,17 @@
-"""engine.counters names everything that the scheduler counts."""
+"""engine.counters names everything that the scheduler counts, and docs/observability.md explains each name."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine.lives import prompt
 from tests.runtime.engine.rig import request, rig, run
+
+OBSERVABILITY = Path(__file__).resolve().parents[2] / "docs/observability.md"
 
 
 def test_every_counter_of_the_scheduler_is_one_of_the_engine() -> None:
@@ -28,3 +32,14 @@ def test_every_counter_of_the_scheduler_is_one_of_the_engine() -> None:
             "finished{rejected}": 0,
         }
         assert counted["admissions"] == 3
+
+
+def test_every_counter_of_the_engine_is_explained() -> None:
+    """In a row of a table, with or without a label; which labels there are, other tests say."""
+    rows = [line for line in OBSERVABILITY.read_text().splitlines() if line.startswith("| `")]
+    explained = {name for row in rows for name in re.findall(r"`(\w+)(?:{\w+})?`", row.split("|")[1])}
+    with rig(depth=1) as engine:
+        run(engine, [request(0, prompt(5), max_tokens=3)])
+        counted = {name.partition("{")[0] for name in engine.counters}
+    assert len(counted) > 50
+    assert counted - explained == set()
