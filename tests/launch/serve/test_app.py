@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,22 +142,25 @@ def test_a_stop_string_ends_the_answer_where_it_stands_and_the_engine_s_row() ->
     run(body, ServedFake(pause=0.001))
 
 
-def leave_at_once(gone: asyncio.Event, data: bytes) -> None:
-    gone.set()
-
-
 def test_a_client_that_leaves_cancels_its_request() -> None:
+    """The engine stands still from the moment when the client leaves until the server has noticed."""
+
     async def body(client: Client) -> None:
         for stream in (True, False):
             gone = asyncio.Event()
+
+            def leave(data: bytes = b"", gone: asyncio.Event = gone) -> None:
+                client.fake.hold.set()
+                gone.set()
+
             asked = {"prompt": PROMPT, "max_tokens": 400, "seed": 1, "n": 3, "stream": stream, "ignore_eos": True}
-            leave = partial(leave_at_once, gone)
             call = client.call("POST", "/v1/completions", json.dumps(asked).encode(), {}, gone, leave)
             task = asyncio.ensure_future(call)
             await client.until(lambda: client.engine.live == 3)
             if not stream:
-                gone.set()
+                leave()
             await task
+            client.fake.hold.clear()
             await client.until(lambda: client.engine.live == 0 and client.server.live == 0)
         assert client.fake.ended.count(FinishReason.CANCELLED) >= 4
         assert client.server.disconnected >= 4
