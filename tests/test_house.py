@@ -100,6 +100,9 @@ FORBIDDEN_ATTRIBUTES = re.compile(
     r"(send|recv)_pyobj|(send|recv|broadcast|scatter|gather|all_gather)_object(_list)?|object_(to|from)_tensor"
 )
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle"}
+SPECS_ARE_MADE_IN = "runtime/execute/launch_spec.py"
+LAUNCH_PATH = ("runtime/execute/executor.py", "Executor.launch")
+A_SCREEN = 40  # lines
 EMPTY_NAMES = {"util", "utils", "common", "misc", "helper", "helpers", "types"}
 MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(work|root|home)(?=[/\s\"'`:;,)]|$)", re.MULTILINE)
 
@@ -340,6 +343,26 @@ def silent_files(files: dict[str, ast.Module]) -> list[str]:
     return silent
 
 
+def specs_made_elsewhere(files: dict[str, ast.Module]) -> list[str]:
+    """Where a LaunchSpec is made that no resolver made, tests aside, as ``path:line``."""
+    found = []
+    for path, tree in files.items():
+        if path.split("/")[0] not in LAYERS or path == SPECS_ARE_MADE_IN:
+            continue
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        makers = ("LaunchSpec", "LaunchSpec._make")
+        found += [f"{path}:{call.lineno}" for call in calls if dotted(call.func).endswith(makers)]
+    return found
+
+
+def lines_of(tree: ast.Module, name: str) -> int:
+    """Of the method ``Class.method``, its signature and docstring included; KeyError where there is none."""
+    owner, method = name.split(".")
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    methods = {node.name: node for node in classes[owner].body if isinstance(node, ast.FunctionDef)}
+    return (methods[method].end_lineno or 0) - methods[method].lineno + 1
+
+
 def lines_with_machine_paths(text: str) -> list[int]:
     return [text.count("\n", 0, match.start()) + 1 for match in MACHINE_PATH.finditer(text)]
 
@@ -385,6 +408,15 @@ def test_nothing_runs_code_found_in_data() -> None:
 
 def test_every_file_says_what_it_knows() -> None:
     assert silent_files(python_files()) == []
+
+
+def test_a_launch_spec_is_made_by_the_resolver_alone() -> None:
+    assert specs_made_elsewhere(python_files()) == []
+
+
+def test_the_launch_of_a_step_fits_on_a_screen() -> None:
+    path, name = LAUNCH_PATH
+    assert lines_of(python_files()[path], name) <= A_SCREEN
 
 
 def test_names_say_what_they_hold() -> None:
@@ -569,6 +601,26 @@ def test_what_only_looks_like_it_is_fine() -> None:
 def test_a_silent_file_is_found() -> None:
     files = {"models/x.py": ast.parse('"""Layers."""'), "models/y.py": ast.parse('"""Knows: shapes."""')}
     assert silent_files(files) == ["models/x.py"]
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("launch/bench/x.py", "spec = LaunchSpec(plan, kind, role, 8)", 1),
+        ("runtime/execute/executor.py", "launch_spec.LaunchSpec(*fields)", 1),
+        ("runtime/engine.py", "LaunchSpec._make(fields)", 1),
+        ("runtime/engine.py", "spec: LaunchSpec = executor.resolve(plan)", 0),
+        ("runtime/execute/launch_spec.py", "LaunchSpec(plan, kind, role, 8)", 0),
+        ("tests/gpu/x.py", "LaunchSpec(plan, kind, role, 8)", 0),
+    ],
+)
+def test_a_spec_that_no_resolver_made_is_found(path: str, source: str, found: int) -> None:
+    assert len(specs_made_elsewhere({path: ast.parse(source)})) == found
+
+
+def test_lines_of_a_method_are_counted() -> None:
+    source = "class A:\n    def f(self):\n        x = (\n            1\n        )\n\n    def g(self):\n        pass"
+    assert [lines_of(ast.parse(source), name) for name in ("A.f", "A.g")] == [4, 2]
 
 
 def test_a_machine_path_is_found() -> None:

@@ -7,14 +7,12 @@ Does not know: engines that run, what a graph holds. It is used when nothing is 
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
 
 from launch.bench.session import Lengths
 from launch.bench.trace import BenchError
 from launch.bench.workload import greedy
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
 SETTLING_STEPS = 16  # decode steps after the prefill that are no steady chain yet
@@ -33,7 +31,7 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     """
     executor = engine.executor
     plan = replay_plan(engine, lengths, batch)
-    spec = replay_spec(engine, plan, SamplingVariant.covering([greedy(lengths.output)]))
+    spec = replay_spec(engine, plan)
     graph = executor.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
     steps = lengths.output - 1
     skipped = settling(steps)
@@ -59,12 +57,10 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     return statistics.median(found)
 
 
-def replay_spec(engine: Engine, plan: StepPlan, variant: SamplingVariant) -> LaunchSpec:
-    """As the executor would launch ``plan``, whose requests no scheduler knows."""
-    buckets = engine.config.decode_buckets
-    bucket = buckets[bisect_left(buckets, len(plan.slots))]
-    rows = bucket if engine.config.data_parallel > 1 else 0
-    return LaunchSpec(plan, plan.kind, engine.executor.decode.name, bucket, variant, exchange_rows=rows)
+def replay_spec(engine: Engine, plan: StepPlan) -> LaunchSpec:
+    """As the executor would launch ``plan``, whose requests no scheduler knows; every group has such a plan."""
+    agreed = engine.executor.needs(plan) if engine.config.data_parallel > 1 else None
+    return engine.executor.resolve(plan, agreed)
 
 
 def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:

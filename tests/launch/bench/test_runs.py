@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from launch.bench.anatomy import TurnClock
-from launch.bench.replay import replay_ms, replay_plan, settling
+from launch.bench.replay import replay_ms, replay_plan, replay_spec, settling
 from launch.bench.results import request_rows, vllm_figures
 from launch.bench.session import Lengths, StepTimings
 from launch.bench.throughput import saturation
@@ -15,6 +17,8 @@ from launch.bench.trace import BenchError, DecodeStep, check_complete, run_reque
 from launch.bench.workload import greedy, random_prompts
 from runtime.execute.result_reader import StepTiming
 from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.schedule.plan import StepKind
+from tests.runtime.engine.lives import Launches, Life
 from tests.runtime.engine.rig import VOCABULARY, rig
 
 
@@ -198,6 +202,26 @@ def test_a_replay_is_a_live_decode_of_the_steady_lengths() -> None:
         assert columns.finished[:5].tolist() == [columns.finished[0].item(), 0, 0, 0, columns.finished[4].item()]
         blocks = engine.executor.tables.block_table_SP[1:4, :4].flatten().tolist()
         assert blocks == list(range(1, 13))
+
+
+def test_a_replay_is_launched_as_the_engine_launches_such_rows() -> None:
+    life = Life()
+    with rig(rows=4, buckets=(1, 2, 4), observe=Launches(life)) as engine:
+        run_requests(EngineClient(engine, text=False), random_prompts(2, 10, 21, VOCABULARY, seed=1))
+        live = next(spec for spec in life.specs if len(spec.plan.slots) == 2 and spec.kind is StepKind.DECODE)
+        found = replay_spec(engine, replay_plan(engine, Lengths(10, 21), 2))
+        assert found == live._replace(plan=found.plan)
+        assert found.bucket == 2, "not the largest"
+
+
+def test_a_replay_in_groups_exchanges_what_all_of_them_bring() -> None:
+    """Each has two of three rows: without the exchange of the others, another graph would be timed."""
+    with rig(rows=4, buckets=(1, 2, 4)) as engine:
+        config = replace(engine.config, data_parallel=2, expert_parallel=True)
+        grouped = cast(Any, SimpleNamespace(config=config, executor=engine.executor))
+        plan = replay_plan(grouped, Lengths(10, 21), 3)
+        found = replay_spec(grouped, plan)
+    assert (len(plan.slots), found.bucket, found.exchange_rows, found.shared_bucket) == (2, 2, 2, 2)
 
 
 def test_a_replay_that_does_not_fit_is_refused() -> None:

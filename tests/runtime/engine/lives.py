@@ -77,8 +77,8 @@ class Life:
         self.gained.append(sums)
 
 
-class _Plans(StepObserver):
-    """Keeps every plan, and how it was launched."""
+class Launches(StepObserver):
+    """Keeps every plan, and how it was launched: as the value that was planned, which no copy replaces."""
 
     def __init__(self, life: Life) -> None:
         super().__init__()
@@ -89,6 +89,8 @@ class _Plans(StepObserver):
         super().launch(plan, break_reason)
 
     def resolved(self, spec: LaunchSpec) -> None:
+        planned = self._life.plans[-1]
+        assert planned is None or spec.plan is planned, "a group without a plan launches one without rows"
         self._life.specs.append(spec)
         super().resolved(spec)
 
@@ -122,7 +124,7 @@ def live(
         if act is not None:
             act(engine, turn)
 
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": _Plans(life)}
+    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": Launches(life)}
     with (over or rig)(depth=depth, **(exact | limits)) as engine:
         life.finished = run(engine, requests, turn_begins, life.watch)
         assert not arriving, "everything was over before the last request arrived"

@@ -13,7 +13,8 @@ from zlib import crc32
 import pytest
 
 from runtime.engine import Engine
-from runtime.schedule.plan import StepKind
+from runtime.schedule.plan import StepKind, StepPlan
+from runtime.schedule.planner import Planned, Planner
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.states import State
 from tests.runtime.engine.conftest import HYBRIDS, long, over_model, over_models
@@ -433,6 +434,25 @@ def drawn_life(seed: int, depth: int) -> Life:
     life = live(drawn.first, drawn.act, depth=depth, later=drawn.later, **drawn.limits)
     same(life, oracle(drawn.requests), but=[i for i in drawn.cut if life.answers[i][1] is CANCELLED])
     return life
+
+
+def test_a_plan_is_launched_as_it_was_digested(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner folds what it decides and returns it. From there to the device it is one value, never another."""
+    made: list[StepPlan | None] = []
+    plan = Planner.plan
+
+    def kept(planner: Planner) -> Planned | None:
+        planned = plan(planner)
+        made.append(None if planned is None else planned[0])
+        return planned
+
+    monkeypatch.setattr(Planner, "plan", kept)
+    drawn = random_life(4)
+    life = live(drawn.first, drawn.act, depth=depth, later=drawn.later, **drawn.limits)
+    assert {type(plan) for plan in made} == {StepPlan, type(None)}
+    assert all(told is one for told, one in zip(life.plans, made, strict=True))
+    launched, real = [spec.plan for spec in life.specs], [one for one in made if one is not None]
+    assert all(its is one for its, one in zip(launched, real, strict=True))
 
 
 def test_random_lives(seed: int) -> None:
