@@ -212,7 +212,8 @@ def test_no_step_synchronises(family: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_window_takes_in_what_is_kept(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
-    """State is as it was while a window is looked at, and then that of the tokens that were kept."""
+    """State is as it was while a window is looked at, and then that of the tokens that were kept, in the same bits
+    where the others are NaN."""
     case = DeltaCase(4, 8, 128, 128, (40, 40), dtype, device=DEVICE)
     made, single = case.made(), case.made()
     slots_B = torch.tensor([2, 0, 1], device=DEVICE)
@@ -223,14 +224,23 @@ def test_a_window_takes_in_what_is_kept(kernels: NvidiaKernels, dtype: torch.dty
         starts = (at[1], 0, at[0])
         positions_T = torch.cat([torch.arange(start, start + width, device=DEVICE) for start in starts])
         before = made.window_SJC[1:3].clone(), made.state_SHVK[1:3].clone()
-        given = (torch.cat(parts), made.weight_CJ, made.window_SJC, made.rule, made.state_SHVK)
-        kernels.conv_gated_delta(*given, StateRows(slots_B, frozen=True), positions_T)
+        projected_TX = torch.cat(parts)
+        given = (made.weight_CJ, made.window_SJC, made.rule, made.state_SHVK)
+        kernels.conv_gated_delta(projected_TX, *given, StateRows(slots_B, frozen=True), positions_T)
         assert torch.equal(made.window_SJC[1:3], before[0])
         assert torch.equal(made.state_SHVK[1:3], before[1])
         kept_B = torch.tensor([kept[1], 0, kept[0]], dtype=torch.int32, device=DEVICE)
-        kernels.conv_gated_delta(*given, StateRows(slots_B, kept_B=kept_B), positions_T)
+        rows = StateRows(slots_B, kept_B=kept_B)
+        refused_T = (torch.arange(width, device=DEVICE) >= kept_B[:, None]).flatten()
+        window_SJC, state_SHVK = made.window_SJC.clone(), made.state_SHVK.clone()
+        kernels.conv_gated_delta(projected_TX, made.weight_CJ, window_SJC, made.rule, state_SHVK, rows, positions_T)
+        poisoned_TX = projected_TX.masked_fill(refused_T[:, None], float("nan"))
+        kernels.conv_gated_delta(poisoned_TX, *given, rows, positions_T)
+        assert bool(made.state_SHVK[1:3].isfinite().all())
+        assert torch.equal(made.window_SJC[1:3], window_SJC[1:3])
+        assert torch.equal(made.state_SHVK[1:3], state_SHVK[1:3])
         for sequence, count in enumerate(kept):
-            rows = torch.tensor([sequence + 1], device=DEVICE)
+            slot = torch.tensor([sequence + 1], device=DEVICE)
             for position in range(at[sequence], at[sequence] + count):
                 REFERENCE.conv_gated_delta(
                     single.projected[sequence][position : position + 1],
@@ -238,7 +248,7 @@ def test_a_window_takes_in_what_is_kept(kernels: NvidiaKernels, dtype: torch.dty
                     single.window_SJC,
                     single.rule,
                     single.state_SHVK,
-                    StateRows(rows),
+                    StateRows(slot),
                     torch.tensor([position], device=DEVICE),
                 )
             at[sequence] += count

@@ -91,7 +91,8 @@ def check_ghosts() -> None:
 
 
 def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> None:
-    """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
+    """State as it was while a window is looked at; then only the tokens that are kept are taken in, in the same bits
+    where the others are NaN."""
     window, state = banks(weights, torch.float32)
     window[1:4], state[1:4] = 0, 0
     mine, theirs = (window.clone(), state.clone()), (window.clone(), state.clone())
@@ -102,6 +103,7 @@ def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, 
         places = [(0, at[0]), (1, at[1]), (0, 0), (2, at[2])]
         projected = torch.cat([sequences[number][start : start + size] for number, start in places])
         projected[2 * size : 3 * size] = math.nan
+        refused = (torch.arange(size) >= counts[:, None]).view(-1, 1)
         positions = torch.cat([torch.arange(start, start + size) for _, start in places])
         found = []
         for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_form, mine)):
@@ -110,7 +112,12 @@ def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, 
             found.append(out.view(4, size, -1)[[0, 1, 3]])
             assert torch.equal(windows[1:4], before[0][1:4])
             assert torch.equal(states[1:4], before[1][1:4])
-            run(projected, weights, windows, states, StateRows(slots, kept_B=counts), positions)
+            real, rows = (windows.clone(), states.clone()), StateRows(slots, kept_B=counts)
+            run(projected, weights, *real, rows, positions)
+            run(projected.masked_fill(refused, math.nan), weights, windows, states, rows, positions)
+            for bank, expected in zip((windows, states), real, strict=True):
+                assert bank[1:4].isfinite().all()
+                assert torch.equal(bank[1:4], expected[1:4])
         check(found[1], found[0], 1e-5, "a window")
         for number, (start, count) in enumerate(zip(at, kept, strict=True)):
             for position in range(start, start + count):
@@ -210,7 +217,7 @@ def main() -> None:
     check_step(alone, torch.float32, 32)
     check_scan(alone, torch.float32, 30, 16, 16)
     check_ghosts()
-    few = (5, (5, 0, 2)), (3, (1, 3, 1)), (7, (2, 6, 7))
+    few = (5, (5, 0, 2)), (3, (1, 3, 1)), (2, (1, 2, 0)), (7, (2, 6, 7))
     check_windows(random_weights(4, 12, 2, 10, 4, torch.float32), few)
     check_windows(random_weights(1, 12, 1, 10, 4, torch.float32), ((32, (5, 32, 0)), (33, (33, 1, 17))))
     for dtype in TOLERANCE:

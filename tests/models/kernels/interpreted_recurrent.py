@@ -136,7 +136,8 @@ def windows() -> None:
 
 
 def check_windows(case: DeltaCase, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> None:
-    """State as it was while a window is looked at; then only the tokens that are kept are taken in."""
+    """State as it was while a window is looked at; then only the tokens that are kept are taken in, in the same bits
+    where the others are NaN."""
     kernels = InterpretedRecurrent()
     made = [case.made(), case.made()]
     at = [0, 0, 0]
@@ -145,17 +146,27 @@ def check_windows(case: DeltaCase, sizes: Sequence[tuple[int, tuple[int, int, in
         starts = [at[0], at[1], 0, at[2]]
         of_row = zip((0, 1, 0, 2), starts, strict=True)
         projected_TX = torch.cat([made[0].projected[sequence][start : start + width] for sequence, start in of_row])
+        projected_TX[2 * width : 3 * width] = float("nan")  # nobody's
+        refused_T = (torch.arange(width) >= kept_B[:, None]).flatten()
         positions_T = torch.cat([torch.arange(start, start + width) for start in starts])
         found = []
         for k, m in zip((REFERENCE, kernels), made, strict=True):
-            before = [bank[1:4].clone() for bank in (m.window_SJC, m.state_SHVK)]
-            given = (projected_TX, m.weight_CJ, m.window_SJC, m.rule, m.state_SHVK)
-            out = k.conv_gated_delta(*given, StateRows(slots_B, frozen=True), positions_T)
+            banks = (m.window_SJC, m.state_SHVK)
+            before = [bank[1:4].clone() for bank in banks]
+            given = (m.weight_CJ, banks[0], m.rule, banks[1])
+            out = k.conv_gated_delta(projected_TX, *given, StateRows(slots_B, frozen=True), positions_T)
             found.append(out.view(4, width, -1)[[0, 1, 3]])
-            assert torch.equal(m.window_SJC[1:4], before[0])
-            assert torch.equal(m.state_SHVK[1:4], before[1])
+            assert torch.equal(banks[0][1:4], before[0])
+            assert torch.equal(banks[1][1:4], before[1])
+            real = [bank.clone() for bank in banks]
+            rows = StateRows(slots_B, kept_B=kept_B)
             with patch.object(gates, "gated_norm_", None):  # nobody reads a result now: none is normed
-                k.conv_gated_delta(*given, StateRows(slots_B, kept_B=kept_B), positions_T)
+                k.conv_gated_delta(projected_TX, m.weight_CJ, real[0], m.rule, real[1], rows, positions_T)
+                poisoned_TX = projected_TX.masked_fill(refused_T[:, None], float("nan"))
+                k.conv_gated_delta(poisoned_TX, *given, rows, positions_T)
+            for bank, expected in zip(banks, real, strict=True):
+                assert bool(bank[1:4].isfinite().all())
+                assert torch.equal(bank[1:4], expected[1:4])
         close(found[1], found[0], "a window")
         at = [start + count for start, count in zip(at, kept, strict=True)]
         assert torch.equal(made[0].window_SJC[1:4], made[1].window_SJC[1:4])
