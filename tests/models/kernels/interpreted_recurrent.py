@@ -153,8 +153,8 @@ def check_windows(case: DeltaCase, sizes: Sequence[tuple[int, tuple[int, int, in
         for k, m in zip((REFERENCE, kernels), made, strict=True):
             banks = (m.window_SJC, m.state_SHVK)
             before = [bank[1:4].clone() for bank in banks]
-            given = (m.weight_CJ, banks[0], m.rule, banks[1])
-            out = k.conv_gated_delta(projected_TX, *given, StateRows(slots_B, frozen=True), positions_T)
+            its = m.weight_CJ, banks[0], m.rule, banks[1]
+            out = k.conv_gated_delta(projected_TX, *its, StateRows(slots_B, frozen=True), positions_T)
             found.append(out.view(4, width, -1)[[0, 1, 3]])
             assert torch.equal(banks[0][1:4], before[0])
             assert torch.equal(banks[1][1:4], before[1])
@@ -163,7 +163,7 @@ def check_windows(case: DeltaCase, sizes: Sequence[tuple[int, tuple[int, int, in
             with patch.object(gates, "gated_norm_", None):  # nobody reads a result now: none is normed
                 k.conv_gated_delta(projected_TX, m.weight_CJ, real[0], m.rule, real[1], rows, positions_T)
                 poisoned_TX = projected_TX.masked_fill(refused_T[:, None], float("nan"))
-                k.conv_gated_delta(poisoned_TX, *given, rows, positions_T)
+                k.conv_gated_delta(poisoned_TX, *its, rows, positions_T)
             for bank, expected in zip(banks, real, strict=True):
                 assert bool(bank[1:4].isfinite().all())
                 assert torch.equal(bank[1:4], expected[1:4])
