@@ -151,6 +151,11 @@ class Kernels(Protocol):
         """Why prefill attention runs in a slower implementation than the usual one; None where it does not."""
         return None
 
+    @property
+    def slower_products(self) -> Mapping[str, str]:
+        """Why matrix products may run in slower kernels than the usual ones, by the name of what takes their place."""
+        return {}
+
     def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
         """Of a rank that holds the rows of ids [first, first + held): those of ``ids_T`` (int64), zeros for ids of
         other ranks, [T, N].

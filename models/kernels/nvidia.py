@@ -11,7 +11,7 @@ current one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -337,6 +337,10 @@ class NvidiaKernels(Kernels):
     @property
     def slower_prefill(self) -> str | None:
         return self._prefill.slower
+
+    @property
+    def slower_products(self) -> Mapping[str, str]:
+        return self.matmul.slower
 
     def prefill_wave(self, heads: int, head_dim: int) -> tuple[int, int]:
         return self._prefill.wave(heads, head_dim)

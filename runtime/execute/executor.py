@@ -394,8 +394,9 @@ class Executor:
 
     def _count_standing_fallbacks(self) -> None:
         """Those that every step takes from now on, counted once; of prefill attention each step is counted."""
-        standing = {**self._config.slower, "nccl_all_reduce": self._model.collectives.slower}
-        standing["torch_kernels"] = self._model.kernels.slower
+        kernels = self._model.kernels
+        standing = {**self._config.slower, **kernels.slower_products, "torch_kernels": kernels.slower}
+        standing["nccl_all_reduce"] = self._model.collectives.slower
         for name, reason in standing.items():
             if reason is not None:
                 self.fallbacks.take(name, reason)

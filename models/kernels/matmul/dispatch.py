@@ -42,7 +42,8 @@ MAX_PUSHED_ROWS = 32  # on two H200s steps of 128 and 256 rows got longer by pus
 class MatmulDispatch:
     """Matrix products of one device and one stream, each by the kernel that the choice table has for its shape.
 
-    ``choices`` overrules the shipped table. Takes 128 MiB of device memory for workspaces.
+    ``choices`` overrules the shipped table. ``slower``: see ``Kernels.slower_products``. Takes 128 MiB of device memory
+    for workspaces.
     """
 
     def __init__(self, device: torch.device, traits: DeviceTraits, choices: ChoiceTable | None = None) -> None:
@@ -53,9 +54,18 @@ class MatmulDispatch:
         if choices is not None:
             self.choices.update(choices)
         self._resolved: dict[LinearShape, Choice] = {}  # choices, looked up once a shape
-        self._lt = _open_cublaslt(device)
+        self.slower: dict[str, str] = {}
+        self._lt = self._open_cublaslt()
         self._partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
         self._counters = torch.zeros(skinny.COUNTERS, dtype=torch.int32, device=device)
+
+    def _open_cublaslt(self) -> CublasLtLinear | None:
+        try:
+            return CublasLtLinear(self.device)
+        except (OSError, CublasLtError) as error:
+            log.warning("products by cuBLASLt's algorithms are not available, cuBLAS does them: %s", error)
+            self.slower["cublas_products"] = f"products by cuBLASLt's algorithms are not available: {error}"
+            return None
 
     # The operations below are those of the Kernels protocol (models/kernels/interface.py).
 
@@ -161,6 +171,7 @@ class MatmulDispatch:
                 choice, us = autotune.fastest(shape, tried, self.runner(shape), self.device)
             except RuntimeError as error:
                 log.warning("%s: not measured, its default kernel stays: %s", shape.key, error)
+                self.slower["untuned_products"] = f"not all could be measured; the last was {shape.key}: {error}"
                 continue
             log.info("%s: %s, %.1f us", shape.key, choice, us)
             kept.put(shape, choice)
@@ -387,14 +398,6 @@ class MatmulDispatch:
             prefetch=choice.prefetch,
             pdl=self.pdl,
         )
-
-
-def _open_cublaslt(device: torch.device) -> CublasLtLinear | None:
-    try:
-        return CublasLtLinear(device)
-    except (OSError, CublasLtError) as error:
-        log.warning("products by cuBLASLt's algorithms are not available, cuBLAS does them: %s", error)
-        return None
 
 
 def slice_rows(rows: int) -> int:

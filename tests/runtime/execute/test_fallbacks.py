@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -105,16 +105,20 @@ def test_prefills_that_were_to_be_captured_and_are_not_are_counted() -> None:
         assert counted["fallbacks{torch_kernels}"] == 1
 
 
+class UntunedProducts(ReferenceKernels):
+    slower_products: ClassVar[dict[str, str]] = {"untuned_products": "out of memory"}
+
+
 class Standing:
     """What an executor looks at, at the end of its start-up, on a GPU."""
 
     _count_standing_fallbacks = Executor._count_standing_fallbacks
 
-    def __init__(self, *, slower: dict[str, str], mixes: bool) -> None:
+    def __init__(self, *, slower: dict[str, str], mixes: bool, kernels: ReferenceKernels | None = None) -> None:
         self.fallbacks = Fallbacks()
         self.mixes = mixes
         self._config = SimpleNamespace(slower=slower, mixed=True)
-        self._model = SimpleNamespace(collectives=SingleRank(), kernels=ReferenceKernels())
+        self._model = SimpleNamespace(collectives=SingleRank(), kernels=kernels or ReferenceKernels())
         self.device = SimpleNamespace(torch_device=torch.device("cuda"))
         self.tables = SimpleNamespace(columns=SimpleNamespace(records=torch.zeros(1)))  # of a CPU: no Triton there
         cast(Any, self)._count_standing_fallbacks()
@@ -124,6 +128,8 @@ def test_what_stands_is_counted_by_what_takes_its_place() -> None:
     found = Standing(slower={"nccl_exchange": "the ranks are on several nodes"}, mixes=False)
     assert found.fallbacks.counts == {"nccl_exchange": 1, "separate_prefill": 1, "torch_sampling": 1}
     assert Standing(slower={}, mixes=True).fallbacks.counts == {"torch_sampling": 1}
+    found = Standing(slower={}, mixes=True, kernels=UntunedProducts())
+    assert found.fallbacks.counts == {"untuned_products": 1, "torch_sampling": 1}
 
 
 @pytest.mark.parametrize("slower", ["exchanges go through NCCL", None])

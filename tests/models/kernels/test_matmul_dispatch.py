@@ -1,0 +1,86 @@
+"""Where matrix products take slower kernels than the usual ones, the dispatcher says why. No GPU needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
+from models.kernels.matmul.cublaslt import CublasLtError
+from models.kernels.traits import H200
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+dispatch = importlib.import_module("models.kernels.matmul.dispatch")
+nvidia = importlib.import_module("models.kernels.nvidia")
+
+SHAPES = [LinearShape(8, outputs, 512, torch.bfloat16) for outputs in (256, 384, 512)]
+
+
+class Lt:
+    """A cuBLASLt that opens, and knows no algorithm."""
+
+    version = 130_100
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def algorithms(self, *shape: object, most: int) -> list[str]:
+        return []
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a dispatcher without a shipped table, over a cuBLASLt that ``fails`` to open, or opens."""
+
+    def made(fails: Exception | None = None) -> Any:
+        def opened(device: torch.device) -> Lt:
+            if fails is not None:
+                raise fails
+            return Lt(device)
+
+        monkeypatch.setattr(dispatch, "CublasLtLinear", opened)
+        monkeypatch.setattr(dispatch, "shipped_choices", lambda device: ChoiceTable())
+        return dispatch.MatmulDispatch(torch.device("meta"), H200)
+
+    return made
+
+
+def slower(matmul: Any) -> dict[str, str]:
+    """As the executor asks for it, to count it (tests/runtime/execute/test_fallbacks.py)."""
+    kernels = object.__new__(nvidia.NvidiaKernels)
+    kernels.matmul = matmul
+    return dict(kernels.slower_products)
+
+
+@pytest.mark.parametrize("fails", [OSError("libcublasLt.so.13: no such file"), CublasLtError("cublasLtCreate: 1")])
+def test_without_cublaslt_cublas_stands_in_and_says_why(products: Any, fails: Exception) -> None:
+    found = slower(products(fails))
+    assert found.keys() == {"cublas_products"}
+    assert str(fails) in found["cublas_products"]
+
+
+def test_what_cannot_be_measured_is_told_and_what_can_is_measured(
+    products: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fastest(shape: LinearShape, *_: object) -> tuple[Choice, float]:
+        if shape.outputs == 384:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Blas(), 3.0
+
+    monkeypatch.setattr(dispatch.autotune, "fastest", fastest)
+    matmul = products()
+    assert slower(matmul) == {}
+    assert matmul.tune(SHAPES, quick=True) == 2
+    found = slower(matmul)
+    assert found.keys() == {"untuned_products"}
+    assert SHAPES[1].key in found["untuned_products"]
+    assert "out of memory" in found["untuned_products"]
+
+
+def test_usual_kernels_are_no_fallback(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch.autotune, "fastest", lambda *_: (Blas(), 3.0))
+    matmul = products()
+    assert matmul.tune(SHAPES, quick=True) == 3
+    assert slower(matmul) == {}
