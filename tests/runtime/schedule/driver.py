@@ -6,6 +6,7 @@ Knows: the order submit, plan, launch, land. Does not know: what a test wants to
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Unpack
 
 from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
@@ -59,7 +60,7 @@ class Driver:
     def admit(
         self,
         request_id: int,
-        prompt: int | tuple[int, ...] = 3,
+        prompt: int | Sequence[int] = 3,
         max_tokens: int = 4,
         stop: int | None = None,
         priority: int = 0,
