@@ -131,8 +131,8 @@ def budget_table(
     return tuple(table)
 
 
-def calm_table(step_ms: Times, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """MixedSteps.calm from the same times: chunk tokens of a step that takes ``CALM_SLOWDOWN`` times its decode step.
+def calm_table(step_ms: Times, rows: Sequence[int], slowdown: float = CALM_SLOWDOWN) -> tuple[tuple[int, int], ...]:
+    """MixedSteps.calm from the same times: chunk tokens of a step that takes ``slowdown`` times its decode step.
 
     Or more, where more cost clearly less each: a dense model's tokens are cheapest while the weights' reads hide them,
     so that a prompt in pieces beside few rows costs least; a mixture of experts' are in large steps, which share what
@@ -142,7 +142,7 @@ def calm_table(step_ms: Times, rows: Sequence[int]) -> tuple[tuple[int, int], ..
     table = []
     for row_limit in rows:
         decode_ms = _ms_of(times, row_limit)
-        chunk = max(_tokens_within(times, CALM_SLOWDOWN * decode_ms) - row_limit, LEAST_CHUNK)
+        chunk = max(_tokens_within(times, slowdown * decode_ms) - row_limit, LEAST_CHUNK)
         cost_ms = (_ms_of(times, row_limit + chunk) - decode_ms) / chunk
         more = [tokens - row_limit for tokens, ms in times if ms - decode_ms < CHEAPER * cost_ms * (tokens - row_limit)]
         table.append((row_limit, max(chunk, *more, 0)))

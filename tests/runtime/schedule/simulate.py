@@ -3,6 +3,7 @@
 python -m tests.runtime.schedule.simulate                 the loads and step costs of Qwen3-8B on one H200
 python -m tests.runtime.schedule.simulate --model 0.6b    those of Qwen3-0.6B
 python -m tests.runtime.schedule.simulate --separate      prefill and decode in steps of their own
+python -m tests.runtime.schedule.simulate --drain-steps 2 --calm 1.75      with other rules for how long a chunk is
 python -m tests.runtime.schedule.simulate --rates 0.75 0.5 0.33 --mixed-percent 25     with windows of 4 tokens
 
 Knows: step times as a function of a plan's tokens, and how the engine's loop overlaps them at a chain depth. Does not
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
-from runtime.schedule.budget import budget_table, calm_table
+from runtime.schedule.budget import CALM_SLOWDOWN, budget_table, calm_table
 from runtime.schedule.config import MixedSteps, SchedulerConfig, StepLimits
 from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -294,6 +295,7 @@ def bursts() -> list[Arrival]:
     return [replace(each, at_ms=2000.0 * (i // 48)) for i, each in enumerate(mixed_lengths(480, seed=8))]
 
 
+DRAIN_STEPS = MixedSteps().drain_steps
 ROW_LIMITS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 KV_LIMITS = tuple(1 << n for n in range(12, 21))
 ROOMY = SchedulerConfig(
@@ -301,9 +303,16 @@ ROOMY = SchedulerConfig(
 )
 
 
-def with_table(costs: StepCosts, target_ms: float | None = None, waves: bool = True) -> SchedulerConfig:
+def with_table(
+    costs: StepCosts,
+    target_ms: float | None = None,
+    waves: bool = True,
+    calm: float = CALM_SLOWDOWN,
+    drain_steps: int = DRAIN_STEPS,
+) -> SchedulerConfig:
     """The configuration whose budgets are made of ``costs``, as a start-up makes them of what it measures. ``waves``:
-    chunks fill those of attention.
+    chunks fill those of attention. ``calm``: how much longer than a decode step a step with chunks is while few prompt
+    tokens wait. ``drain_steps``: in so many steps those that wait are to be computed, as far as the budget allows.
     """
     step_ms = [(bucket, costs.forward(bucket)) for bucket in BUCKETS]
     budgets = budget_table(step_ms, costs.kv_ms, ROW_LIMITS, KV_LIMITS, target_ms)
@@ -311,7 +320,8 @@ def with_table(costs: StepCosts, target_ms: float | None = None, waves: bool = T
     mixed = MixedSteps(
         BUCKETS,
         budgets,
-        calm_table(step_ms, ROW_LIMITS),
+        calm_table(step_ms, ROW_LIMITS, calm),
+        drain_steps=drain_steps,
         costly_prefix=costly_prefix,
         tile=costs.tile if waves else 0,
         wave=costs.wave if waves else 0,
@@ -327,25 +337,42 @@ def with_windows(config: SchedulerConfig, costs: StepCosts, width: int, mixed_pe
     return replace(config, limits=replace(config.limits, width=width), widths=(width,), speculation=rule)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, of the command line by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="8b", help="whose step costs (default: %(default)s)")
     parser.add_argument("--separate", action="store_true", help="prefill and decode steps in turn, no mixed ones")
     parser.add_argument("--ragged", action="store_true", help="chunks do not fill attention's waves")
+    steps = "in so many steps those that wait are computed, where the budget allows it (default: %(default)s)"
+    parser.add_argument("--drain-steps", type=int, default=DRAIN_STEPS, help=steps)
+    calm = "times a decode step that a step with chunks takes while few prompt tokens wait (default: %(default)s)"
+    parser.add_argument("--calm", type=float, default=CALM_SLOWDOWN, metavar="FACTOR", help=calm)
     parser.add_argument("--itl-target-ms", type=float, help="how long a step with prompts may take")
     parser.add_argument("--depth", type=int, default=2, help="chain depth")
     parser.add_argument("--rates", nargs="*", type=float, default=[], help="share of windows that keep each guess")
     parser.add_argument("--mixed-percent", type=int, default=25, help="of a step's tokens beside chunks")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def config_of(options: argparse.Namespace) -> SchedulerConfig:
     costs = MODELS[options.model]
-    config = ROOMY if options.separate else with_table(costs, options.itl_target_ms, not options.ragged)
+    config = ROOMY
+    if not options.separate:
+        waves = not options.ragged
+        config = with_table(costs, options.itl_target_ms, waves, options.calm, options.drain_steps)
     config = config_with(config, depth=options.depth)
     if options.rates:
         config = with_windows(config, costs, len(options.rates) + 1, options.mixed_percent)
+    return config
+
+
+def main() -> None:
+    options = asked()
+    config = config_of(options)
     print(HEADER)
     for load in options.loads:
-        figures = simulate(config, costs, *LOADS[load](), rates=options.rates)
+        figures = simulate(config, MODELS[options.model], *LOADS[load](), rates=options.rates)
         print(f"{load:<22} {figures.line()}", flush=True)
 
 

@@ -166,6 +166,8 @@ def test_of_experts_some_hundred_tokens_show_what_every_step_costs() -> None:
 def test_calm_steps_of_a_dense_model_keep_to_their_slowdown() -> None:
     for rows, chunk in calm_table(DENSE, ROWS):
         assert dense_ms(rows + chunk) == pytest.approx(CALM_SLOWDOWN * dense_ms(rows), abs=0.05)
+    for rows, chunk in calm_table(DENSE, ROWS, 1.25):
+        assert dense_ms(rows + chunk) == pytest.approx(1.25 * dense_ms(rows), abs=0.05)
 
 
 def test_calm_steps_of_experts_are_large_where_their_tokens_cost_less() -> None:

@@ -16,7 +16,9 @@ from tests.runtime.schedule.simulate import (
     Arrival,
     Figures,
     StepCosts,
+    asked,
     at,
+    config_of,
     mixed_lengths,
     simulate,
     with_table,
@@ -150,3 +152,31 @@ def test_a_latency_target_bounds_every_step_that_prompts_make_longer() -> None:
     figures = simulate(config, QWEN3_8B_H200, mixed_lengths(100, seed=6), 16)
     assert max(figures.itl_ms) < 10.5
     assert isinstance(config.mixed, MixedSteps)
+
+
+def chunk_tokens(*options: str, concurrency: int | None = 16) -> float:
+    """Prompt tokens of a mixed step, on average, over a short load."""
+    figures = simulate(config_of(asked(options)), QWEN3_8B_H200, mixed_lengths(40, seed=6), concurrency)
+    counters = figures.scheduler.counters
+    return counters.mixed_prompt_tokens / counters.mixed_steps
+
+
+def test_the_option_calm_makes_chunks_longer_or_shorter() -> None:
+    calm = [chunk_tokens("--calm", factor) for factor in ("1.25", "1.5", "2.0")]
+    assert calm[0] < 0.9 * calm[1] < 0.9 * 0.9 * calm[2]
+    assert calm[1] == chunk_tokens(), "the default"
+
+
+def test_the_option_drain_steps_makes_chunks_longer_or_shorter() -> None:
+    """All come at once, so that many wait."""
+    drained = [chunk_tokens("--drain-steps", steps, concurrency=None) for steps in ("1", "2", "6")]
+    assert drained[0] > 1.2 * drained[1] > 1.2 * 1.2 * drained[2]
+    assert drained[2] == chunk_tokens(concurrency=None), "the default"
+
+
+def test_options_go_where_they_belong() -> None:
+    options = ("--depth", "1", "--drain-steps", "3", "--ragged")
+    config = config_of(asked(options))
+    assert config.mixed is not None
+    assert (config.limits.depth, config.mixed.drain_steps, config.mixed.wave) == (1, 3, 0)
+    assert config_of(asked(["--separate"])).mixed is None
