@@ -1,7 +1,8 @@
 """Steady steps on the CPU twin, counted: rounds of speculation, steps of recurrent layers, steps with prompt chunks.
 
 In steady decode a step is one graph launch and one copy home: it sends no byte, waits for nothing, captures and
-allocates nothing. A step with chunks is two launches, three beside windows, and sends what its plan says, once.
+allocates nothing. A step with chunks is two launches, three beside windows, and sends what its plan says, once. Where a
+prompt ends that several answers continue, one copy of its last block, and of its states, follows.
 
 Knows: how much a step may do. Does not know: how that is counted (turn_counts.py), what a GPU does (tests/gpu/
 steady_steps.py counts there).
@@ -18,6 +19,8 @@ import pytest
 
 from models.registry import ARCHITECTURES
 from runtime.engine import Engine
+from runtime.execute.executor import Executor
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import kept_states
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.config import MixedSteps
@@ -176,7 +179,28 @@ def planned(engine: Engine, turn: Turn, tile_tokens: int) -> dict[str, int]:
             sizes |= {"history_cells_T": 8 * known, "history_T": 4 * known}
     if plan.block_writes:
         sizes |= {"cells_M": 8 * len(plan.block_writes), "blocks_M": 4 * len(plan.block_writes)}
+    if copied := sum(fork.copied is not None for fork in plan.forks):
+        sizes["copied_blocks_2C"] = 2 * 8 * copied
+    if kept := kept_states(plan):
+        sizes["kept_2C"] = 2 * 8 * kept
     return sizes
+
+
+@contextmanager
+def mixing(method: str, target: str, folder: Path, *, tiled: bool) -> Iterator[tuple[Engine, int]]:
+    """An engine whose steps with chunks are captured, and tokens of a tile of their attention; ``tiled``: that is
+    planned by a table, which is sent with the rest, else 0."""
+    how: dict[str, Any] = {"prefill_buckets": BUCKETS, "mixed": MixedSteps(BUCKETS), "buckets": (1, 2, ROWS)}
+    how |= {"block_size": 32, "blocks": 200, "prefix_caching": False}
+    tile_tokens = 0
+    if tiled:
+        pytest.importorskip("triton")
+        from tests.runtime.engine.tiled_kernels import TILE, TiledKernels
+
+        how["kernels"], tile_tokens = TiledKernels(), TILE
+    plain: dict[str, Any] = {"depth": 2, "rows": ROWS, "shape": TARGETS[target], "max_model_len": LENGTH}
+    with speculating(method, target, folder, **how) if method else rig(**plain, **how) as engine:
+        yield engine, tile_tokens
 
 
 @pytest.mark.parametrize(
@@ -195,18 +219,8 @@ def planned(engine: Engine, turn: Turn, tile_tokens: int) -> dict[str, int]:
 def test_a_mixed_step_sends_its_plan_in_one_copy(
     method: str, target: str, launches: dict[int, int], tiled: bool, tmp_path: Path
 ) -> None:
-    """Prompts arrive while others decode; a step with chunks is so many launches, by what a row that decodes has.
-    ``tiled``: attention of chunks is planned by a table, which is sent with the rest."""
-    how: dict[str, Any] = {"prefill_buckets": BUCKETS, "mixed": MixedSteps(BUCKETS), "buckets": (1, 2, ROWS)}
-    how |= {"block_size": 32, "blocks": 200, "prefix_caching": False}
-    tile_tokens = 0
-    if tiled:
-        pytest.importorskip("triton")
-        from tests.runtime.engine.tiled_kernels import TILE, TiledKernels
-
-        how["kernels"], tile_tokens = TiledKernels(), TILE
-    plain: dict[str, Any] = {"depth": 2, "rows": ROWS, "shape": TARGETS[target], "max_model_len": LENGTH}
-    with speculating(method, target, tmp_path, **how) if method else rig(**plain, **how) as engine:
+    """Prompts arrive while others decode; a step with chunks is so many launches, by what a row that decodes has."""
+    with mixing(method, target, tmp_path, tiled=tiled) as (engine, tile_tokens):
         for i in range(2):
             engine.add(request(i, [3 + j % 4 for j in range(5 + i)], max_tokens=150, stops=()))
         for _ in range(BEFORE):
@@ -236,3 +250,49 @@ def test_a_mixed_step_sends_its_plan_in_one_copy(
         for turn in found:
             check_costs(turn)
         leave(engine, [0, 1, *(10 + number for number in arriving)])
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "launches", "tiled"),
+    [
+        ("", "attention", 2, False),
+        ("", "attention", 2, True),
+        ("", "gated delta", 2, False),
+        ("mtp", "attention", 3, True),
+    ],
+)
+def test_a_step_that_forks_is_followed_by_one_copy(
+    method: str, target: str, launches: int, tiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of two answers arrives beside a row, and ends within a block in its second step. Behind all that is
+    launched for that one, the other answer's own block is written; behind the first nothing is."""
+    answers, behind = range(10, 12), Executor._copy_behind
+    with mixing(method, target, tmp_path, tiled=tiled) as (engine, tile_tokens):
+        engine.add(request(0, [3, 4, 5], max_tokens=150, stops=()))
+        for _ in range(BEFORE):
+            engine.step()
+        with counted(engine) as count:
+            copies: list[tuple[int, int]] = []  # launches before each, and what it puts on the stream itself
+
+            def copy_behind(executor: Executor, spec: LaunchSpec) -> None:
+                launched, submitted = count.counts["replays"], count.counts["compute"]
+                behind(executor, spec)
+                copies.append((launched, count.counts["compute"] - submitted))
+
+            monkeypatch.setattr(Executor, "_copy_behind", copy_behind)
+            tokens = [token % VOCABULARY for token in prompt(90, 1)]
+            engine.add(request(answers[0], tokens, n=len(answers), max_tokens=3, stops=()))
+            found = [count.turn() for _ in range(WATCHED)]
+        (turn,) = (turn for turn in found if turn.spec is not None and turn.spec.plan.forks)
+        assert turn.spec is not None
+        assert (turn.spec.plan.kind, turn.spec.plan.decode_rows) == (StepKind.MIXED, 1)
+        assert [fork.copied is not None for fork in turn.spec.plan.forks] == [True], "90 tokens end within a block"
+        assert turn.launches == launches
+        assert copies == [(launches, 1)], "one, behind all of the step, and in no other turn"
+        assert turn.beside == (2 if tiled else 3), "the copy, and what comes before a step without a fork"
+        assert turn.sends == 1
+        assert turn.sent == planned(engine, turn, tile_tokens)
+        assert turn.sent_bytes == aligned(turn.sent)
+        for each in found:
+            check_costs(each)
+        leave(engine, [0, *answers])
