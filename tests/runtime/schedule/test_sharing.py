@@ -6,6 +6,7 @@ from typing import Unpack
 
 import pytest
 
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Chunk
 from runtime.schedule.request import FinishReason
 from runtime.schedule.sharing import MOST_WAITS
@@ -125,6 +126,46 @@ def test_a_writer_that_leaves_is_not_waited_for() -> None:
     (plan,) = engine.real_turns(1)
     assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks] == [(12, 6)], "what it wrote is there"
     engine.finish()
+
+
+def until_an_eviction(blocks: int, depth: int, chunk: int) -> tuple[Driver, State, int]:
+    """What request 1, the sharer, was doing before the turn that evicted somebody, or in which request 0, the writer,
+    ended, and how many blocks it had taken. Six rows that grow come before both in line, and the writer last.
+    """
+    engine = sharing(rows=8, slots=16, blocks=blocks, depth=depth, max_prefill_tokens=chunk, mixed=MixedSteps())
+    for request_id in range(10, 16):
+        engine.admit(request_id, prompt_of(2, request_id), max_tokens=26, priority=-1)
+    engine.turns_until(State.DECODE, 15)
+    engine.admit(0, prompt_of(30), max_tokens=6, priority=2)
+    engine.turns_until(State.PREFILL, 0)
+    engine.admit(1, (*prompt_of(26), 1), max_tokens=6, priority=1)
+    doing, taken = engine.state(1), 0
+    while not engine.scheduler.counters.evictions and engine.state(0) is not State.ENDED:
+        doing = engine.state(1)
+        taken = 0 if doing is State.ENDED else engine.sequence(1).published_blocks
+        engine.turn()
+    return engine, doing, taken
+
+
+@pytest.mark.parametrize(("depth", "chunk"), [(0, 2), (1, 3), (2, 2), (4, 3)])
+def test_a_writer_that_is_evicted_is_not_waited_for_and_takes_nothing_along(depth: int, chunk: int) -> None:
+    """Whatever the sharer is doing then. It has a chunk in the same plan, behind all that was written; the writer finds
+    what the sharer keeps, or computes it again."""
+    met: set[tuple[State, bool]] = set()
+    for blocks in range(24, 46):
+        engine, doing, taken = until_an_eviction(blocks, depth, chunk)
+        writer = engine.scheduler.resources.sequences.get(0)
+        if writer is not None and writer.seated_before and writer.state in (State.EVICTING, State.WAITING):
+            wrote = sum(len(cut.token_ids) for _, cut in chunks_of(engine, 0))
+            met.add((doing, taken > 0))
+            begun = [(step, cut.start) for step, cut in chunks_of(engine, 1)]
+            if doing is State.PREFILL and len(begun) < 2:
+                assert begun == [(engine.scheduler.step - 1, min(wrote, 26) // 4 * 4)]
+        engine.finish()  # right tokens, and every block and slot is back
+        assert engine.reason(0) is engine.reason(1) is FinishReason.LENGTH
+        assert engine.scheduler.counters.distrusted == 0
+        assert not engine.scheduler.resources.sharing._begun, "nobody waits for a block that nobody writes"
+    assert met >= {(State.PREFILL, True), (State.DECODE, True)}, met
 
 
 def test_a_writer_that_gets_no_chunk_is_waited_for_no_longer_than_so_many_steps() -> None:
