@@ -5,9 +5,9 @@ Gated delta nets of Qwen3-Next (16 key and 32 value heads of 128): a token a row
 Nemotron-3-Nano (64 heads of 64, states of 128): a token a row. Prints microseconds of a layer; FOLDER gets
 recurrent-peers.json. What a peer lacks, or cannot compile, is named with its reason.
 
-Peers are favoured: theirs is the recurrence alone over states that lie in the order of the rows. Ours reads states by
-slot and has the gated norm with it, "whole" the convolution in front, too. Before a peer is timed, the state that it
-leaves is compared with ours.
+Peers are favoured: theirs is the recurrence alone; that of gated delta nets is over states that lie in the order of the
+rows. Ours reads states by slot and has the gated norm with it, "whole" the convolution in front, too. Before a peer is
+timed, the state that it leaves is compared with ours.
 
 Knows: how each library wants its operands. Does not know: which of our kernels an engine runs (nvidia.py).
 """
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
+from models.kernels.interface import Kernels
 from models.kernels.matmul import autotune
 from models.kernels.nvidia import NvidiaKernels
+from models.kernels.recurrent.mamba2 import Mamba2Weights
 from tests.bench.gated_delta import BF16, DEVICE, DIM, LAYERS, Layer
 from tests.bench.mamba import MambaBench
 from tests.models.kernels.recurrent.mamba_cases import width
@@ -169,52 +172,81 @@ def delta(kernels: NvidiaKernels, rows: int, tokens: int, leave_out: set[str]) -
     return found | {"ours": us_of(case.ours), "whole": us_of(case.whole)}
 
 
-def of_heads(
-    rows: int, heads: int, dim: int, size: int, device: torch.device | str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def of_heads(weights: Mamba2Weights, dt_BH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dt, A, D and the bias of dt as selective_state_update wants them: a number a head, whose views over the head's
     channels and state have strides of 0. A is float32, the others have one dtype. A minus in front of the whole
     expression would make A a dense tensor, which is refused.
     """
-    dt = torch.randn(rows, heads, dtype=BF16, device=device)[:, :, None].expand(rows, heads, dim)
-    decay = (-torch.rand(heads, device=device))[:, None, None].expand(heads, dim, size)
-    skip, bias = (torch.rand(heads, dtype=BF16, device=device)[:, None].expand(heads, dim) for _ in range(2))
+    dim, size = weights.head_dim, weights.state_size
+    dt = dt_BH.contiguous()[:, :, None].expand(-1, -1, dim)
+    decay = (-weights.a_log_H.float().exp())[:, None, None].expand(-1, dim, size)
+    skip, bias = (x.to(dt_BH.dtype)[:, None].expand(-1, dim) for x in (weights.d_H, weights.dt_bias_H))
     return dt, decay, skip, bias
 
 
-def mamba(bench: MambaBench, rows: int) -> dict[str, object]:
-    """Steps. Ours has the convolution and the gated norm with it."""
-    weights, kernels = bench.weights, bench.kernels
-    projected = torch.randn(rows, width(weights), device=DEVICE).to(BF16)
-    slots, positions = torch.arange(1, rows + 1, device=DEVICE), torch.full((rows,), 100, device=DEVICE)
-    heads, dim, groups, size = weights.heads, weights.head_dim, weights.groups, weights.state_size
+class MambaCase:
+    """A token of each of ``rows`` rows over random ``banks``, a (window, state) a layer, which both sides write."""
 
-    def ours(number: int) -> None:
-        window, state = bench.banks[number % len(bench.banks)]
-        kernels.mamba2(projected, weights, window, state, StateRows(slots), positions)
+    def __init__(
+        self, kernels: Kernels, weights: Mamba2Weights, banks: Sequence[tuple[Tensor, Tensor]], rows: int
+    ) -> None:
+        d_H, bias_H = (x.to(BF16).float() for x in (weights.d_H, weights.dt_bias_H))  # FlashInfer has them in bfloat16
+        self.kernels, self.weights, self.banks = kernels, replace(weights, d_H=d_H, dt_bias_H=bias_H), banks
+        device = weights.d_H.device
+        for window, state in banks:
+            window.normal_()
+            state.normal_()
+        self.projected = torch.randn(rows, width(weights), device=device).to(BF16)
+        self.rows = StateRows(torch.arange(1, rows + 1, device=device))
+        self.positions = torch.full((rows,), 100, device=device)
+        self._begun = self._state.clone()
 
-    def theirs() -> Callable[[int], Any]:
+    @property
+    def _state(self) -> Tensor:
+        """Of the rows, in the first layer."""
+        return self.banks[0][1][1 : 1 + len(self.projected)]
+
+    def whole(self, number: int) -> None:
+        window, state = self.banks[number % len(self.banks)]
+        self.kernels.mamba2(self.projected, self.weights, window, state, self.rows, self.positions)
+
+    def left_by_ours(self) -> Tensor:
+        self._state.copy_(self._begun)
+        self.whole(0)
+        return self._state.clone()
+
+    def flashinfer(self) -> Callable[[int], Any]:
+        """Its x, B and C are what our convolution makes for the first layer: that is not timed."""
         from flashinfer.mamba import selective_state_update
 
-        x = torch.randn(rows, heads, dim, dtype=BF16, device=DEVICE)
-        b, c = (torch.randn(rows, groups, size, dtype=BF16, device=DEVICE) for _ in range(2))
-        dt, decay, skip, bias = of_heads(rows, heads, dim, size, DEVICE)
-        where = slots.int()
+        weights, rows = self.weights, len(self.projected)
+        _, xbc, dt_BH = weights.split(self.projected)
+        given = xbc, weights.conv_CJ, weights.conv_bias_C, self.banks[0][0].clone(), self.rows, self.positions
+        shared = weights.groups * weights.state_size
+        parts = torch.split(self.kernels.causal_conv(*given), [weights.inner, shared, shared], 1)
+        x, b, c = (
+            part.contiguous().view(rows, count, -1)
+            for part, count in zip(parts, (weights.heads, weights.groups, weights.groups), strict=True)
+        )
+        dt, decay, skip, bias = of_heads(weights, dt_BH)
+        where = self.rows.slots_B.int()
+        self._state.copy_(self._begun)
 
         def launch(number: int) -> Any:
-            state = bench.banks[number % len(bench.banks)][1]
-            return selective_state_update(
+            state = self.banks[number % len(self.banks)][1]
+            selective_state_update(
                 state, x, dt, decay, b, c, skip, dt_bias=bias, dt_softplus=True, state_batch_indices=where
             )
+            return state[1 : 1 + rows]
 
         return launch
 
-    found: dict[str, object] = {"mamba rows": rows}
-    try:
-        found["flashinfer"] = us_of(theirs())
-    except Exception as error:  # as above
-        found["flashinfer"] = f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ")
-    return found | {"whole": us_of(ours)}
+
+def mamba(case: MambaCase) -> dict[str, object]:
+    """Steps. Ours has the convolution and the gated norm with it."""
+    expected = case.left_by_ours()
+    found: dict[str, object] = {"mamba rows": len(case.projected)}
+    return found | {"flashinfer": peer_us(case.flashinfer, expected), "whole": us_of(case.whole)}
 
 
 def main() -> None:
@@ -238,7 +270,7 @@ def main() -> None:
         tell(delta(kernels, 1, tokens, set(options.without)))
     bench = MambaBench(1, max(ROWS))
     for rows in ROWS:
-        tell(mamba(bench, rows))
+        tell(mamba(MambaCase(bench.kernels, bench.weights, bench.banks, rows)))
 
 
 if __name__ == "__main__":
