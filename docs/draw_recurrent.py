@@ -1,10 +1,10 @@
-"""Draws the tables of docs/recurrent-state.md from the code: which banks layers declare, and who writes them in a step.
+"""Draws the tables of docs/recurrent-state.md from the code: banks, who writes them in a step, and tests of lives.
 
     python -m docs.draw_recurrent           rewrites them (make diagram)
     python -m docs.draw_recurrent --check   exit code 1 when they are not current
 
-Knows: which functions say whose state a step's rows continue, and what the fields of StateRows mean for that. Does not
-know: what the text around the tables says.
+Knows: which functions say whose state a step's rows continue, what the fields of StateRows mean for that, and where the
+grid of tests is. Does not know: what the text around the tables says.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.window import WindowRole
+from tests.runtime.engine import hybrid_grid
 
 PAGE = Path(__file__).with_name("recurrent-state.md")
 SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
@@ -175,9 +176,47 @@ def _is_none(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is None
 
 
+# ---- which lives are compared ----
+
+FAMILIES = {
+    "qwen3.5": "Qwen3.5 (gated delta nets)",
+    "qwen3-next": "Qwen3-Next (gated delta nets)",
+    "qwen3.5-moe": "Qwen3.5, sparse (gated delta nets)",
+    "nemotron-h": "Nemotron-H (Mamba-2)",
+}
+PROPOSERS = {
+    "ngram": "n-gram",
+    "mtp": "MTP",
+    "dflash": "DFlash",
+    "eagle3": "EAGLE-3",
+    "replay": "replay",
+    "tree": "DFlash, trees",
+}
+
+
+def life_table() -> str:
+    """What `make test` has of the grid."""
+    every = hybrid_grid.lives()
+    cells: dict[tuple[str, str], list[str]] = {}
+    for family, proposer, mode, depth in (one.values for one in every if not one.marks):
+        cells.setdefault((family, proposer), []).append(f"{mode}, D {depth}")
+    families, proposers = ([*dict.fromkeys(one.values[axis] for one in every)] for axis in (0, 1))
+    rows = [
+        f"| in `make test` | {' | '.join(PROPOSERS[name] for name in proposers)} |",
+        f"| --- |{' --- |' * len(proposers)}",
+    ]
+    for family in families:
+        has = [" and ".join(cells.get((family, proposer), ["none"])) for proposer in proposers]
+        rows.append(f"| {FAMILIES[family]} | {' | '.join(has)} |")
+    short, depths = sum(map(len, cells.values())), hybrid_grid.DEPTHS
+    whole = f"{len(families)} families x {len(proposers)} proposers x {len(hybrid_grid.MODES)} kinds of sampling"
+    whole += f" x D {min(depths)}..{max(depths)}"
+    return "\n".join([*rows, "", f"The whole grid is {whole}: {len(every)} tests. `make test` has {short} of them."])
+
+
 # ---- the page ----
 
-TABLES = {"banks": bank_table, "writers": writer_table}
+TABLES = {"banks": bank_table, "writers": writer_table, "lives": life_table}
 
 
 def redrawn(text: str) -> str:

@@ -26,6 +26,7 @@ from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.hybrid_grid import MODES
 from tests.runtime.engine.lives import Life
 from tests.runtime.engine.replay_proposer import window_roles
 from tests.runtime.engine.rig import request, rig, run
@@ -36,10 +37,9 @@ from tests.runtime.speculate.test_eagle3 import Head
 
 WIDTH, BLOCK, ROWS = 4, 4, 4
 TREE = 10  # tokens of a tree, of which a row gains WIDTH at most
-PROPOSERS = ("ngram", "mtp", "dflash", "eagle3", "replay", "tree")
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 FILTERED: dict[str, Any] = {"temperature": 1.1, "top_k": 6, "top_p": 0.9, "min_p": 0.02}
-MODES = {"greedy": GREEDY, "filtered": FILTERED}
+SAMPLING = dict(zip(MODES, (GREEDY, FILTERED), strict=True))
 _DONE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -138,11 +138,11 @@ def people(
     count: int, mode: str, *, first: int = 0, lengths: tuple[int, ...] = (7, 3, 12, 5), **sampling: Any
 ) -> list[Request]:
     """Requests of the same prompt and mode have the same seed, others have others: a script is by seed."""
-    fields: dict[str, Any] = {"max_tokens": 9, "logprobs": 1, "stops": ()} | MODES[mode] | sampling
+    fields: dict[str, Any] = {"max_tokens": 9, "logprobs": 1, "stops": ()} | SAMPLING[mode] | sampling
     found = []
     for id_ in range(first, first + count):
         length = lengths[id_ % len(lengths)]
-        seed = id_ + 8 * length + 200 * [*MODES].index(mode)
+        seed = id_ + 8 * length + 200 * MODES.index(mode)
         found.append(request(id_, prompt(length, id_), seed=seed, **fields))
     return found
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,12 +25,11 @@ from runtime.execute.cache.pool import CachePool
 from runtime.schedule.request import Request
 from runtime.schedule.slots import SlotPool
 from tests.runtime.engine.exact_kernels import ExactKernels
-from tests.runtime.engine.hybrid_lives import MODES, PROPOSERS, Scenario, Target, Written, play, scenarios
+from tests.runtime.engine.hybrid_grid import GATED_DELTA, MAMBA_2, MODES, PROPOSERS, lives
+from tests.runtime.engine.hybrid_lives import Scenario, Target, Written, play, scenarios
 from tests.runtime.engine.lives import same
 from tests.runtime.engine.rig import run
-from tests.selection import covering
 
-GATED_DELTA, MAMBA_2 = ("qwen3.5", "qwen3-next", "qwen3.5-moe"), ("nemotron-h",)
 HYBRIDS = (GATED_DELTA[0], *MAMBA_2)  # one of each recurrence
 
 
@@ -79,13 +79,6 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Oracle(target, engine)
 
 
-def lives() -> list[Any]:
-    """The whole grid. What is not long: each recurrence with each proposer, mode and depth, over one family or another,
-    which all have their turn."""
-    axes = PROPOSERS, [*MODES], range(5)
-    return [*covering(GATED_DELTA, *axes, at_once=1), *covering(MAMBA_2, *axes, at_once=1, turned=23)]
-
-
 @pytest.mark.parametrize(("oracle", "proposer", "mode", "depth"), lives(), indirect=["oracle"])
 def test_every_life_is_that_of_the_serial_engine(oracle: Oracle, proposer: str, mode: str, depth: int) -> None:
     """One scenario after the other in one engine."""
@@ -99,6 +92,19 @@ def test_every_life_is_that_of_the_serial_engine(oracle: Oracle, proposer: str, 
         counters = engine.counters
         assert min(counters[name] for name in ("spec_num_accepted_tokens", "pauses")) > 0
         assert counters["ghost_rows"] > 0 or depth == 0
+
+
+def test_what_is_not_long_has_every_pair_of_family_and_proposer() -> None:
+    """Once; every family with all modes and depths, every proposer with both modes and three depths."""
+    chosen = [one.values for one in lives() if not one.marks]
+    pairs = {values[:2] for values in chosen}
+    assert pairs == {*product((*GATED_DELTA, *MAMBA_2), PROPOSERS)}
+    assert len(chosen) == len(pairs)
+    for axis, depths in ((0, 5), (1, 3)):
+        for name in {values[axis] for values in chosen}:
+            its = [values for values in chosen if values[axis] == name]
+            assert {mode for _, _, mode, _ in its} == {*MODES}, name
+            assert len({depth for _, _, _, depth in its}) >= depths, name
 
 
 # ---- slots ----
