@@ -19,8 +19,7 @@ pytestmark = pytest.mark.usefixtures("every_model")
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("seed", [46, 115])
 def test_random_lives_of_every_hybrid_family(seed: int, depth: int) -> None:
-    """Two short lives that hold all of it. More of them, and every event of test_lifecycle.py over these families, are
-    ``long``."""
+    """Two short lives that hold all of it. More of them are ``long``."""
     life = drawn_life(seed, depth)
     assert min(life.counters[name] for name in ("evictions", "pauses", "ghost_rows", "mixed_steps")) > 0
     assert seed != 46 or FinishReason.CANCELLED in {reason for _, reason in life.answers.values()}

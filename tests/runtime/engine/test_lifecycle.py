@@ -17,10 +17,12 @@ from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.planner import Planned, Planner
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.states import State
+from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.conftest import HYBRIDS, long, over_model, over_models
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import request
+from tests.selection import covering
 
 pytestmark = pytest.mark.usefixtures("every_model")
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
@@ -41,18 +43,39 @@ def depth(request: pytest.FixtureRequest) -> int:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every event happens at each depth and over each kind of model; each of both together is long."""
+    turned = turn(metafunc)
     if says(metafunc, "every_model"):
         return
     if says(metafunc, "depth"):
-        metafunc.parametrize("every_model", over_models(), indirect=True)
+        kept = of_each_recurrence(turned)
+        models = ["attention", "hybrid", *(name if name in kept else long(name) for name in HYBRIDS)]
+        metafunc.parametrize("every_model", models, indirect=True)
     elif "depth" in metafunc.fixturenames:
-        further = [long(model, 3) for model in ("attention", "hybrid", *HYBRIDS)]
-        cases = over_models(DEPTHS, turned=turn(metafunc)) + further
+        cases = covering(("attention", "hybrid"), DEPTHS, at_once=1, turned=turned)
+        cases += [long("attention", 3), long("hybrid", 3), *over_families(metafunc, (*DEPTHS, 3))]
         metafunc.parametrize(("every_model", "depth"), cases, indirect=True)
     else:
         assert metafunc.function.__name__ == "test_random_lives"
         further = [long(model, seed) for model in ("attention", "hybrid", *HYBRIDS) for seed in range(10, 60)]
         metafunc.parametrize(("every_model", "seed"), over_models(range(10)) + further, indirect=["every_model"])
+
+
+def over_families(metafunc: pytest.Metafunc, depths: tuple[int, ...]) -> list[Any]:
+    """Each hybrid family at one of ``depths``, in turn, and the rest long; of an event that has cases of its own, one
+    family of each recurrence."""
+    turned = turn(metafunc)
+    several = any(True for _ in metafunc.definition.iter_markers("parametrize"))
+    kept = of_each_recurrence(turned) if several else [*HYBRIDS]
+    found = []
+    for number, name in enumerate(HYBRIDS):
+        its = depths[(turned + number) % len(depths)]
+        found += [(name, depth) if depth == its and name in kept else long(name, depth) for depth in depths]
+    return found
+
+
+def of_each_recurrence(turned: int) -> list[str]:
+    """A family with gated delta nets, in turn, and the one with Mamba-2."""
+    return [[*FAMILIES][turned // 7 % len(FAMILIES)], "nemotron-h"]
 
 
 def says(metafunc: pytest.Metafunc, name: str) -> bool:
