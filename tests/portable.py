@@ -29,11 +29,11 @@ import torch
 
 FOLDERS = (
     "tests/models",
-    "tests/runtime/engine",
-    "tests/runtime/execute",
-    "tests/runtime/speculate",
+    "tests/runtime",
     "tests/parallel/comm",
     "tests/launch",
+    "tests/faults",
+    "tests/bench",
     "tests/docs/test_embedding.py",
 )
 NO_FLOATS = ("tests/models/kernels/test_compiled_kernels.py",)  # compiles for another machine, and runs nothing
