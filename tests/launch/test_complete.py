@@ -63,7 +63,9 @@ def without_proposals() -> tuple[RequestOutput, ...]:
 
 
 @pytest.mark.parametrize(
-    "keys", [NGRAM, MTP, pytest.param(DFLASH, marks=pytest.mark.long)], ids=["ngram", "mtp", "dflash"]
+    "keys",
+    [NGRAM, MTP, DFLASH, {**MTP, "tree_size": 8}, pytest.param({**DFLASH, "tree_size": 16}, marks=pytest.mark.long)],
+    ids=["ngram", "mtp", "dflash", "mtp-tree", "dflash-tree"],
 )
 def test_texts_with_proposals_are_those_without(keys: dict[str, Any]) -> None:
     """Stop strings and stop ids within a block, several answers, log-probabilities, scored prompts, penalties."""

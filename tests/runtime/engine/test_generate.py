@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from tests.launch.api.parsed import parsed
 from tests.launch.generate.batches import model_folder, rows_of, write_input
 from tests.models import tiny_checkpoint
+from tests.models.drafters import tiny_drafters as drafters
 
 VOCABULARY, LONGEST = 360, 64
 CONFIG = tiny_checkpoint.TINY | {"vocab_size": VOCABULARY}
@@ -114,11 +115,15 @@ def alike(found: Any, wanted: Any) -> bool:
     return bool(found == (pytest.approx(wanted, abs=1e-4) if isinstance(wanted, float) else wanted))
 
 
-def test_echo_with_ngram_gives_what_it_gives_without(folder: Path, tmp_path: Path) -> None:
+CHUNKS = ("--max-num-batched-tokens", "24")
+FEW = (301, 302, 303)
+TEXT = "the dog sleeps and the dog sleeps and the"
+
+
+def echoing() -> list[Row]:
     """Greedy and sampled, several answers, prompts in chunks beside windows, and one whose answer is a token."""
-    text = "the dog sleeps and the dog sleeps and the"
-    body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": 20, "allowed_token_ids": [301, 302, 303]}
-    bodies: list[Row] = [
+    body: Row = {"prompt": TEXT, "echo": True, "logprobs": 2, "max_tokens": 20, "allowed_token_ids": FEW}
+    return [
         body | {"temperature": 0, "seed": 1},
         body | {"temperature": 0.6, "seed": 7, "n": 2},
         body | {"temperature": 0.6, "seed": 9, "logprobs": 0, "repetition_penalty": 1.2},
@@ -126,22 +131,62 @@ def test_echo_with_ngram_gives_what_it_gives_without(folder: Path, tmp_path: Pat
         body | {"temperature": 0, "seed": 3, "max_tokens": 1},
         {key: body[key] for key in body if key != "logprobs"} | {"temperature": 0, "seed": 4},
     ]
-    lines: list[Row] = [{"custom_id": f"{i}", "url": "/v1/completions", "body": one} for i, one in enumerate(bodies)]
-    ngram: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "mixed_step_percent": 100}
-    ngram |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    how = ("--max-num-batched-tokens", "24")
-    code, alone = generate(folder, tmp_path, lines, *how)
-    guessed_code, guessed = generate(folder, tmp_path, lines, *how, "--speculative-config", json.dumps(ngram))
-    assert code == guessed_code == 0
+
+
+def echo_lines() -> list[Row]:
+    return [{"custom_id": f"{i}", "url": "/v1/completions", "body": one} for i, one in enumerate(echoing())]
+
+
+@pytest.fixture(scope="module")
+def echoed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    """The rows of these, one token a step."""
+    code, rows = generate(folder, tmp_path_factory.mktemp("echoed"), echo_lines(), *CHUNKS)
+    assert code == 0
+    return rows
+
+
+def drafting(method: str, work: Path) -> Row:
+    """Keys of a --speculative-config; a drafter has random weights and guesses among the allowed tokens."""
+    if method == "ngram":
+        return {"method": method, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    sizes = {key: CONFIG[key] for key in drafters.SIZES.keys() & CONFIG.keys()}
+    keys: Row = {"method": method, "model": str(work / method)}
+    if method == "eagle3":
+        config = drafters.eagle3_config(**sizes, draft_vocab_size=len(FEW))
+        drafters.write(work / method, config, drafters.eagle3_tensors(config, FEW))
+        return keys
+    if method == "mtp":
+        config = drafters.mtp_config(**sizes)
+        drafters.write(work / method, config, drafters.mtp_tensors(config))
+    else:
+        config = drafters.dflash_config(**sizes)
+        drafters.write(work / method, config, drafters.dflash_tensors(config))
+    (work / "few.json").write_text(json.dumps(FEW))
+    return keys | {"token_map": str(work / "few.json")}
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [("ngram", {}), ("mtp", {}), ("dflash", {}), ("eagle3", {}), ("mtp", {"tree_size": 9, "tree_top_k": 3})],
+    ids=str,
+)
+def test_echo_with_proposals_gives_what_it_gives_without(
+    method: str, tree: dict[str, int], folder: Path, echoed: dict[str, Row], tmp_path: Path
+) -> None:
+    keys = drafting(method, tmp_path) | tree | {"num_speculative_tokens": 3, "mixed_step_percent": 100}
+    code, guessed = generate(folder, tmp_path, echo_lines(), *CHUNKS, "--speculative-config", json.dumps(keys))
+    assert code == 0
     kept = 0
-    for name, row in alone.items():
-        choices, others = (rows[name]["response"]["body"]["choices"] for rows in (alone, guessed))
-        assert len(choices) == bodies[int(name)].get("n", 1)
-        kept += sum(other.pop("speculation", {"accepted_tokens": 0})["accepted_tokens"] for other in others)
+    for name, body in enumerate(echoing()):
+        row, other = echoed[str(name)], guessed[str(name)]
+        choices, others = (one["response"]["body"]["choices"] for one in (row, other))
+        assert len(choices) == body.get("n", 1)
+        stats = [choice.pop("speculation", {"accepted_tokens": 0}) for choice in others]
+        kept += sum(of_choice["accepted_tokens"] for of_choice in stats)
         assert alike(others, choices), name
         prompt = row["response"]["body"]["usage"]["prompt_tokens"]
         for choice in choices:
-            assert choice["text"].startswith(text) or name == "3"
-            if "logprobs" in bodies[int(name)]:
+            assert choice["text"].startswith(TEXT) or name == 3
+            if "logprobs" in body:
                 assert len(choice["logprobs"]["tokens"]) == prompt + len(choice["token_ids"])
     assert kept > 20, "guesses are kept"

@@ -32,7 +32,7 @@ from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
-from tests.runtime.engine.random_lives import random_life
+from tests.runtime.engine.random_lives import RandomLife, random_life
 from tests.runtime.engine.replay_proposer import mixed, script_of
 from tests.runtime.engine.rig import VOCABULARY, request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -41,20 +41,25 @@ from tests.selection import covering
 
 RANKS = 3  # candidates a place
 SHAPES = [(2, 3), (3, 3), (4, 12), (6, 16), (8, 32), (5, 33)]  # (W, tokens of a tree)
+WIDE = [(16, 32), (32, 33)]
+ONE_OF = {16: 60, 32: 240}  # places one has no right candidate, by W: whole paths are kept, and others are not
 
 
 class KnownAnswers:
-    """Of three candidates a place one is right, mostly; which one, and how likely it seems, is drawn by position."""
+    """Of three candidates a place one is right, mostly; which one, and how likely it seems, is drawn by position.
+
+    Of ``one_of`` places one has no right candidate and four have it behind another; elsewhere the likeliest is right.
+    """
 
     name = "known answers"
     layers = ()
     reads_hidden = False
 
-    def __init__(self, parts: ProposerParts, script: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, parts: ProposerParts, script: Mapping[int, Sequence[int]], one_of: int) -> None:
         table = torch.zeros(max(script) + 1, max(map(len, script.values())), dtype=torch.int64)
         for seed, tokens in script.items():
             table[seed, : len(tokens)] = torch.tensor(tokens)
-        self._script_SL = table
+        self._script_SL, self._one_of = table, one_of
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         raise AssertionError("a tree grows from candidates")
@@ -65,8 +70,8 @@ class KnownAnswers:
         position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count)
         right_BQ = self._script_SL[seed_B1, position_BQ.clamp(max=longest - 1)]
         drawn_BQ = mixed(seed_B1 * 1009 + position_BQ)
-        rank_BQ = drawn_BQ % 10  # the likeliest one in half of the cases; none of them in one of ten
-        rank_BQ = torch.where(rank_BQ < 5, 0, torch.where(rank_BQ < 9, 1 + rank_BQ % 2, RANKS))
+        last_BQ = self._one_of - 1 - drawn_BQ % self._one_of
+        rank_BQ = torch.where(last_BQ > 4, 0, torch.where(last_BQ > 0, 1 + drawn_BQ % 2, RANKS))
         ids_BQC = (right_BQ - rank_BQ)[:, :, None] + torch.arange(top_k)
         shares_BQC = 1.0 + drawn_BQ[:, :, None] % 4 * torch.arange(top_k, 0, -1)
         return Candidates(ids_BQC % VOCABULARY, (shares_BQC / shares_BQC.sum(-1, keepdim=True)).log())
@@ -90,8 +95,9 @@ def trees(
     alone = oracle(every or requests, **(serial or {}))
     script = script_of(every or requests, {i: tokens for i, (tokens, _) in alone.answers.items()})
     width, size = shape
+    one_of = ONE_OF.get(width, 10)
     how: dict[str, Any] = {
-        "proposer": branching(lambda parts: KnownAnswers(parts, script), RANKS),
+        "proposer": branching(lambda parts: KnownAnswers(parts, script, one_of), RANKS),
         "speculation": Speculation(width, **(policy or {})),
         "tree": size,
     }
@@ -100,10 +106,11 @@ def trees(
     return life
 
 
-def some(count: int, **sampling: Any) -> list[Request]:
+def some(count: int, more: int = 7, **sampling: Any) -> list[Request]:
+    """Each of ``more`` tokens than the one before."""
     requests = people(count, **sampling)
     return [
-        replace(r, sampling=replace(r.sampling, max_tokens=3 + 7 * i, temperature=1.0 * (i % 2)))
+        replace(r, sampling=replace(r.sampling, max_tokens=3 + more * i, temperature=1.0 * (i % 2)))
         for i, r in enumerate(requests)
     ]
 
@@ -115,6 +122,16 @@ def test_answers_and_log_probabilities_are_those_without(depth: int, shape: tupl
     assert counters["spec_num_draft_tokens"] == (shape[0] - 1) * counters["spec_num_drafts"]
     assert counters["spec_num_accepted_tokens"] > 0.4 * counters["spec_num_drafts"]
     assert max(map(max, life.rounds.values())) >= min(shape[0], 5), "long paths are kept"
+
+
+@pytest.mark.parametrize(("depth", "shape"), covering((0, 2, 4), WIDE, at_once=1), ids=str)
+def test_whole_paths_of_wide_trees_are_kept(depth: int, shape: tuple[int, int]) -> None:
+    life = trees(some(5, more=20), shape, depth=depth)
+    counters = life.counters
+    assert counters["spec_num_draft_tokens"] == (shape[0] - 1) * counters["spec_num_drafts"]
+    gains = {gain for gains in life.rounds.values() for gain in gains}
+    assert max(gains) == shape[0]
+    assert len(gains) > 4, "and others are cut somewhere"
 
 
 def test_every_round_gains_the_same_at_any_depth_and_on_any_ranks() -> None:
@@ -165,13 +182,20 @@ def test_a_tree_that_reaches_past_the_context() -> None:
     assert [(len(tokens), reason) for tokens, reason in life.answers.values()] == [(44, FinishReason.LENGTH)] * 3
 
 
+def drawn(seed: int, sooner: int = 2) -> RandomLife:
+    """Every other one is cut as by a stop string that the host found, the others as by a caller who left."""
+    life = random_life(seed).with_windows(sooner, 100)
+    return replace(life, cut_as=FinishReason.STOP) if seed % 2 else life
+
+
 @pytest.mark.parametrize(
     ("seed", "depth"), [*covering(range(3), (0, 2, 4), at_once=1), *starmap(long, product(range(3, 30), (0, 2, 4)))]
 )
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps."""
-    life = random_life(7000 + seed).with_windows(2, 100)
-    shape = SHAPES[(seed + depth) % len(SHAPES)]
+    shapes = SHAPES + WIDE
+    shape = shapes[(seed + depth) % len(shapes)]
+    life = drawn(7000 + seed, sooner=8 if shape[0] >= 8 else 2)
     policy = {"most_rows": 3} if seed % 2 else {}
     trees(
         life.first, shape, depth=depth, but=life.cut, every=life.requests, policy=policy, later=life.later,
@@ -182,7 +206,7 @@ def test_random_lives(depth: int, seed: int) -> None:
 @pytest.mark.parametrize(("seed", "depth"), [(7009, 2), *starmap(long, product(range(7000, 7009), range(5)))])
 def test_lives_of_the_largest_trees_that_hold_everything(depth: int, seed: int) -> None:
     """32 tokens in the fewest blocks that serve a request; what a cancelled tree reserved comes back."""
-    life = random_life(seed).with_windows(2, 100)
+    life = drawn(seed)
     size = life.limits["block_size"]
     limits = life.limits | {"blocks": -(-(128 + 8 * depth + 32) // size) + 1}
     ran = trees(
@@ -194,7 +218,9 @@ def test_lives_of_the_largest_trees_that_hold_everything(depth: int, seed: int) 
         for name in ("evictions", "pauses", "prefix_hit_tokens", "mixed_steps", "ghost_rows"):
             assert ran.counters[name] > 0, name
         alone = oracle(life.requests)
-        assert any(ran.answers[i][0] != alone.answers[i][0] for i in life.cut), "somebody is cut short"
+        short = {i for i in life.cut if ran.answers[i][0] != alone.answers[i][0]}
+        assert short, "somebody is cut short"
+        assert {ran.answers[i][1] for i in short} == {FinishReason.STOP}
 
 
 def test_an_eviction_under_pressure_recomputes_what_trees_gained() -> None:

@@ -65,8 +65,8 @@ FULL = (
     ("dflash", 16, 1, 109),
     ("dflash", 32, 3, 46),
     ("eagle3", 16, 4, 109),
-    pytest.param("mtp", 16, 4, 109, marks=pytest.mark.long),
-    pytest.param("eagle3", 32, 2, 46, marks=pytest.mark.long),
+    ("mtp", 16, 4, 109),
+    ("eagle3", 32, 2, 46),
 )
 
 
