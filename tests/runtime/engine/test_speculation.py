@@ -8,6 +8,7 @@ themselves, what they are shown, and the policy that turns them on and off.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product, starmap
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.kernels.reference import ReferenceKernels
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
@@ -38,6 +40,7 @@ from tests.selection import covering
 
 ROOM: dict[str, Any] = {"blocks": 400}
 WIDTHS = [2, 3, 4, 5, 6, 7, 8, 16, 32]
+FOUR_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64}
 
 
 def ngram(width: int, *, high: int = 2) -> MakeProposer:
@@ -163,8 +166,7 @@ def test_prefix_hits_and_chunked_prompts_are_in_the_history() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_answers_of_several_ranks_are_those_of_one(ranks: int) -> None:
-    shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64}
-    requests = repeating(4)
+    shape, requests = FOUR_HEADS, repeating(4)
 
     def over(**limits: Any) -> Any:
         return tensor_rig(ranks, **limits)
@@ -234,6 +236,26 @@ def test_every_round_gains_the_same_at_any_depth_and_on_any_ranks() -> None:
     for ranks in (1, 2):
         over = lambda **limits: tensor_rig(ranks, **limits)  # noqa: B023, E731
         assert whole_lives(ngram(6), 2, over=over).rounds == serial.rounds
+
+
+def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks() -> None:
+    """As reference kernels compute it."""
+    requests = repeating(4, temperature=0.2, max_tokens=24)
+    how: dict[str, Any] = {
+        "kernels": ReferenceKernels(),
+        "dtype": torch.float32,
+        "shape": FOUR_HEADS,
+        "rows": 4,
+        **ROOM,
+    }
+    drafting: dict[str, Any] = {"proposer": ngram(4), "speculation": Speculation(4), **how}
+    plain = live(requests, depth=0, **how)
+    serial = live(requests, depth=0, **drafting)
+    assert serial.answers == plain.answers
+    assert {gain for gains in serial.rounds.values() for gain in gains} == {1, 2, 3, 4}
+    for depth, ranks in ((2, 1), (0, 2), (2, 2), (0, 4), (2, 4)):
+        life = live(requests, depth=depth, over=partial(tensor_rig, ranks), **drafting)
+        assert (life.answers, life.rounds) == (serial.answers, serial.rounds)
 
 
 @pytest.mark.parametrize("mutant", [lambda parts: StaleToken(parts, 1, 2), StaleProposals, LateLanding])

@@ -162,3 +162,21 @@ def test_a_window_that_would_fill_the_largest_step_leaves_room_for_a_prompt() ->
 def test_ranks_with_other_policies_are_found_out() -> None:
     policies = Speculation(4), Speculation(4, 3), Speculation(3), Speculation(4, mixed_percent=1)
     assert len({plans_of(policy, 1, 1)[0].digest.value for policy in policies}) == len(policies)
+
+
+def digest_of_a_window(count: int) -> int:
+    """Of a scheduler that lands the same four tokens, of which the row keeps ``count``."""
+    scheduler = Scheduler(replace(config_with(depth=0, widths=(4,)), speculation=Speculation(4)))
+    scheduler.submit(Admit(Request(0, prompt_of(6), SamplingParams(max_tokens=30))))
+    for tokens, kept in ([5], 1), ([7, 8, 9, 10], count):
+        plan = scheduler.plan()
+        assert plan is not None
+        assert plan.width == len(tokens)
+        scheduler.land(plan.step, StepResult(plan.step, tokens, [kept], [FinishReason.NONE]))
+    assert len(scheduler.resources.sequences[0].tokens) == 6 + 1 + count
+    return scheduler.digest.value
+
+
+def test_ranks_that_keep_more_or_less_of_the_same_window_are_found_out() -> None:
+    assert len({digest_of_a_window(count) for count in (1, 2, 3, 4)}) == 4
+    assert digest_of_a_window(2) == digest_of_a_window(2)

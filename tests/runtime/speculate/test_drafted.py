@@ -124,14 +124,24 @@ def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int,
     check_rounds(drafter, sequences(requests, life), every=3)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_prefix_hit_restores_the_drafters_entries(depth: int, tmp_path: Path) -> None:
-    """Nobody shows the proposer the tokens of the prefix again, and it guesses as if it had seen them."""
-    drafter, shared = Drafter("dflash", tmp_path), prompt(40, 99)
+def check_prefix_hits(drafter: Drafter, width: int, *, depth: int, **limits: Any) -> None:
+    """Requests share 41 tokens, so that of 40 in whole blocks each has the same successor, which is a part of an MTP
+    layer's and an EAGLE-3 head's entries; two of them come when the blocks are published."""
+    shared = prompt(41, 99)
     requests = [request(i, (*shared, *prompt(5, i)), max_tokens=16, stops=()) for i in range(4)]
-    life = drafted(drafter, requests, 6, depth=depth, rows=2, block_size=4)
+    life = drafted(drafter, requests, width, depth=depth, rows=2, block_size=4, **limits)
     assert life.counters["prefix_hit_tokens"] >= 2 * 40
-    check_rounds(drafter, sequences(requests, life), every=2)
+    found = sequences(requests, life)
+    assert check_rounds(drafter, found) > 4 * 15 / width
+    assert {request for request, _ in drafter.rounds} == found.keys()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("kind", "tree"), [("dflash", None), ("dflash", 16), ("mtp", None), ("mtp", 16)])
+def test_a_prefix_hit_restores_the_drafters_entries(kind: str, tree: int | None, depth: int, tmp_path: Path) -> None:
+    """Nobody shows the proposer the tokens of the prefix again, and it guesses as if it had seen them."""
+    drafter = Drafter(kind, tmp_path, top_k=4 if tree else 0)
+    check_prefix_hits(drafter, 5, depth=depth, **({"tree": tree} if tree else {}))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,7 +32,15 @@ from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
-from tests.runtime.speculate.test_drafted import LIMITS_OF_EVICTION, drafted, of_ranks, people, prompt, sequences
+from tests.runtime.speculate.test_drafted import (
+    LIMITS_OF_EVICTION,
+    check_prefix_hits,
+    drafted,
+    of_ranks,
+    people,
+    prompt,
+    sequences,
+)
 
 IDS = (0, 2, 3, 5, 7, 8)  # of nine
 LIMITS: dict[str, Any] = {"rows": 4, "max_prefill_tokens": 8, "block_size": 4}
@@ -189,6 +197,11 @@ def test_windows_beside_chunks_guess_what_the_oracle_does(tmp_path: Path) -> Non
     life = drafted(head, requests, 1, depth=2, speculation=Speculation(4, mixed_percent=100), **limits)
     assert sum(plan.kind is StepKind.MIXED and plan.width == 4 for plan in life.real_plans) > 3
     assert check_rounds(head, sequences(requests, life), every=2) > 10
+
+
+@pytest.mark.parametrize(("depth", "how"), [(0, {}), (2, {}), (2, {"tree": 16})], ids=str)
+def test_a_prefix_hit_restores_the_heads_entries(depth: int, how: dict[str, Any], tmp_path: Path) -> None:
+    check_prefix_hits(Head(tmp_path, top_k=4 if how else 0), 5, depth=depth, **how)
 
 
 def test_prefix_hits_stop_ids_penalties_and_forks_leave_the_tokens_right(tmp_path: Path) -> None:
