@@ -141,7 +141,7 @@ def windows(driver: CompilingDriver) -> None:
         nodes = None if tree is None else made(rows, width)
         guesses = made(rows, width - 1)
         for limit in (None, few):
-            window_io_triton.settle(
+            window_io_triton.commit(
                 *(numbers, drawn, guesses, nodes, (limit, limit), asked, (last, length, finished), columns[:3], table),
                 (ring, made(1), 2**31),
                 codes=(1, 3),
