@@ -49,7 +49,7 @@ from runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-_SETTLE_BETWEEN_NODES = 3.0  # longer than a broken connection between nodes may take to come back (zeromq.py)
+_WAIT_BETWEEN_NODES = 3.0  # longer than a broken connection between nodes may take to come back (zeromq.py)
 LOAD_SECONDS = 1800.0  # patience with a rank that loads, compiles and captures
 
 
@@ -107,7 +107,7 @@ def _watchdog(config: EngineConfig, rendezvous: Rendezvous, control: ControlPlan
     parent = Path(config.bundles)  # jobs may share a working directory
     options = WatchdogOptions(parent / job, parent, whole_process=True, limit=config.control_timeout_s)
     if rendezvous.topology.nodes > 1:
-        options = replace(options, settle=_SETTLE_BETWEEN_NODES)
+        options = replace(options, explanation_wait=_WAIT_BETWEEN_NODES)
     watchdog = Watchdog(control, options)
     watchdog.evidence.hooks["flight recorder"] = write_flight_recorder
     watchdog.release = abort_groups
