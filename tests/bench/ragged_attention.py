@@ -172,7 +172,7 @@ class Bench:
     def usual(self) -> Candidate:
         """What the kernels choose."""
         rule = self.kernels._decode.rule(self.inputs, self.heads, self.layers[0])
-        tma, blocks = self.kernels._decode.form(self.inputs, self.heads, self.layers[0])
+        tma, blocks = self.kernels._decode.variant(self.inputs, self.heads, self.layers[0])
         if self.kernels._decode.without_list(self.inputs, self.heads, self.layers[0]):
             return Candidate(rule, 0, tma, blocks)
         return Candidate(rule, decode_choice.programs_each(self.inputs, self.kv_heads, tma), tma, blocks)

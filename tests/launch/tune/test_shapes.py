@@ -10,7 +10,7 @@ import torch
 
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of, layers_enough
 from models.config import ModelConfig
-from models.kernels.attention.decode_form import DecodeShape
+from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
 from parallel.comm.all_reduce_dispatch import SizeLimits
 
