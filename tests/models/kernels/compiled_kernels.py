@@ -281,7 +281,7 @@ def rotation(driver: CompilingDriver) -> None:
     """Every form that tests/bench/rotation.py times, and what other heads make of the one for many tokens."""
     bench_rotation.DEVICE = META
     for shape in bench_rotation.SHAPES:
-        for name, run in bench_rotation.FORMS.items():
+        for name, run in bench_rotation.VARIANTS.items():
             driver.where = f"{shape}, {name}"
             bench_rotation.Prefill(shape, 2048).run(run)
     for dtype in (torch.bfloat16, torch.float32):
