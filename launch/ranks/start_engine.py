@@ -33,7 +33,7 @@ from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives, SingleRank
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.ordered_sums import ordered_collectives
+from parallel.comm.ordered_all_reduce import ordered_collectives
 from parallel.comm.symmetric_all_reduce import fastest_collectives
 from parallel.comm.symmetric_exchange import fastest_exchange
 from parallel.control.connect import open_control

@@ -321,7 +321,7 @@ def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
                 way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
-def sums_of_prompts(driver: CompilingDriver) -> None:
+def all_reduces_of_prompts(driver: CompilingDriver) -> None:
     """Of more rows than have a program each, between two, whose buffers alone have so many; 8192 is the widest row that
     they take in bfloat16.
     """
@@ -456,7 +456,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "more-prefill": more_prefills,
     "push": pushing,
     "all-reduce": lambda driver: all_reduces(driver, 3, 8),
-    "sums-of-prompts": sums_of_prompts,
+    "all-reduces-of-prompts": all_reduces_of_prompts,
     "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),
     "exchanges": lambda driver: exchanges(driver, 3, 8),
     "more-exchanges": lambda driver: exchanges(driver, 2, 5),
