@@ -31,7 +31,7 @@ STAGES = {  # by the call: the stage, and what it does
     "gather_window": ("gather", "last token and guesses, positions, KV places, by slot"),
     "forward": ("verify", "the target over all W tokens of every row"),
     "_draw": ("draw", "the target's own token at every position"),
-    "settle_window": (
+    "commit_window": (
         "accept",
         "guesses that are what was drawn before them, and one token more; last token, length, end and history by slot; "
         "the result ring",

@@ -25,7 +25,7 @@ from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
-from runtime.chain_depth import DEEPEST, settled
+from runtime.chain_depth import DEEPEST, agree_depth_and_horizon
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.cache.pool import give_back
@@ -171,7 +171,7 @@ def build_engine(
     served = replace(served, widest=executor.widest)
     schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
     plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
-    depth, horizon = settled(config, executor, plain, control.settle_horizon, share)
+    depth, horizon = agree_depth_and_horizon(config, executor, plain, control.agree_horizon, share)
     schedule = replace(schedule, speculation=speculation(config, executor, schedule, share))
     clear_load(model)  # both have timed steps
     executor.count_from_here()

@@ -67,16 +67,16 @@ def smallest_horizon(times: Sequence[TurnTimes], depth: int, hop_ms: float) -> i
 # ---- what is fixed at start-up ----
 
 
-def settled(
+def agree_depth_and_horizon(
     config: EngineConfig,
     executor: Executor,
     schedule: SchedulerConfig,
-    settle_horizon: Callable[[Callable[[float], int]], int],
+    agree_horizon: Callable[[Callable[[float], int]], int],
     share: Callable[[Callable[[], str]], str] | None,
 ) -> tuple[int, int]:
     """D and L, the same on every rank. A collective call where there are several.
 
-    ``schedule``: the limits of the engine to be, for the serial turns that are timed. ``settle_horizon``: the control
+    ``schedule``: the limits of the engine to be, for the serial turns that are timed. ``agree_horizon``: the control
     plane's. ``share(make)`` returns on every rank what ``make()`` returned on rank 0.
     """
     chosen = config.chain_depth is None
@@ -97,7 +97,7 @@ def settled(
                 return smallest_horizon(times, depth, hops[0])
             return 0  # on a CPU a step takes longer than any record
 
-        horizon = settle_horizon(choose)
+        horizon = agree_horizon(choose)
         if hops:
             log.info("horizon: %s", _why_horizon(horizon, hops[0]))
     return depth, horizon

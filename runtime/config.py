@@ -210,23 +210,23 @@ class EngineConfig:
             object.__setattr__(self, "expert_parallel", self.data_parallel > 1)
         if self.plan_late is _FILLED_IN:
             object.__setattr__(self, "plan_late", self.device == "cuda")
-        self._settle_speculation()
+        self._merge_speculation()
         self._check_together()
 
-    def _settle_speculation(self) -> None:
+    def _merge_speculation(self) -> None:
         plain = {
             "method": self.speculative_method,
             "model": self.speculative_model,
             "num_speculative_tokens": self.num_speculative_tokens,
         }
         try:
-            settled = merged_speculation(self.speculative_config, plain)
+            merged = merged_speculation(self.speculative_config, plain)
         except SpeculativeConfigError as error:
             raise ConfigError(str(error)) from None
-        object.__setattr__(self, "speculative_config", settled)
-        if settled is not None and settled.probabilistic and self.deterministic:
+        object.__setattr__(self, "speculative_config", merged)
+        if merged is not None and merged.probabilistic and self.deterministic:
             raise ConfigError(
-                f"deterministic is on, but speculative_config is {settled}: with drawn proposals tokens depend on "
+                f"deterministic is on, but speculative_config is {merged}: with drawn proposals tokens depend on "
                 "which steps were windows, and so on the batch: leave out --deterministic, or draft_sample_method"
             )
 

@@ -104,9 +104,9 @@ class SpeculativeConfig:
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
         _check_whole("mixed_step_percent", self.mixed_step_percent, 0, 100)
-        self._settle_lookup()
-        self._settle_tree()
-        self._settle_acceptance()
+        self._fill_lookup()
+        self._fill_tree()
+        self._fill_acceptance()
         self._check_draft_sampling()
 
     def _check_method(self) -> None:
@@ -144,7 +144,7 @@ class SpeculativeConfig:
         if isinstance(given, int):
             _check_whole("token_map", given, 1, None)
 
-    def _settle_lookup(self) -> None:
+    def _fill_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if self.method != "ngram":
             for name in ("prompt_lookup_min", "prompt_lookup_max"):
@@ -166,7 +166,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_min", low)
         object.__setattr__(self, "prompt_lookup_max", high)
 
-    def _settle_tree(self) -> None:
+    def _fill_tree(self) -> None:
         size, top_k, k = self.tree_size, self.tree_top_k, self.num_speculative_tokens
         if size is None:
             if top_k is not None:
@@ -199,7 +199,7 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "tree_top_k", top_k)
 
-    def _settle_acceptance(self) -> None:
+    def _fill_acceptance(self) -> None:
         if self.rejection_sample_method not in ACCEPTANCE_METHODS:
             raise SpeculativeConfigError(
                 f"{FLAG}: rejection_sample_method is {self.rejection_sample_method!r}, but must be one of "

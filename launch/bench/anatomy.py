@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from launch.bench.environment import engine_facts, environment
-from launch.bench.replay import replay_ms, settling
+from launch.bench.replay import replay_ms, warm_up_steps
 from launch.bench.session import DeviceWindow, Session, StepTimings, forget_engines
 from launch.bench.trace import BenchError, DecodeStep, check_complete, run_requests, why_not_full
 from launch.bench.workload import random_prompts
@@ -162,7 +162,7 @@ class AnatomyBench:
 
 
 def _steady(steps: Sequence[DecodeStep]) -> Sequence[DecodeStep]:
-    return steps[settling(len(steps)) :]
+    return steps[warm_up_steps(len(steps)) :]
 
 
 # ---- the host's side ----

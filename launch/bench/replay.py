@@ -15,12 +15,12 @@ from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.schedule.plan import SlotWrite, StepKind, StepPlan
 
-SETTLING_STEPS = 16  # decode steps after the prefill that are no steady chain yet
+WARM_UP_STEPS = 16  # decode steps after the prefill that are no steady chain yet
 
 
-def settling(steps: int) -> int:
+def warm_up_steps(steps: int) -> int:
     """How many of ``steps`` decode steps are left out at the start."""
-    return min(SETTLING_STEPS, steps // 4)
+    return min(WARM_UP_STEPS, steps // 4)
 
 
 def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> float:
@@ -34,7 +34,7 @@ def replay_ms(engine: Engine, lengths: Lengths, batch: int, repeats: int) -> flo
     spec = replay_spec(engine, plan)
     graph = executor.decode.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
     steps = lengths.output - 1
-    skipped = settling(steps)
+    skipped = warm_up_steps(steps)
     compute, device = executor.device.compute, executor.device
     blocks = len(plan.block_writes)
     for layer in executor.pool.paged:

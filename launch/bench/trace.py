@@ -82,7 +82,7 @@ class RunTrace:
     def seconds(self) -> float:
         return self.ended - self.started
 
-    def settle(self) -> None:
+    def evaluate(self) -> None:
         """Work out each request's times, and which steps decoded."""
         for at, output in self.landed:
             self.ends += [at] * len(output.finished)
@@ -136,8 +136,8 @@ def run_requests(
         for one in times.values():
             one.submitted = started
     trace = RunTrace(started, landed[-1][0], landed, times)
-    client.settle()  # ghosts of the last requests: not part of the run
-    trace.settle()
+    client.drain()  # ghosts of the last requests: not part of the run
+    trace.evaluate()
     return trace
 
 

@@ -18,7 +18,7 @@ from launch.bench.session import Session
 from launch.bench.trace import BenchError
 from launch.errors import UsageError
 from launch.generate.command import load_texts
-from launch.generate.input_file import Settled, read_requests
+from launch.generate.input_file import FinishedRows, read_requests
 from models.config import ModelConfig
 from runtime.engine import ServedModel
 from runtime.frontend.chat_template import ChatTemplate
@@ -125,7 +125,7 @@ def jsonl_prompts(
     parser = RequestParser(model, tokenizer, chat, max_tokens=output_len, base_seed=seed)
     prompts: list[PromptRequest] = []
     with path.open("rb") as stream:
-        for item in itertools.islice(read_requests(stream, parser, Settled(), _MAX_LINE_BYTES), count):
+        for item in itertools.islice(read_requests(stream, parser, FinishedRows(), _MAX_LINE_BYTES), count):
             if isinstance(item, BadLine):
                 raise BenchError(f"{path}, line {item.line}: {item.message}")
             if item.sampling.n > 1 or item.sampling.stop:

@@ -20,7 +20,7 @@ from parallel.control.protocol.states import Limits
 from parallel.topology import Topology
 
 _LIMITS = Limits(deadline=10.0, start=30.0)
-_SETTLING_TURNS = 100
+_WARM_UP_TURNS = 100
 
 
 class AgreeTimes(NamedTuple):
@@ -32,7 +32,7 @@ class AgreeTimes(NamedTuple):
 
 
 def measure_agreement(folder: Path, seconds: float) -> AgreeTimes:
-    """For ``seconds``, after a settling time. ``folder``: where this user's control sockets lie.
+    """For ``seconds``, after a warm-up. ``folder``: where this user's control sockets lie.
 
     Raises a ControlError, a SocketPlaceError, or RuntimeError with what the second process said.
     """
@@ -52,7 +52,7 @@ def measure_agreement(folder: Path, seconds: float) -> AgreeTimes:
         said, complaint = follower.communicate(timeout=30)
     if follower.returncode != 0:
         raise RuntimeError(f"the second process ended with {follower.returncode}: {complaint.strip()[-500:]}")
-    times = sorted(json.loads(said)[_SETTLING_TURNS:])
+    times = sorted(json.loads(said)[_WARM_UP_TURNS:])
     return AgreeTimes(times[len(times) // 2] / 1e3, times[len(times) * 99 // 100] / 1e3, len(times))
 
 
@@ -66,7 +66,7 @@ def _lead(folder: Path, job: int, seconds: float) -> None:
             while reached[1] < step + plane.horizon + 1:
                 plane.poll()
             step += 1
-            if step == _SETTLING_TURNS + 1:
+            if step == _WARM_UP_TURNS + 1:
                 until = time.monotonic() + seconds
         plane.stop()
         while not plane.stopped:

@@ -91,7 +91,7 @@ def _lead(
         base_seed=engine.config.seed,
     )
     client = EngineClient(engine, tokenizer, text=tokenizer is not None)
-    done_before = len(results.settled.ids) + len(results.settled.errors)
+    done_before = len(results.finished.ids) + len(results.finished.errors)
     if done_before or results.repaired_bytes:
         log.info("going on: %d rows are there, %d torn bytes cut off", done_before, results.repaired_bytes)
     with Interrupts() as interrupts:
@@ -110,7 +110,7 @@ def _lead(
     if interrupts.signal is not None:
         log.warning("interrupted: run the same command again to go on")
         return interrupts.exit_code
-    return SOME_FAILED if batch.summary.failed or results.settled.errors else 0
+    return SOME_FAILED if batch.summary.failed or results.finished.errors else 0
 
 
 def report(
@@ -162,5 +162,5 @@ def readable(shown: Mapping[LineId, RequestOutput | None], tokenizer: Tokenizer 
 def _arrivals(
     stream: BinaryIO, parser: RequestParser, results: ResultsFile, options: GenerateOptions
 ) -> Iterator[Arrival]:
-    for item in read_requests(stream, parser, results.settled, options.max_line_bytes):
+    for item in read_requests(stream, parser, results.finished, options.max_line_bytes):
         yield time.perf_counter(), item

@@ -28,7 +28,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class FinishedRows:
     """What an earlier run has written: ids with an answer, and line numbers (with their ids) with an error."""
 
     ids: AbstractSet[LineId] = frozenset()
@@ -59,7 +59,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_requests(
-    stream: BinaryIO, parser: RequestParser, settled: Settled, max_line_bytes: int
+    stream: BinaryIO, parser: RequestParser, finished: FinishedRows, max_line_bytes: int
 ) -> Iterator[PreparedRequest | BadLine]:
     """The requests that are still to be served, and the bad lines still to be reported, lazily and in file order.
 
@@ -74,12 +74,12 @@ def read_requests(
         else:
             peeked = parser.peek(line.number, line.data)
         first = line.number if peeked.id is None else first_use.setdefault(peeked.id, line.number)
-        if line.number in settled.errors and settled.errors[line.number] == peeked.id:
+        if line.number in finished.errors and finished.errors[line.number] == peeked.id:
             continue
         if first != line.number:
             message = f"id {peeked.id!r} was used by line {first}: give each line its own"
             yield BadLine(line.number, peeked.id, peeked.form, "duplicate_id", message)
         elif line.data is None:
             yield BadLine(line.number, None, peeked.form, "line_too_long", peeked.trouble or "")
-        elif peeked.id is None or peeked.id not in settled.ids:
+        elif peeked.id is None or peeked.id not in finished.ids:
             yield parser.parse(line.number, line.data, peeked)

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from launch.api.parser import LineId
 from launch.api.response import read_back
-from launch.generate.input_file import Settled
+from launch.generate.input_file import FinishedRows
 
 _WAITING_ROWS = 65_536  # more than this waiting for the disk, and write() blocks
 
@@ -39,14 +39,14 @@ class ResultsWriteError(ResultsFileError):
 
 
 class ResultsFile:
-    """Open for appending from construction to ``close``. ``settled`` is what earlier runs have written."""
+    """Open for appending from construction to ``close``. ``finished`` is what earlier runs have written."""
 
     def __init__(
         self, path: Path, *, overwrite: bool = False, retry_errors: bool = False, sync_seconds: float = 1.0
     ) -> None:
         self.path = path
         self.repaired_bytes = 0
-        self.settled = Settled()
+        self.finished = FinishedRows()
         self._fd = _open_locked(path)
         try:
             if overwrite:
@@ -102,13 +102,13 @@ class ResultsFile:
         end = self._end_of_last_row(size)
         if end == 0 and size and os.pread(self._fd, 1, 0) != b"{":
             raise ResultsFileError(f"{self.path} is not an output of generate: {_ANOTHER}")
-        self.settled = self._scan(end)
+        self.finished = self._scan(end)
         self.repaired_bytes = size - end
         if self.repaired_bytes:
             os.ftruncate(self._fd, end)
-        if retry_errors and self.settled.errors:
+        if retry_errors and self.finished.errors:
             self._drop_errors()
-            self.settled = Settled(self.settled.ids)
+            self.finished = FinishedRows(self.finished.ids)
 
     def _end_of_last_row(self, size: int) -> int:
         """Bytes up to and with the last newline."""
@@ -121,7 +121,7 @@ class ResultsFile:
             end = start
         return 0
 
-    def _scan(self, end: int) -> Settled:
+    def _scan(self, end: int) -> FinishedRows:
         ids: set[LineId] = set()
         errors: dict[int, LineId | None] = {}
         position = 0
@@ -138,7 +138,7 @@ class ResultsFile:
                     errors[row.error.line] = row.line_id
                 elif row.line_id is not None:
                     ids.add(row.line_id)
-        return Settled(ids, errors)
+        return FinishedRows(ids, errors)
 
     def _drop_errors(self) -> None:
         """Replace the file by one without its error rows; a kill leaves either the one or the other."""

@@ -33,7 +33,7 @@ from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives, SingleRank
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.ordered_sums import ordered_collectives
+from parallel.comm.ordered_all_reduce import ordered_collectives
 from parallel.comm.symmetric_all_reduce import fastest_collectives
 from parallel.comm.symmetric_exchange import fastest_exchange
 from parallel.control.connect import open_control
@@ -49,7 +49,7 @@ from runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-_SETTLE_BETWEEN_NODES = 3.0  # longer than a broken connection between nodes may take to come back (zeromq.py)
+_WAIT_BETWEEN_NODES = 3.0  # longer than a broken connection between nodes may take to come back (zeromq.py)
 LOAD_SECONDS = 1800.0  # patience with a rank that loads, compiles and captures
 
 
@@ -107,7 +107,7 @@ def _watchdog(config: EngineConfig, rendezvous: Rendezvous, control: ControlPlan
     parent = Path(config.bundles)  # jobs may share a working directory
     options = WatchdogOptions(parent / job, parent, whole_process=True, limit=config.control_timeout_s)
     if rendezvous.topology.nodes > 1:
-        options = replace(options, settle=_SETTLE_BETWEEN_NODES)
+        options = replace(options, explanation_wait=_WAIT_BETWEEN_NODES)
     watchdog = Watchdog(control, options)
     watchdog.evidence.hooks["flight recorder"] = write_flight_recorder
     watchdog.release = abort_groups

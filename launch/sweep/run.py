@@ -76,12 +76,12 @@ class LocalSweep:
             for point in grid.points
             if point.key not in done and (retry_failed or point.key not in self._failed_before)
         ]
-        self._settled = len(grid.points) - len(self._left)
+        self._finished = len(grid.points) - len(self._left)
 
     def run(self) -> None:
         """Until every point is done or has failed, or a signal comes."""
-        if self._settled:
-            self._say(f"{self._settled} of {len(self._grid.points)} points are done or have failed already")
+        if self._finished:
+            self._say(f"{self._finished} of {len(self._grid.points)} points are done or have failed already")
         left, told = self._left, False
         while left and self._interrupts.signal is None:
             held = [point for point in left if self._interrupts.signal is None and not self._claim_and_run(point)]
@@ -93,7 +93,7 @@ class LocalSweep:
             left = held
 
     def _claim_and_run(self, point: Point) -> bool:
-        """Whether the point is settled now, by us or by somebody else, or a signal came."""
+        """Whether the point is finished now, by us or by somebody else, or a signal came."""
         ledger = self._ledger
         with ledger.claim(point.key) as lock:
             if lock is None:
@@ -107,19 +107,19 @@ class LocalSweep:
     def _run(self, attempt: Attempt, lock: int) -> None:
         point, total = attempt.point, len(self._grid.points)
         title = point.label(self._grid.varied) or point.key
-        self._say(f"[{self._settled + 1}/{total}] {title} ...")
+        self._say(f"[{self._finished + 1}/{total}] {title} ...")
         began = time.monotonic()
         code, why_ended = self._execute(attempt, lock)
         if self._interrupts.signal is not None:
             self._ledger.abandon(attempt)
             return
-        self._settled += 1
+        self._finished += 1
         reason = why_ended or why_failed(attempt.folder, code)
         rows = point_rows(attempt.folder)
         folder = self._ledger.file(attempt, reason, code)
         took = f"{time.monotonic() - began:.1f} s"
         ended = f"failed after {took}: {reason}; see {folder}" if reason else f"done in {took}{_figures(rows)}"
-        self._say(f"[{self._settled}/{total}] {title}: {ended}")
+        self._say(f"[{self._finished}/{total}] {title}: {ended}")
 
     def _execute(self, attempt: Attempt, lock: int) -> tuple[int, str]:
         """The exit code (negative for a signal), and why the sweep ended the point, if it did."""

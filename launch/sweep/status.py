@@ -69,7 +69,7 @@ def status(
     stream: TextIO | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """The subcommand. ``watch``: seconds between looks, until all is settled. Raises SweepError."""
+    """The subcommand. ``watch``: seconds between looks, until all is finished. Raises SweepError."""
     stream = stream or sys.stdout
     ledger = Ledger(out)
     while True:
@@ -162,10 +162,10 @@ class _Look:
 def table(found: SweepStatus) -> str:
     """For people: a bar, the counts, a line a point."""
     total, counts = len(found.points), Counter(point.state for point in found.points)
-    settled = counts["done"] + counts["failed"]
-    filled = _BAR * settled // max(1, total)
+    finished = counts["done"] + counts["failed"]
+    filled = _BAR * finished // max(1, total)
     lines = [
-        f"{found.name}  [{'#' * filled}{'.' * (_BAR - filled)}] {settled}/{total}",
+        f"{found.name}  [{'#' * filled}{'.' * (_BAR - filled)}] {finished}/{total}",
         ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
         + (f"; about {shown_seconds(found.seconds_left)} of work left" if found.seconds_left else ""),
     ]

@@ -98,8 +98,8 @@ class Jobs:
 
 def left_of(grid: Grid, ledger: Ledger, retry_failed: bool) -> list[Point]:
     """The points that are neither done nor, unless those are wanted again, failed."""
-    settled = ledger.done() | (set() if retry_failed else ledger.failed().keys())
-    return [point for point in grid.points if point.key not in settled]
+    finished = ledger.done() | (set() if retry_failed else ledger.failed().keys())
+    return [point for point in grid.points if point.key not in finished]
 
 
 def measured_points(ledger: Ledger) -> list[tuple[Point, float]]:

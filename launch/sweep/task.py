@@ -30,7 +30,7 @@ def task(options: SweepOptions, environ: Mapping[str, str]) -> int:
 
 
 def _begin(options: SweepOptions, environ: Mapping[str, str]) -> int:
-    """Prints the folder of a new attempt at the first of the task's points that is not settled.
+    """Prints the folder of a new attempt at the first of the task's points that is not finished.
 
     In it, for bash: ``command``, the arguments after ``python -m launch``, each with a zero byte behind it, and
     ``ranks-per-node``. A point that failed in an earlier start of the job is tried again: its node may have been lost.

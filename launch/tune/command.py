@@ -83,7 +83,7 @@ def run(command: TuneCommand, environ: Mapping[str, str], say: Say = print) -> i
     device = gpu_of(rendezvous, environ)
     if not rendezvous.topology.is_leader:
         if "all-reduce" in command.parts:
-            _time_sums(rendezvous, share)
+            _time_all_reduces(rendezvous, share)
         return 0
     files = Files(command.out.expanduser(), torch.cuda.get_device_name(device))
     identity = identity_of(files.gpu_name)
@@ -302,7 +302,7 @@ def tasks_of(command: TuneCommand, share: RankShare) -> list[Task]:
     return plan(asked, asked_attention(share, 1), command.max_num_seqs, command.parts, command.seconds)
 
 
-def _time_sums(rendezvous: Rendezvous, share: RankShare) -> tuple[list[all_reduce.Times], str | None]:
+def _time_all_reduces(rendezvous: Rendezvous, share: RankShare) -> tuple[list[all_reduce.Times], str | None]:
     """Every rank calls this."""
     with joined(rendezvous, "cuda") as device:
         group = torch.distributed.group.WORLD
@@ -315,7 +315,7 @@ def _time_sums(rendezvous: Rendezvous, share: RankShare) -> tuple[list[all_reduc
 
 def _choose_limits(rendezvous: Rendezvous, share: RankShare, found: ChoiceTable, files: Files, say: Say) -> RankShare:
     """``share`` with the limits that were found, which decide where products have a norm in front."""
-    times, reason = _time_sums(rendezvous, share)
+    times, reason = _time_all_reduces(rendezvous, share)
     if reason is not None:
         say(f"all-reduces are not measured: {reason}")
         return replace(share, limits=None)

@@ -20,7 +20,7 @@ from launch.tune.journal import AnyChoice
 from launch.tune.plan import Task
 from launch.tune.shapes import PAGE, RankShare, ShapeRecorder, caches_of, layers_enough, step_inputs
 from launch.tune.tuner import DeviceLost
-from models.kernels.attention.decode_form import DecodeForm, candidate_forms, nearest_form
+from models.kernels.attention.decode_variant import DecodeVariant, candidate_variants, nearest_variant
 from models.kernels.matmul.autotune import ColdProduct, captured, median_graph_us, replay_for
 from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.nvidia import NvidiaKernels
@@ -47,11 +47,11 @@ class GpuRunner:
     def current(self, task: Task) -> AnyChoice:
         if isinstance(task.what, LinearShape):
             return self._kernels.matmul.choice(task.what)
-        return nearest_form(self._kernels.matmul.choices.attention, task.what)
+        return nearest_variant(self._kernels.matmul.choices.attention, task.what)
 
     def candidates(self, task: Task, beside: Sequence[AnyChoice]) -> list[AnyChoice]:
         if not isinstance(task.what, LinearShape):
-            return [None, *candidate_forms()]
+            return [None, *candidate_variants()]
         matmul = self._kernels.matmul
         found: list[AnyChoice] = [*matmul.candidates(task.what)]
         algorithms = [choice for choice in found if isinstance(choice, CublasLt)]
@@ -75,9 +75,9 @@ class GpuRunner:
     def _put(self, task: Task, choice: AnyChoice) -> None:
         matmul = self._kernels.matmul
         if isinstance(task.what, LinearShape):
-            if choice is not None and not isinstance(choice, DecodeForm):
+            if choice is not None and not isinstance(choice, DecodeVariant):
                 matmul.choose(task.what, choice)
-        elif isinstance(choice, DecodeForm):
+        elif isinstance(choice, DecodeVariant):
             matmul.choices.attention[task.what.key] = choice
         else:
             matmul.choices.attention.pop(task.what.key, None)
@@ -204,7 +204,7 @@ def _alive(device: torch.device) -> Iterator[None]:
 
 def _of_a_product(choice: AnyChoice) -> Choice:
     assert choice is not None
-    assert not isinstance(choice, DecodeForm)
+    assert not isinstance(choice, DecodeVariant)
     return choice
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import UsageError
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Choice, choice_as_json, choice_from_json
 
 FORMAT = 1
-AnyChoice = Choice | DecodeForm | None  # None: what the engine takes without a table
+AnyChoice = Choice | DecodeVariant | None  # None: what the engine takes without a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +198,10 @@ def _measured(held: dict[str, Any]) -> Measured:
 def as_json(choice: AnyChoice) -> list[Any] | None:
     if choice is None:
         return None
-    return ["attention", dataclasses.asdict(choice)] if isinstance(choice, DecodeForm) else choice_as_json(choice)
+    return ["attention", dataclasses.asdict(choice)] if isinstance(choice, DecodeVariant) else choice_as_json(choice)
 
 
 def from_json(entry: list[Any] | None) -> AnyChoice:
     if entry is None:
         return None
-    return DecodeForm(**entry[1]) if entry[0] == "attention" else choice_from_json(entry)
+    return DecodeVariant(**entry[1]) if entry[0] == "attention" else choice_from_json(entry)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.tune.shapes import Asked
-from models.kernels.attention.decode_form import DecodeShape
+from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
 from models.row_buckets import power_of_two_from
 
@@ -21,7 +21,7 @@ _POWER_LIMITED = 64  # rows; from about here on a step's clock follows its power
 _FIRST = (1, 8, 32, 128, 256, 64, 16, 2, 4)  # of the decode ladder: where engines are most often
 _TFLOP_PER_S = 500.0
 _LAYER_SECONDS = 0.015  # of a candidate's capture and replays inside layers
-_FORMS = 13
+_VARIANTS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _product(rows: int, shape: LinearShape, *, in_layers: bool) -> Task:
 
 
 def _attention(rows: int, shape: DecodeShape) -> Task:
-    effort = Effort(_FORMS, 0, 3, 0.3 if rows >= _POWER_LIMITED else 0.1, 8)
+    effort = Effort(_VARIANTS, 0, 3, 0.3 if rows >= _POWER_LIMITED else 0.1, 8)
     return Task(rows, shape, True, True, effort, _seconds(effort, _LAYER_SECONDS))
 
 

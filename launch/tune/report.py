@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from launch.tune.journal import AnyChoice, Measured
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Blas, CublasLt
 
 HEADER = ("shape", "before", "after", "us before", "us after", "gain")
@@ -25,7 +25,7 @@ def shown(choice: AnyChoice) -> str:
             return "cuBLAS"
         case CublasLt():
             return f"cuBLASLt {blake2b(choice.algorithm.encode(), digest_size=3).hexdigest()}"
-        case DecodeForm():
+        case DecodeVariant():
             return f"{'TMA' if choice.tma else 'splits'} {choice.block_n},{choice.stages},{choice.warps}"
     values = [str(int(value)) for value in dataclasses.asdict(choice).values()]
     return f"{type(choice).__name__} {','.join(values)}"

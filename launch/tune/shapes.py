@@ -20,7 +20,7 @@ from models.cache_layout import CacheLayout, CacheView, PagedKV, SlotState
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, StateRows, StepInputs
-from models.kernels.attention.decode_form import DecodeShape
+from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.interface import Kernels, Rotation
 from models.kernels.matmul.choice_table import LinearShape
 from models.kernels.reference import ReferenceKernels

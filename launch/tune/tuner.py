@@ -21,7 +21,7 @@ from typing import Protocol
 from launch.errors import UsageError
 from launch.tune.journal import AnyChoice, Failed, Journal, Measured, Timed
 from launch.tune.plan import Task
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.autotune import reason_of
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
@@ -233,9 +233,9 @@ class Pace:
 def put(table: ChoiceTable, task: Task, choice: AnyChoice) -> None:
     """``choice`` into the part of the table that is for ``task``; None takes the entry out."""
     if isinstance(task.what, LinearShape):
-        if choice is not None and not isinstance(choice, DecodeForm):
+        if choice is not None and not isinstance(choice, DecodeVariant):
             table.put(task.what, choice)
-    elif isinstance(choice, DecodeForm):
+    elif isinstance(choice, DecodeVariant):
         table.attention[task.what.key] = choice
     else:
         table.attention.pop(task.what.key, None)

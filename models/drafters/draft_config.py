@@ -30,7 +30,7 @@ _OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_wind
 OTHER_DRAFTERS = (
     'type "model": the folder of an MTP layer for this target, or "method": "ngram", in --speculative-config'
 )
-_LATER_FORMS = ("conv_", "selector_", "projector_")
+_LATER_VARIANTS = ("conv_", "selector_", "projector_")
 _DFLASH_KEYS = frozenset(
     [
         *("target_layer_ids", "mask_token_id", "mask_token", "block_size", "causal", "use_swa", "swa_window_size"),
@@ -372,9 +372,9 @@ def _draft_vocab_size(config: Mapping[str, Any]) -> int | None:
 
 def _refuse_unimplemented(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key, value in (*config.items(), *own.items()):
-        if key.startswith(_LATER_FORMS) and value:
+        if key.startswith(_LATER_VARIANTS) and value:
             raise ValueError(f"{key!r} is {value!r}: it belongs to a later form of DFlash that is not implemented")
-    unknown = sorted(own.keys() - _DFLASH_KEYS - {key for key in own if key.startswith(_LATER_FORMS)})
+    unknown = sorted(own.keys() - _DFLASH_KEYS - {key for key in own if key.startswith(_LATER_VARIANTS)})
     if unknown:
         raise ValueError(f"'dflash_config' has keys that are not understood: {', '.join(unknown)}")
     if own.get("attention_sink_bias"):

@@ -382,7 +382,7 @@ class NvidiaKernels(Kernels):
     ) -> Tensor:
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
-        by_tma, (block_n, stages, warps) = self._decode.form(inputs, heads, kv_layer)
+        by_tma, (block_n, stages, warps) = self._decode.variant(inputs, heads, kv_layer)
         work = inputs.work
         if isinstance(work, DecodeWork) and self._decode.fits(work.rule, rows, kv_heads, query_rows, head_dim):
             attend = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list

@@ -32,7 +32,7 @@ class CheckpointParts(nn.Module):
         found: dict[str, Shard | ScatteredShard] = {}
         for path, module in self.named_modules():
             if isinstance(module, ShardedModule):
-                spelled = [names for form in module.forms() for names in self._spellings(path, form)]
+                spelled = [names for layout in module.layouts() for names in self._spellings(path, layout)]
                 found |= max(spelled, key=partial(_share, stored))
         return found
 
@@ -41,12 +41,12 @@ class CheckpointParts(nn.Module):
         return {}
 
     def _spellings(
-        self, path: str, form: Mapping[str, Shard | ScatteredShard]
+        self, path: str, layout: Mapping[str, Shard | ScatteredShard]
     ) -> list[dict[str, Shard | ScatteredShard]]:
-        """Every way in which checkpoints name the parts of ``form``."""
-        names = {part: self._checkpoint_names(f"{path}.{part}") for part in form}
+        """Every way in which checkpoints name the parts of ``layout``."""
+        names = {part: self._checkpoint_names(f"{path}.{part}") for part in layout}
         count = max(map(len, names.values()), default=1)
-        return [{names[part][n % len(names[part])]: shard for part, shard in form.items()} for n in range(count)]
+        return [{names[part][n % len(names[part])]: shard for part, shard in layout.items()} for n in range(count)]
 
     def _checkpoint_names(self, path: str) -> tuple[str, ...]:
         """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,)."""

@@ -32,7 +32,7 @@ class GatedMLP(nn.Module):
         if gate_up.bias is None and len(residual_TN) > LARGE_STEP:
             normed_TN, residual_TN = self.norm.add(x_TN, residual_TN)
             part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.weight, down.own_bias)
-            return down.sum_of(part_TN), residual_TN
+            return down.all_reduce_of(part_TN), residual_TN
         if gate_up.bias is None:
             hidden_TI, residual_TN = self.norm.add_gate_up(x_TN, residual_TN, gate_up.weight)
         else:

@@ -57,10 +57,10 @@ class FollowerPlane(Closing):
     def explain_with(self, recent: Recent) -> None:
         self.machine.explain_with(recent)
 
-    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+    def agree_horizon(self, choose: Callable[[float], int]) -> int:
         took = sorted(self._round_trip(b"") for _ in range(ROUND_TRIPS))
         self._round_trip(SECONDS.pack(took[ROUND_TRIPS // 2]))
-        while not self.machine.settled:
+        while not self.machine.horizon_agreed:
             self._receive(self._pause)
         return self.machine.horizon
 

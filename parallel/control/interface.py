@@ -146,7 +146,7 @@ class ControlPlane(Protocol):
         """Tells the others of an exception (``abort``), and closes."""
         ...
 
-    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+    def agree_horizon(self, choose: Callable[[float], int]) -> int:
         """Fixes the horizon from measured round trips, before the first turn; all ranks call it, in a job that was
         given none. Returns it, the same on every rank.
 
@@ -251,7 +251,7 @@ class SingleRankControl(Closing):
     def explain_with(self, recent: Recent) -> None:
         pass  # no other rank to diverge from
 
-    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+    def agree_horizon(self, choose: Callable[[float], int]) -> int:
         return self.horizon
 
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:

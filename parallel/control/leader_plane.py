@@ -60,7 +60,7 @@ class LeaderPlane(Closing):
     def explain_with(self, recent: Recent) -> None:
         self.machine.explain_with(recent)
 
-    def settle_horizon(self, choose: Callable[[float], int]) -> int:
+    def agree_horizon(self, choose: Callable[[float], int]) -> int:
         """Every follower sends itself messages through us, one after the other, and then the median of their times."""
         machine = self.machine
         trips: dict[int, float] = {}
@@ -70,7 +70,7 @@ class LeaderPlane(Closing):
                 if payload:
                     (trips[rank],) = SECONDS.unpack(payload)
             self._flush()
-        machine.settle_horizon(choose(max(trips.values()) / 2))
+        machine.agree_horizon(choose(max(trips.values()) / 2))
         self._numbers = deque(maxlen=machine.horizon + 1)
         self._deliver(self._flush())
         return machine.horizon

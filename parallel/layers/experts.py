@@ -154,7 +154,7 @@ class ExpertWeights(ShardedModule):
             found[f"{expert}.down.weight"] = self._columns(down)
         return found
 
-    def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
+    def layouts(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
         """Matrices of each expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I], or
         [E, all I, N] without a gate."""
         return self.shards(), self._fused()

@@ -240,7 +240,7 @@ class RowParallel(ShardedModule):
         kernels, collectives = self.placement.kernels, self.placement.collectives
         buffers = collectives.push_buffers(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
         if buffers is None:
-            return self.sum_of(kernels.linear(x_TI, self.weight, bias))
+            return self.all_reduce_of(kernels.linear(x_TI, self.weight, bias))
         part_TN, pushed = kernels.linear_push(buffers, x_TI, self.weight, bias)
         return collectives.all_reduce_before_norm(part_TN, pushed=pushed)
 
@@ -249,7 +249,7 @@ class RowParallel(ShardedModule):
         """The bias that this rank adds to its part: it is added once to the sum, so by exactly one rank."""
         return self.bias if self.placement.rank == 0 else None
 
-    def sum_of(self, part_TN: Tensor) -> Tensor | PendingAllReduce:
+    def all_reduce_of(self, part_TN: Tensor) -> Tensor | PendingAllReduce:
         """y, of parts x_local W_local^T that were computed elsewhere. ``part_TN`` may be overwritten."""
         return self.placement.collectives.all_reduce_before_norm(part_TN)
 

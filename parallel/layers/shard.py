@@ -119,7 +119,7 @@ class ShardedModule(nn.Module):
         """Part name (``weight``, ``q.bias``, ...) -> shard. Together they cover every parameter exactly once."""
         raise NotImplementedError
 
-    def forms(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
+    def layouts(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
         """The alternative checkpoint layouts that can fill the module; the first is ``shards``."""
         return (self.shards(),)
 

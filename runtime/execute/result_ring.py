@@ -40,7 +40,7 @@ class ResultRing:
     """``append`` runs inside the step, captured or not: where to write is a counter on the device.
 
     buffer_EX int32 [entries, words]; appended_1 int64 [1]: the next append's number, modulo ``stamps``. On CUDA
-    step_io.write_back and window_io.settle_window do what ``append`` does. ``latest``: the shape of what
+    step_io.write_back and window_io.commit_window do what ``append`` does. ``latest``: the shape of what
     was checked last, None where it was undone; replays of a captured step check nothing.
     """
 

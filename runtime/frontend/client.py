@@ -285,7 +285,7 @@ class EngineClient:
             if self._answers and not (self._queue or self._cancelled or self.engine.has_work):
                 raise EngineIdle(f"the engine is idle, but {self.live} requests have not ended")
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Take the turns that are left when no request is: those of steps that were in flight when the last ended."""
         while self.engine.has_work:
             self.engine.step()

@@ -133,7 +133,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = tokenizer._usable_context(context)
-        self._settled = len(self._window)  # the window's ids before this are out completely
+        self._emitted = len(self._window)  # the window's ids before this are out completely
         self._shown = len(tokenizer.decode(self._window))  # characters of the window's text that are out
         self._in_byte_run = False
 
@@ -146,15 +146,15 @@ class Detokenizer:
             return ""
         text = self._tokenizer.decode(self._window)
         final = text.rstrip(_REPLACEMENT)
-        if len(self._window) - self._settled > _LONGEST_WAIT and len(final) < len(text):
+        if len(self._window) - self._emitted > _LONGEST_WAIT and len(final) < len(text):
             return self._close_most(text)
         if len(final) <= self._shown:
             return ""
         fresh = final[self._shown :]
         self._shown = len(final)
         if len(final) == len(text):
-            self._window = self._window[self._settled :]
-            self._settled = len(self._window)
+            self._window = self._window[self._emitted :]
+            self._emitted = len(self._window)
             self._shown = len(self._tokenizer.decode(self._window))
         return fresh
 
@@ -168,7 +168,7 @@ class Detokenizer:
         if closed + still_open != text or len(still_open) < _OPEN_CHARACTERS:
             return ""  # the next token tries again
         fresh, shown = closed[self._shown :], max(0, self._shown - len(closed))
-        self._window, self._settled, self._shown = self._window[cut:], 0, shown
+        self._window, self._emitted, self._shown = self._window[cut:], 0, shown
         return fresh
 
     def flush(self) -> str:

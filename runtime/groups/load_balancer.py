@@ -60,7 +60,7 @@ class LoadBalancer:
             if free:
                 least = min(sorted(free), key=self._loads.__getitem__)
                 break
-        self._homes.settle(prompt, least)
+        self._homes.remember(prompt, least)
         return least
 
     def ended(self, finished: Iterable[Finished]) -> None:

@@ -20,7 +20,7 @@ MOST = 1 << 16  # beginnings that are remembered: some 15 MB
 
 
 class PrefixHomes:
-    """``find`` before a prompt is assigned, ``settle`` behind it, on every rank in the same order."""
+    """``find`` before a prompt is assigned, ``remember`` behind it, on every rank in the same order."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -31,7 +31,7 @@ class PrefixHomes:
         found = [homes for key in _beginnings(token_ids) if (homes := self._homes.get(key)) is not None]
         return found[::-1]
 
-    def settle(self, token_ids: Sequence[int], group: int) -> None:
+    def remember(self, token_ids: Sequence[int], group: int) -> None:
         """The prompt goes to ``group``."""
         for key in _beginnings(token_ids):
             homes = self._homes.pop(key, ())

@@ -13,9 +13,9 @@ from pathlib import Path
 class WatchdogOptions:
     """Times in seconds. ``limit``: longest time without progress while running (phases may allow more).
 
-    ``silence``: a rank without a sign for so long counts as stopped once the job stands still. ``settle``: how long a
-    report that may be a consequence waits for its cause. ``grace``: what other processes get for their last words.
-    ``held``: a C call may hold the interpreter for this long beyond the limit.
+    ``silence``: a rank without a sign for so long counts as stopped once the job stands still.
+    ``explanation_wait``: how long a report that may be a consequence waits for its cause. ``grace``: what other
+    processes get for their last words. ``held``: a C call may hold the interpreter for this long beyond the limit.
 
     ``bundles``: the job's own folder for what is left behind, removed again when that is nothing. ``parent``: the
     folder that jobs share, removed with the last of them. ``whole_process``: the process is this rank's alone, so that
@@ -28,6 +28,6 @@ class WatchdogOptions:
     limit: float = 10.0
     interval: float = 0.25
     silence: float = 2.0
-    settle: float = 0.75
+    explanation_wait: float = 0.75
     grace: float = 1.5
     held: float = 30.0

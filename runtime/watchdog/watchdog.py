@@ -7,7 +7,7 @@ Does not know: what progress is (progress.py), who is to blame (peer_view.py, bl
     every ``interval``   each rank tells its leader where its engine is and for how long; the leader tells the others
                          that it is there, and judges
     report               a rank whose collective broke, or whom a signal ends, says so. That may follow from another
-                         rank's fault: for ``settle`` seconds a better explanation is waited for
+                         rank's fault: for ``explanation_wait`` seconds a better explanation is waited for
     verdict              (a rank stands still, its process is gone, or it says that it ends)  the leader tells all; each
                          rank writes its bundle and leaves with EXIT_CODE; the leader writes the summary, and kills what
                          has not left its own node a moment later
@@ -71,7 +71,7 @@ class Watchdog(Progress):
         self._last_acts = Shutdown(self.rank, options, self.evidence, self._outlook)
         self._told_limit = 0.0
         self._reports: list[Verdict] = []
-        self._settled_at = inf
+        self._judge_at = inf
         self._failure: Verdict | None = None
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -126,7 +126,7 @@ class Watchdog(Progress):
         self.ignore_signals()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._failure = verdict  # one thread speaks on the channel
-            self._thread.join(self.options.settle + 2 * self.options.grace + LAST_SECONDS)
+            self._thread.join(self.options.explanation_wait + 2 * self.options.grace + LAST_SECONDS)
         self._end(verdict)
 
     def stop(self) -> None:
@@ -162,7 +162,7 @@ class Watchdog(Progress):
                     self._listen(0.0)  # the verdict may be there already
                     self._beat(time.monotonic())
                     self._report(failure)
-                if time.monotonic() >= self._settled_at:
+                if time.monotonic() >= self._judge_at:
                     self._listen(0.0)  # who told us to end may have been quicker than what came before it
                     self._end(self._outlook.weigh(self._reports))
         except Exception as error:  # a watchdog that dies unnoticed is worse than none
@@ -226,8 +226,8 @@ class Watchdog(Progress):
         if not channel.leads and verdict.rank == self.rank:
             channel.say(Kind.END, verdict)
         self._reports.append(verdict)
-        wait = self.options.settle + (0.0 if channel.leads else 2 * self.options.grace)
-        self._settled_at = min(self._settled_at, time.monotonic() + wait)
+        wait = self.options.explanation_wait + (0.0 if channel.leads else 2 * self.options.grace)
+        self._judge_at = min(self._judge_at, time.monotonic() + wait)
 
     def _end(self, verdict: Verdict) -> None:
         """Tells the others, writes what there is to write, leaves. The first verdict counts."""

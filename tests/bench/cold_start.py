@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_SETTLE = 2.0  # seconds that compilers have to end after the start that they ran beside
+_COMPILERS_END = 2.0  # seconds that compilers have to end after the start that they ran beside
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
         began = time.monotonic()
         code = subprocess.run([*command, "--result-dir", str(folder)], env=environ, check=False).returncode
         print(f"start {number}, {args.prefill_attention}: exit code {code}, {time.monotonic() - began:.1f} s in all")
-        time.sleep(_SETTLE)
+        time.sleep(_COMPILERS_END)
         left = _running(caches)
         print(f"FlashInfer's build: {_finished(caches)}; processes left: {left or 'none'}", flush=True)
         failed += bool(code) or bool(left)

@@ -164,7 +164,7 @@ PARTS = (
     Part("exchange", 2, 120, "-m tests.bench.exchange --out {out}/results", True),
     Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
-    Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_sums_gpu.py"),
+    Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_all_reduce_gpu.py"),
     Part("push", 2, 150, "-m tests.bench.push --out {out}/results --compile-workers 26", True),
     Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s -m multigpu tests/gpu/test_engine_two_gpus.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),

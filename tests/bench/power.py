@@ -112,7 +112,7 @@ def sampled(gpu: str) -> Iterator[list[Sample]]:
             reader.join()
 
 
-def settled(samples: list[Sample], since: float, until: float) -> tuple[float, float]:
+def steady_means(samples: list[Sample], since: float, until: float) -> tuple[float, float]:
     """(watts, MHz), means over a stretch of time. Raises RuntimeError where nothing was told in it."""
     there = [(watts, mhz) for at, watts, mhz in samples if since <= at <= until]
     if not there:
@@ -125,7 +125,7 @@ def measure(name: str, run: Callable[[], None], seconds: float, samples: list[Sa
     graph = captured(run)
     us = replay_for(graph, seconds) / LAYERS  # the second half of the time is what counts
     now = time.monotonic()
-    watts, mhz = settled(samples, now - seconds / 2, now)
+    watts, mhz = steady_means(samples, now - seconds / 2, now)
     print(f"| {name} | {us:.1f} | {watts:.0f} | {mhz:.0f} | {us * watts / 1e3:.1f} |", flush=True)
     return {"what": name, "us": us, "watts": watts, "mhz": mhz, "millijoules": us * watts / 1e3}
 

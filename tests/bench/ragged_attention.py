@@ -52,9 +52,9 @@ LONGEST = (256, 512, 1024, 2048)
 PROGRAMS = (16, 32)
 GRID_LONGEST = (128, 192, 256, 384, 512, 768, 1024)
 GRID_PROGRAMS = (4, 8, 16, 32)
-GRID_FORMS = ((True, (32, 3, 1)), (True, (32, 3, 2)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
+GRID_VARIANTS = ((True, (32, 3, 1)), (True, (32, 3, 2)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
 FEWEST_PAIRS = 2  # of row and kv head, which are less than the multiprocessors in most splits
-FEWEST_FORMS = ((64, 3, 4), (64, 5, 4), (64, 5, 2), (32, 5, 2), (128, 3, 4), (128, 3, 8))
+FEWEST_VARIANTS = ((64, 3, 4), (64, 5, 4), (64, 5, 2), (32, 5, 2), (128, 3, 4), (128, 3, 8))
 
 Launch = Callable[[Tensor, Tensor], Tensor]  # packed qkv, a layer's keys and values -> what is attended
 
@@ -172,7 +172,7 @@ class Bench:
     def usual(self) -> Candidate:
         """What the kernels choose."""
         rule = self.kernels._decode.rule(self.inputs, self.heads, self.layers[0])
-        tma, blocks = self.kernels._decode.form(self.inputs, self.heads, self.layers[0])
+        tma, blocks = self.kernels._decode.variant(self.inputs, self.heads, self.layers[0])
         if self.kernels._decode.without_list(self.inputs, self.heads, self.layers[0]):
             return Candidate(rule, 0, tma, blocks)
         return Candidate(rule, decode_choice.programs_each(self.inputs, self.kv_heads, tma), tma, blocks)
@@ -196,7 +196,7 @@ class Bench:
         """No list, the kernels' choice, then all combinations of GRID_*."""
         usual = self.usual()
         distinct: dict[object, Candidate] = {self._key(usual): usual}
-        for (tma, blocks), longest, each in product(GRID_FORMS, GRID_LONGEST, GRID_PROGRAMS):
+        for (tma, blocks), longest, each in product(GRID_VARIANTS, GRID_LONGEST, GRID_PROGRAMS):
             one = self.with_longest(Candidate(usual.rule, each, tma, blocks), longest, fewest=1)
             distinct.setdefault(self._key(one), one)
         return [Candidate(), *distinct.values()]
@@ -212,15 +212,15 @@ class Bench:
             found += [self.with_longest(usual._replace(each=0, tma=False), longest) for longest in (256, 512, 1024)]
         found += [usual._replace(rule=dataclasses.replace(usual.rule, fewest=fewest)) for fewest in self._fewest(usual)]
         if pairs <= FEWEST_PAIRS:
-            for blocks, longest in product(FEWEST_FORMS, LONGEST):
+            for blocks, longest in product(FEWEST_VARIANTS, LONGEST):
                 found.append(self.with_longest(usual._replace(each=0, tma=False, blocks=blocks), longest))
         if all_of_them and self.case.model == "8B":
-            forms: list[tuple[bool, tuple[int, int, int]]] = [(False, (64, 3, 4)), (False, (32, 5, 2))]
+            variants: list[tuple[bool, tuple[int, int, int]]] = [(False, (64, 3, 4)), (False, (32, 5, 2))]
             if pairs >= 256:
-                forms += [(True, (32, 3, 1)), (True, (32, 3, 2))]
+                variants += [(True, (32, 3, 1)), (True, (32, 3, 2))]
             else:
-                forms += [(False, (64, 5, 4))]
-            for tma, blocks in forms:
+                variants += [(False, (64, 5, 4))]
+            for tma, blocks in variants:
                 one = usual._replace(tma=tma, blocks=blocks)
                 found.append(self.with_longest(one, usual.rule.longest))
         distinct: dict[object, Candidate] = {self._key(usual): usual}

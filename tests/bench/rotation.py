@@ -33,8 +33,8 @@ AT_LEAST = 400 << 20  # bytes that the layers of one measurement read and write:
 SHAPES = {"8B": (32, 8), "0.6B": (16, 8)}  # q heads, kv heads
 TOKENS = (8192, 2048, 512, 256)
 
-Form = Callable[..., Tensor]
-FORMS: dict[str, Form] = {"token by token": rope_decode.rope_and_cache} | {
+Variant = Callable[..., Tensor]
+VARIANTS: dict[str, Variant] = {"token by token": rope_decode.rope_and_cache} | {
     f"{heads} heads, {warps} warps": partial(rope_prefill.rope_and_cache, blocks=Blocks(heads, warps))
     for heads, warps in ((2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))
 }
@@ -62,8 +62,8 @@ class Prefill:
         self.kv = empty_kv_layer(tokens // PAGE + 1, PAGE, kv_heads, dim, dtype, str(DEVICE)).zero_()
         self.bytes = 2 * self.qkv.nbytes
 
-    def run(self, form: Form) -> Tensor:
-        return form(self.qkv, self.heads, self.kv, self.rotation, True)
+    def run(self, variant: Variant) -> Tensor:
+        return variant(self.qkv, self.heads, self.kv, self.rotation, True)
 
 
 def bench(shape: str, tokens: int) -> dict[str, tuple[float, str]]:
@@ -73,14 +73,14 @@ def bench(shape: str, tokens: int) -> dict[str, tuple[float, str]]:
     """
     first = Prefill(shape, tokens)
     layers = [first, *(Prefill(shape, tokens) for _ in range(AT_LEAST // first.bytes))]
-    expected, found = (first.run(FORMS["token by token"]), first.kv.clone()), dict[str, tuple[float, str]]()
-    for name, form in FORMS.items():
+    expected, found = (first.run(VARIANTS["token by token"]), first.kv.clone()), dict[str, tuple[float, str]]()
+    for name, variant in VARIANTS.items():
         first.kv.zero_()
-        given = first.run(form), first.kv
+        given = first.run(variant), first.kv
         for one, other in zip(given, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
         same = all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
-        us = autotune.median_graph_us(partial(_every, layers, form), DEVICE) / len(layers)
+        us = autotune.median_graph_us(partial(_every, layers, variant), DEVICE) / len(layers)
         found[name] = us, "same bits" if same else "other bits"
     sources = [layer.qkv for layer in layers]
     targets = [torch.empty_like(source) for source in sources]
@@ -88,9 +88,9 @@ def bench(shape: str, tokens: int) -> dict[str, tuple[float, str]]:
     return found | {"copy": (us, "")}
 
 
-def _every(layers: list[Prefill], form: Form) -> list[Tensor]:
+def _every(layers: list[Prefill], variant: Variant) -> list[Tensor]:
     """The results are kept until the last one, so that each lies in memory of its own."""
-    return [layer.run(form) for layer in layers]
+    return [layer.run(variant) for layer in layers]
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

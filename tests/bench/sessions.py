@@ -79,7 +79,7 @@ class Client:
         self.desk.output(self.engine.step())
         self.read()
 
-    def settle(self, each: Callable[[], object] = lambda: None) -> float:
+    def run_until_idle(self, each: Callable[[], object] = lambda: None) -> float:
         """Seconds until nothing goes on by itself; ``each`` is called after every turn."""
         began = time.perf_counter()
         self.desk.grant()
@@ -92,7 +92,7 @@ class Client:
     def close_all(self) -> None:
         for request in list(self.connection.sessions):
             self.say(f"CANCEL {request}")
-        self.settle()
+        self.run_until_idle()
 
 
 def turn_2(client: Client, draw: random.Random, prompt: int, said: int, repeats: int) -> dict[str, float]:
@@ -106,13 +106,13 @@ def turn_2(client: Client, draw: random.Random, prompt: int, said: int, repeats:
         client.first_at.pop(session, None)
         began = time.perf_counter()
         request = line() or session
-        client.settle()
+        client.run_until_idle()
         return 1e3 * (client.first_at[request] - began)
 
     for _ in range(repeats + 1):  # the first is for warmth
         known, more = ids(prompt), ids(said)
         session = client.start(known, 1, 1, keep=1)
-        client.settle()
+        client.run_until_idle()
         line = f"REQ {session} EXTEND {more} 1 1"
         times["extend_ms"].append(first_token(partial(client.say, line), session))
         whole, fresh = [*known, *more], ids(len(known) + len(more))
@@ -139,7 +139,7 @@ def quanta(client: Client, draw: random.Random, tokens: int, repeats: int) -> li
                 client.parked.clear()
                 client.say(f"REQ {session} CONTINUE {quantum}")
 
-        seconds = client.settle(go_on)
+        seconds = client.run_until_idle(go_on)
         assert client.gained[session] == tokens
         return seconds, int(engine.counters["steps"] - steps)
 
@@ -168,10 +168,10 @@ def batches(client: Client, draw: random.Random, tokens: int) -> list[dict[str, 
         for _ in range(2):  # the first is for warmth
             for number in range(sessions):  # whatever their positions
                 client.start([draw.randrange(vocabulary) for _ in range(8 + 16 * number)], tokens, 16)
-            client.settle()
+            client.run_until_idle()
             before = dict(client.engine.counters)
             client.say("SCHED_DRAIN")
-            seconds = client.settle()
+            seconds = client.run_until_idle()
         counters = client.engine.counters
         steps = counters["steps"] - before["steps"]
         rows.append(
@@ -199,7 +199,7 @@ def chain(client: Client, draw: random.Random, tokens: int) -> dict[str, Any]:
             client.parked.clear()
             client.say(f"REQ {parking} CONTINUE 4")
 
-    client.settle(go_on)
+    client.run_until_idle(go_on)
     counters = client.engine.counters
     of_chain = [name for name in counters if name.startswith("chain_breaks")]
     breaks = {name: counters[name] - before.get(name, 0) for name in of_chain if counters[name] != before.get(name, 0)}

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
-from tests.bench.power import Sample, sampled, settled
+from tests.bench.power import Sample, sampled, steady_means
 
 TOLD = """#!/bin/sh
 echo "$@" > {asked}
@@ -20,9 +20,9 @@ while true; do echo "691.50, 1545"; sleep 0.01; done
 
 def test_what_was_told_while_a_kernel_ran_is_what_counts() -> None:
     samples: list[Sample] = [(1.0, 90.0, 345.0), (2.0, 600.0, 1500.0), (3.0, 700.0, 1600.0), (4.0, 100.0, 1980.0)]
-    assert settled(samples, 1.5, 3.5) == (650.0, 1550.0)
+    assert steady_means(samples, 1.5, 3.5) == (650.0, 1550.0)
     with pytest.raises(RuntimeError, match="give more --seconds"):
-        settled(samples, 5.0, 6.0)
+        steady_means(samples, 5.0, 6.0)
 
 
 def test_samples_come_while_something_runs_and_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_samples_come_while_something_runs_and_end_with_it(tmp_path: Path, monke
         while len(samples) < 5:
             time.sleep(0.001)
     assert asked.read_text().startswith("-i 3 --query-gpu=power.draw.instant,clocks.sm")
-    assert settled(samples, since, time.monotonic()) == (691.5, 1545.0)
+    assert steady_means(samples, since, time.monotonic()) == (691.5, 1545.0)
     count = len(samples)
     time.sleep(0.05)
     assert len(samples) == count

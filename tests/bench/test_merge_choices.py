@@ -10,7 +10,7 @@ import pytest
 
 from launch.cli import parse
 from launch.tune.options import TuneCommand
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, Gemv, Wide
 from models.kernels.traits import H200
@@ -19,7 +19,7 @@ from tests.bench import merge_choices
 from tests.bench.measure import PARTS, Part
 
 FAST, BRIEFLY_FAST, SLOW = Wide(64, 64, 64, 1, 4, 4, 64), Wide(64, 96, 64, 1, 4, 4, 64), Gemv(1, 1024, 4)
-FORM, LIMITS = DecodeForm(True, 32, 3, 1), SizeLimits(1 << 20, 0)
+VARIANT, LIMITS = DecodeVariant(True, 32, 3, 1), SizeLimits(1 << 20, 0)
 H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", memory_rate=3.35e12)
 SHIPPED = choice_table.SHIPPED_CHOICES / "nvidia-h200.json"
 
@@ -28,7 +28,7 @@ SHIPPED = choice_table.SHIPPED_CHOICES / "nvidia-h200.json"
 def folders(tmp_path: Path) -> list[Path]:
     """What two GPUs found, as measure.py leaves it: for products of their own, and one for both, alike."""
     found = (
-        ChoiceTable({"bfloat16 768x4096 x8": FAST, "bfloat16 4096x512 x8": SLOW}, {"bfloat16 4x128 x64": FORM}),
+        ChoiceTable({"bfloat16 768x4096 x8": FAST, "bfloat16 4096x512 x8": SLOW}, {"bfloat16 4x128 x64": VARIANT}),
         ChoiceTable({"bfloat16 768x4096 x128": BRIEFLY_FAST, "bfloat16 768x4096 x8": FAST}, all_reduce={2: LIMITS}),
     )
     for number, table in enumerate(found):
@@ -55,7 +55,7 @@ def test_a_merge_keeps_what_was_not_measured(
         "bfloat16 4096x512 x8": SLOW,
         "bfloat16 768x4096 x128": BRIEFLY_FAST,
     }
-    assert (after.attention, after.all_reduce, after.gpu) == ({"bfloat16 4x128 x64": FORM}, {2: LIMITS}, H200)
+    assert (after.attention, after.all_reduce, after.gpu) == ({"bfloat16 4x128 x64": VARIANT}, {2: LIMITS}, H200)
 
 
 def test_the_table_of_the_gpu_is_the_one_that_is_written(

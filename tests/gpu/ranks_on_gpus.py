@@ -1,7 +1,7 @@
 """Ranks of a test as processes, each with a GPU of its own or several on each GPU; how long such a test may be.
 
 Knows: how a group of them begins and ends. Does not know: what they check (test_symmetric.py, test_exchange_gpu.py,
-test_pushed_sums_gpu.py).
+test_pushed_all_reduce_gpu.py).
 """
 
 from __future__ import annotations

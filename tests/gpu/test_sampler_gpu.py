@@ -39,7 +39,7 @@ from tests.runtime.execute.sampling.sampling_cases import random_params, rows_fo
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
-from runtime.execute.sampling import filters_triton, listing_triton, settle_triton  # noqa: E402
+from runtime.execute.sampling import filters_triton, listing_triton, threshold_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -338,7 +338,7 @@ class Reads:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", self._noted())
         for module, name in (
             *((listing_triton, f"_{name}_kernel") for name in ("survey", "bound", "collect")),
-            (settle_triton, "_settle_kernel"),
+            (threshold_triton, "_threshold_kernel"),
         ):
             monkeypatch.setattr(module, name, self._named(name, getattr(module, name)))
 
@@ -377,10 +377,10 @@ class Operations(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# How often collect and settle read a logit, after survey has read it once. Collect looks again at a part in which it
-# lists something, and once more to draw among tokens above a list, where a threshold lies thousands of tokens deep,
-# each time at what it has just brought into the caches. Settle reads lists; logits, a quarter of a range a pass, where
-# two thresholds lie deep in one row, or where equal tokens overflow a list.
+# How often collect and threshold read a logit, after survey has read it once. Collect looks again at a part in which
+# it lists something, and once more to draw among tokens above a list, where a threshold lies thousands of tokens deep,
+# each time at what it has just brought into the caches. Threshold reads lists; logits, a quarter of a range a pass,
+# where two thresholds lie deep in one row, or where equal tokens overflow a list.
 PASSES = [
     (SamplingParams(), 2, 0),
     (SamplingParams(temperature=0.0), 2, 0),
@@ -409,17 +409,17 @@ def test_a_threshold_takes_two_passes_over_the_logits_and_no_sort(monkeypatch: p
         columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position
         filters_triton.filtered_candidates(logits, 0, *columns)
     assert not [name for name in run.names if "sort" in name or "topk" in name or "kthvalue" in name]
-    assert [*reads.by_kernel] == ["survey", "bound", "collect", "settle"]
-    survey, bound, collect, settle = reads.by_kernel.values()
+    assert [*reads.by_kernel] == ["survey", "bound", "collect", "threshold"]
+    survey, bound, collect, threshold = reads.by_kernel.values()
     assert not bound.any()
     once_more = survey.sum(1) - survey.shape[1]  # a column of each group
     assert (survey.min(), survey.max(), {*once_more}) == (1, 2, {2 * 128})
-    for row, (params, collected, settled) in enumerate(PASSES):
+    for row, (params, collected, searched) in enumerate(PASSES):
         assert collect[row].max() == collected, params
-        if settled is not None:
-            assert settle[row].max() == settled, params
-    assert settle[len(PASSES) - 1].min() > 3
-    assert (collect[-1].max(), settle[-1].min() > 0) == (2, True), "all are equal"
+        if searched is not None:
+            assert threshold[row].max() == searched, params
+    assert threshold[len(PASSES) - 1].min() > 3
+    assert (collect[-1].max(), threshold[-1].min() > 0) == (2, True), "all are equal"
 
 
 @pytest.mark.parametrize("vocab", [1, 97, 2049] if INTERPRETED else VOCABS)

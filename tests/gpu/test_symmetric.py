@@ -2,7 +2,7 @@
 GPUs and all that the machine has; and between more ranks than that, which share its GPUs and have no NCCL.
 
 Knows: what a sum has to give, however its ranks are spread over GPUs. Does not know: products that push
-(test_pushed_sums_gpu.py), what a sum costs (all_reduce.py).
+(test_pushed_all_reduce_gpu.py), what a sum costs (all_reduce.py).
 
 Run: python3 -m pytest -m multigpu tests/gpu/test_symmetric.py
      python3 -m pytest -m gpu tests/gpu/test_symmetric.py         # ranks that share GPUs; one GPU is enough

@@ -22,12 +22,12 @@ from runtime.execute.step import window_io
 from runtime.execute.step.proposer_feed import show_in_torch
 from runtime.execute.step.step_io_kernels import triton_kernels, triton_window_kernels
 from runtime.execute.step.window_io import (
-    Settled,
+    Committed,
     Window,
+    commit_window,
+    commit_window_in_torch,
     gather_window,
     gather_window_in_torch,
-    settle_window,
-    settle_window_in_torch,
 )
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state
@@ -108,7 +108,7 @@ def _same_windows(found: Window, wanted: Window) -> None:
         same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
 
 
-def _same_settled(found: Settled, wanted: Settled) -> None:
+def _same_committed(found: Committed, wanted: Committed) -> None:
     for ours, theirs in ((found.accepted, wanted.accepted), (found.shown, wanted.shown)):
         for name, one, other in zip(type(theirs)._fields, ours, theirs, strict=True):
             assert (one is None) == (other is None), name
@@ -116,7 +116,7 @@ def _same_settled(found: Settled, wanted: Settled) -> None:
                 same(one, other, name)
 
 
-def _check(case: Case, seed: int, width: int, **how: Any) -> Settled:
+def _check(case: Case, seed: int, width: int, **how: Any) -> Committed:
     """Both ends of one window from the state of ``case``, which the torch code then advances."""
     device, proposed = case.on(DEVICE), _proposed(case, seed, width, **how)
     columns = device.tables.gather(device.rows_B)
@@ -126,9 +126,9 @@ def _check(case: Case, seed: int, width: int, **how: Any) -> Settled:
     _same_windows(window, wanted)
     same_state(device, case)
     draw, verdict = _drawn(seed, wanted)
-    found = settle_window(device.tables, device.ring, window, _moved(draw), _moved(verdict), width)
-    expected = settle_window_in_torch(case.tables, case.ring, wanted, draw, verdict, width)
-    _same_settled(found, expected)
+    found = commit_window(device.tables, device.ring, window, _moved(draw), _moved(verdict), width)
+    expected = commit_window_in_torch(case.tables, case.ring, wanted, draw, verdict, width)
+    _same_committed(found, expected)
     same_state(device, case)
     return expected
 
@@ -214,9 +214,9 @@ def test_a_captured_window_advances_the_same_state_and_never_syncs(tree: int) ->
     draw, verdict = _drawn(4, gather_window_in_torch(case.tables, case.rows_B, columns, proposed, size, 4))
     moved = _moved(draw), _moved(verdict)
 
-    def step() -> tuple[Window, Settled]:
+    def step() -> tuple[Window, Committed]:
         window = gather_window(device.tables, device.rows_B, device.tables.gather(device.rows_B), there, size, 4)
-        return window, settle_window(device.tables, device.ring, window, *moved, 4)
+        return window, commit_window(device.tables, device.ring, window, *moved, 4)
 
     stream = Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -240,8 +240,8 @@ def test_a_captured_window_advances_the_same_state_and_never_syncs(tree: int) ->
         graph.replay()
         columns = case.tables.gather(case.rows_B)
         wanted = gather_window_in_torch(case.tables, case.rows_B, columns, proposed, size, 4)
-        expected = settle_window_in_torch(case.tables, case.ring, wanted, draw, verdict, 4)
+        expected = commit_window_in_torch(case.tables, case.ring, wanted, draw, verdict, 4)
         torch.cuda.synchronize()
         _same_windows(found[0], wanted)
-        _same_settled(found[1], expected)
+        _same_committed(found[1], expected)
         same_state(device, case)

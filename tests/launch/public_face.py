@@ -51,7 +51,7 @@ from launch.serve.metrics import Metrics
 from launch.sweep.ledger import Began, Outcome, Plan, PlannedPoint
 from launch.sweep.status import PointStatus, SweepStatus
 from launch.sweep.submit import Submitted
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallRun, Calls
 from parallel.control.errors import Cause, Verdict
@@ -284,7 +284,7 @@ def _table() -> set[str]:
     shipped = sorted(choice_table.SHIPPED_CHOICES.glob("*.json"))
     held = {name: each for path in shipped for name, each in json.loads(path.read_text()).items()}
     parts = {name for name in names_in(held) if name.partition(".")[0] not in ("choices", "attention", "all_reduce")}
-    return parts | kinds | _under("attention.*", DecodeForm) | _under("all_reduce.*", SizeLimits)
+    return parts | kinds | _under("attention.*", DecodeVariant) | _under("all_reduce.*", SizeLimits)
 
 
 def _journal_of_tune() -> Iterator[tuple[str, set[str]]]:

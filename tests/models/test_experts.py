@@ -1,4 +1,4 @@
-"""Experts: their shards, both forms of their checkpoints, what is refused, and the two operations on the CPU."""
+"""Experts: their shards, both layouts of their checkpoints, what is refused, and the two operations on the CPU."""
 
 from __future__ import annotations
 
@@ -175,10 +175,10 @@ def test_shards_cover_every_parameter_exactly_once(split: str, size: int, stored
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("form", ["one by one", "fused"])
-def test_every_element_of_every_expert_is_on_one_rank(split: str, size: int, form: str) -> None:
+@pytest.mark.parametrize("layout", ["one by one", "fused"])
+def test_every_element_of_every_expert_is_on_one_rank(split: str, size: int, layout: str) -> None:
     tensors = full_tensors(ModelConfig.from_dict(QWEN))
-    tensors = fused(tensors, QWEN) if form == "fused" else tensors
+    tensors = fused(tensors, QWEN) if layout == "fused" else tensors
     seen = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
     for rank in range(size):
         shards = build(QWEN, SPLITS[split], rank, size, device="meta").checkpoint_shards(tensors)
@@ -193,7 +193,7 @@ def test_every_element_of_every_expert_is_on_one_rank(split: str, size: int, for
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("config", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
-def test_both_forms_and_dummies_fill_the_same_weights(tmp_path: Path, config: dict[str, Any], split: str) -> None:
+def test_both_layouts_and_dummies_fill_the_same_weights(tmp_path: Path, config: dict[str, Any], split: str) -> None:
     """On every rank of a group, from several files; ``full_tensors`` are the dummy values of seed 0."""
     if config is MIXTRAL and split == "map":
         config = {**config, "num_local_experts": 8}

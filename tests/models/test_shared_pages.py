@@ -140,21 +140,21 @@ def as_pieces(rows: Sequence[Row]) -> MixedAttention:
     return MixedAttention(as_chunks(rows).decode, split)
 
 
-FORMS = [as_chunks, as_pieces]
-Form = Callable[[Sequence[Row]], MixedAttention]
+LAYOUTS = [as_chunks, as_pieces]
+Layout = Callable[[Sequence[Row]], MixedAttention]
 
 
-def check(kernels: ReferenceKernels, rows: Sequence[Row], form: Form) -> None:
+def check(kernels: ReferenceKernels, rows: Sequence[Row], layout: Layout) -> None:
     """Far from the last bits: a key that is not there changes the result by a tenth and more."""
-    found_TN = attended(layer(kernels), tokens(), rows, cache(), form(rows))
+    found_TN = attended(layer(kernels), tokens(), rows, cache(), layout(rows))
     torch.testing.assert_close(found_TN, one_after_the_other(rows), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), DeterministicReferenceKernels()], ids=lambda k: k.name)
 @pytest.mark.parametrize("rows", [SHARED, APART], ids=["shared", "apart"])
-def test_what_a_row_writes_is_seen_by_all(rows: Sequence[Row], kernels: ReferenceKernels, form: Form) -> None:
-    check(kernels, rows, form)
+def test_what_a_row_writes_is_seen_by_all(rows: Sequence[Row], kernels: ReferenceKernels, layout: Layout) -> None:
+    check(kernels, rows, layout)
 
 
 # ---- mutants ----
@@ -192,14 +192,14 @@ class InTurns(ReferenceKernels):
         return out_THD
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("turns", TURNS)
-def test_keys_that_are_written_too_late_are_missed(turns: str, form: Form) -> None:
+def test_keys_that_are_written_too_late_are_missed(turns: str, layout: Layout) -> None:
     """Rows that share nothing would not tell, but of keys that their own row writes too late."""
     kernels = InTurns(TURNS[turns])
     for rows, wrong in ((SHARED, turns != "right"), (APART, turns == "attends first")):
         if wrong:
             with pytest.raises(AssertionError, match="not close"):
-                check(kernels, rows, form)
+                check(kernels, rows, layout)
         else:
-            check(kernels, rows, form)
+            check(kernels, rows, layout)

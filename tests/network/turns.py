@@ -34,7 +34,7 @@ from parallel.topology import Topology
 from tests.network.hosts import HOSTS, TwoHosts
 
 RANKS = 2  # on each host
-SETTLING = 10  # turns at the start that do not count
+WARM_UP = 10  # turns at the start that do not count
 _WORLD = RANKS * len(HOSTS)
 _ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ class Turns(NamedTuple):
 def take_turns(hosts: TwoHosts, delay_ms: float, horizon: int, turns: int, step_seconds: float) -> Turns:
     """Runs the ranks over a link with this one-way delay. They meet before it is there, which would take seconds."""
     with _ranks(hosts, horizon, turns, step_seconds) as ranks:
-        for turn in range(SETTLING + turns):
+        for turn in range(WARM_UP + turns):
             for rank in ranks:
                 assert rank.stdout is not None
                 assert rank.stdout.readline() == "come\n", "a rank ended early: its stderr is above"
@@ -124,7 +124,7 @@ def main(rank: int, horizon: int, turns: int, step_seconds: float, folder: Path,
         link = None
         if isinstance(plane, FollowerPlane):
             link = plane.link = _Watched(plane.link)
-        for turn in range(SETTLING + turns):
+        for turn in range(WARM_UP + turns):
             began = time.monotonic()
             if link is not None:
                 link.waited = False
@@ -133,12 +133,12 @@ def main(rank: int, horizon: int, turns: int, step_seconds: float, folder: Path,
             time.sleep(step_seconds)
             print("come", flush=True)
             sys.stdin.readline()
-            if turn >= SETTLING:
+            if turn >= WARM_UP:
                 seconds.append(time.monotonic() - began)
                 waited += link is not None and link.waited
         if rank == 0:
             plane.stop()
-        turn = SETTLING + turns
+        turn = WARM_UP + turns
         while not plane.stopped:
             plane.exchange(turn, turn)
             turn += 1

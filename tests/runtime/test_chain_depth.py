@@ -13,7 +13,14 @@ import pytest
 
 from parallel.layers.experts import ExpertSplit
 from runtime import chain_depth
-from runtime.chain_depth import DEEPEST, TurnTimes, settled, smallest_depth, smallest_horizon, turn_times
+from runtime.chain_depth import (
+    DEEPEST,
+    TurnTimes,
+    agree_depth_and_horizon,
+    smallest_depth,
+    smallest_horizon,
+    turn_times,
+)
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
@@ -66,11 +73,11 @@ def test_the_horizon_hides_twice_a_record_s_way(depth: int, hop_ms: float, horiz
 def ranks(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig, times: list[TurnTimes], others: list[TurnTimes], hop_s: float
 ) -> list[tuple[int, int]]:
-    """What rank 0 and another one settle on, each with measurements of its own."""
+    """What rank 0 and another one agree on, each with measurements of its own."""
     told: list[str] = []
     chosen: list[int] = []
 
-    def settle_on_leader(choose: Callable[[float], int]) -> int:
+    def agree_on_leader(choose: Callable[[float], int]) -> int:
         chosen.append(choose(hop_s))
         return chosen[0]
 
@@ -80,9 +87,9 @@ def ranks(
         return told[0]
 
     found = []
-    for measured, settle in ((times, settle_on_leader), (others, lambda choose: chosen[0])):
+    for measured, agree in ((times, agree_on_leader), (others, lambda choose: chosen[0])):
         monkeypatch.setattr(chain_depth, "turn_times", lambda *_, measured=measured: measured)
-        found.append(settled(config, NOBODY, SCHEDULE, settle, share))
+        found.append(agree_depth_and_horizon(config, NOBODY, SCHEDULE, agree, share))
     return found
 
 
@@ -103,7 +110,10 @@ def test_options_overrule_both(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
     monkeypatch.setattr(chain_depth, "turn_times", None)  # nothing is measured
     with caplog.at_level(logging.INFO):
-        assert settled(replace(GPU, chain_depth=7, horizon=3), NOBODY, SCHEDULE, not_asked, None) == (7, 3)
+        assert agree_depth_and_horizon(replace(GPU, chain_depth=7, horizon=3), NOBODY, SCHEDULE, not_asked, None) == (
+            7,
+            3,
+        )
     assert "7, as asked for (--chain-depth)" in caplog.text
     assert (replace(GPU, chain_depth=7).step_limits(64, DEEPEST).depth, GPU.step_limits(64, DEEPEST).depth) == (
         7,
@@ -119,7 +129,7 @@ def test_a_given_depth_is_kept_and_the_horizon_is_measured(monkeypatch: pytest.M
 
 def test_on_a_cpu_nothing_is_timed() -> None:
     config = EngineConfig(model="m", device="cpu", tensor_parallel=2)
-    assert settled(config, NOBODY, SCHEDULE, lambda choose: choose(10e-6), None) == (2, 0)
+    assert agree_depth_and_horizon(config, NOBODY, SCHEDULE, lambda choose: choose(10e-6), None) == (2, 0)
 
 
 @pytest.mark.parametrize("warm", ["greedy", "random", "filtered", "penalised"])

@@ -52,7 +52,7 @@ class EngineBackend:
     def advance(self, until: float) -> Sequence[tuple[float, int]]:
         client = self._client
         if not client.live:
-            client.settle()  # what is still in flight is ghosts
+            client.drain()  # what is still in flight is ghosts
             left = until - time.perf_counter()
             if left > 0:
                 client.wait(lambda seconds: _waited(seconds, until), left)
@@ -82,7 +82,7 @@ class EngineBackend:
 
     def journal(self, started: float, ended: float, requests: Sequence[Served]) -> Journal:
         self._sample(ended)
-        self._client.settle()  # ghosts of the last requests: no part of the run
+        self._client.drain()  # ghosts of the last requests: no part of the run
         numbers = self._numbers
         for at, request_ids, counts in self._landed:
             for request_id, count in zip(request_ids, counts, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels.attention import decode_tma
-from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
+from models.kernels.attention.decode_variant import DecodeShape, DecodeVariant, nearest_variant
 from models.kernels.attention.decode_work import (
     ANY_LENGTH,
     COUNTERS,
@@ -76,21 +76,21 @@ _SINGLE_TOKENS = (
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
     """For one device. ``pdl``: it has dependent launches, and with them TMA. ``balanced``: rows of different lengths
-    are split by a rule or a list; without, all alike. ``forms``: measured ones, by shape. ``room``: floats of workspace
-    for partial results.
+    are split by a rule or a list; without, all alike. ``variants``: measured ones, by shape. ``room``: floats of
+    workspace for partial results.
     """
 
     traits: DeviceTraits
     pdl: bool
     balanced: bool
-    forms: Mapping[str, DecodeForm]
+    variants: Mapping[str, DecodeVariant]
     room: int
 
-    def form(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
+    def variant(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
         """Whether TMA serves these best, and (keys a block, stages, warps)."""
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
-        tuned = nearest_form(self.forms, DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
+        tuned = nearest_variant(self.variants, DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
         pairs = rows * kv_heads
         every_split = self.balanced and self.without_list(inputs, heads, kv_layer)
         by_tma = _by_tma(pairs, self.balanced, inputs.query_len) if tuned is None else tuned.tma
@@ -123,7 +123,7 @@ class DecodeChoice:
     def rule(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> SplitRule:
         """How rows are split."""
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
-        by_tma, (block_n, _, _) = self.form(inputs, heads, kv_layer)
+        by_tma, (block_n, _, _) = self.variant(inputs, heads, kv_layer)
         most, pairs, splits = inputs.max_kv_length, rows * kv_heads, MOST_SPLITS
         query_rows = heads // kv_heads * inputs.query_len
         tall = power_of_two_above(query_rows)

@@ -1,8 +1,8 @@
 """Which kernel computes a matrix product, by shape: a table from a shipped file, a cache on disk, or measurement.
 
 Knows: shapes, choices, their names on disk, which file is for which GPU, and which measured bucket stands in for one
-that was not measured. A table also carries what else was measured on its GPU: forms of decode attention
-(attention/decode_form.py) and limits of all-reduces. Does not know: how choices are measured (autotune.py,
+that was not measured. A table also carries what else was measured on its GPU: variants of decode attention
+(attention/decode_variant.py) and limits of all-reduces. Does not know: how choices are measured (autotune.py,
 launch/tune), the candidates (candidates.py), the kernels themselves.
 
 A table is plain data. All ranks of a job must use the same one: measure on one rank, and hand ``to_json`` to the
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
 from parallel.comm.all_reduce_dispatch import SizeLimits
@@ -155,12 +155,12 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 @dataclass(slots=True)
 class ChoiceTable:
-    """LinearShape.key -> Choice. ``attention``: DecodeShape.key -> DecodeForm. ``all_reduce``: by number of ranks.
+    """LinearShape.key -> Choice. ``attention``: DecodeShape.key -> DecodeVariant. ``all_reduce``: by number of ranks.
     ``gpu``: the one it was measured on, None where nobody noted it.
     """
 
     choices: dict[str, Choice] = field(default_factory=dict)
-    attention: dict[str, DecodeForm] = field(default_factory=dict)
+    attention: dict[str, DecodeVariant] = field(default_factory=dict)
     all_reduce: dict[int, SizeLimits] = field(default_factory=dict)
     gpu: DeviceTraits | None = None
 
@@ -215,7 +215,7 @@ class ChoiceTable:
             if written in _READ:
                 return ChoiceTable(
                     {LinearShape.from_key(key).key: choice_from_json(entry) for key, entry in held["choices"].items()},
-                    {key: DecodeForm(**entry) for key, entry in held.get("attention", {}).items()},
+                    {key: DecodeVariant(**entry) for key, entry in held.get("attention", {}).items()},
                     {int(ranks): SizeLimits(**entry) for ranks, entry in held.get("all_reduce", {}).items()},
                     _gpu(held.get("gpu")),
                 )

@@ -57,7 +57,7 @@ class Follower:
         self.codec = codec
         self.rank = rank
         self.horizon = horizon
-        self.settled = False  # the leader has said HORIZON
+        self.horizon_agreed = False  # the leader has said HORIZON
         self.limits = limits or Limits()
         self.recent = recent
         self.leader = leader
@@ -167,7 +167,7 @@ class Follower:
             self._heard = now
             self._messages_taken(frame.step, now)
         elif kind is Kind.HORIZON:
-            self._settle(frame.horizon)
+            self._agree_horizon(frame.horizon)
         elif kind is Kind.EXPLAIN:
             self._enter(FollowerInput.EXPLAIN)
             self._heard = now
@@ -295,12 +295,12 @@ class Follower:
         self._enter(FollowerInput.STOP_EFFECT if frame.flags & STOP else _EFFECT)
         self.effect = frame.payload
 
-    def _settle(self, horizon: int) -> None:
+    def _agree_horizon(self, horizon: int) -> None:
         """Before the first turn: the horizon that rank 0 chose."""
-        if self.step >= 0 or self.settled:
+        if self.step >= 0 or self.horizon_agreed:
             self.bad(FrameError("order", f"HORIZON {horizon} in step {self.step}, after horizon {self.horizon}"))
             return
-        self.horizon, self.settled = horizon, True
+        self.horizon, self.horizon_agreed = horizon, True
 
     def _agree(self, step: int, maximum: Proposed) -> None:
         """Takes the answer to the proposal that waits for it; one that came before says nothing new."""

@@ -102,7 +102,7 @@ class Leader:
         self._record = FrameTemplate(self.codec, Kind.RECORD, EVERYONE, horizon)
         self._coming: deque[tuple[bytes, int]] = deque((b"", 0) for _ in range(horizon))
 
-    def settle_horizon(self, horizon: int) -> None:
+    def agree_horizon(self, horizon: int) -> None:
         """``set_horizon`` here, and on every other rank by a frame in ``outbox``."""
         self.set_horizon(horizon)
         self.outbox.append((EVERYONE, self.codec.encode(Kind.HORIZON, EVERYONE, horizon=horizon)))

@@ -2,7 +2,7 @@
 
 Knows: the definitions of runtime/execute/sampling/filters.py, its torch reference, whose survivors it finds exactly:
 counts and weights are integers, so no order of reduction matters, and a row's token does not depend on its batch.
-Does not know: how tokens are listed (listing_triton.py), how a threshold is found among them (settle_triton.py), who
+Does not know: how tokens are listed (listing_triton.py), how a threshold is found among them (threshold_triton.py), who
 asked.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.execute.sampling.listing_triton import list_tokens
-from runtime.execute.sampling.settle_triton import settle
+from runtime.execute.sampling.threshold_triton import find_threshold
 
 PIECE = 256  # rows whose workspace exists at once
 
@@ -59,5 +59,7 @@ def filtered_candidates(
         piece = slice(begin, begin + PIECE)
         columns = [c[piece] for c in (temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B)]
         space = list_tokens(logits_BV[piece], vocab_start, vocab, *columns, purpose=purpose, share=False)
-        settle(logits_BV[piece], vocab_start, *columns, *(out[piece] for out in found), space=space, purpose=purpose)
+        find_threshold(
+            logits_BV[piece], vocab_start, *columns, *(out[piece] for out in found), space=space, purpose=purpose
+        )
     return found

@@ -1,7 +1,7 @@
 """What top-k, top-p and min-p of a row mean to the kernels that apply them.
 
 Knows: when each is off, and min-p as a threshold; filters.py is the torch reference. Does not know: how the other two
-become thresholds (settle_triton.py).
+become thresholds (threshold_triton.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

@@ -1,7 +1,7 @@
 """The few tokens among which a row's top-k, top-p and min-p are settled, found in two passes over the logits: no sort.
 
 Knows: how a threshold's place is estimated, and what is summed exactly so that a wrong estimate shows.
-Does not know: the threshold (settle_triton.py finds it, whatever was estimated here), what ranks exchange.
+Does not know: the threshold (threshold_triton.py finds it, whatever was estimated here), what ranks exchange.
 
 Three launches:
 
@@ -10,7 +10,8 @@ Three launches:
   collect  pass 2: lists the tokens between the two, draws among those above, and sums what decides
 
 A margin on both sides makes misses rare. Rows that are missed are contrived (two modes far apart with the threshold
-between them, twenty thousand equal logits), or combine a top_k over 7,000 with top_p; settle searches their logits.
+between them, twenty thousand equal logits), or combine a top_k over 7,000 with top_p; find_threshold searches their
+logits.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

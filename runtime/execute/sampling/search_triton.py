@@ -1,7 +1,8 @@
 """Searches for a threshold among tokens, and what they are made of: a few in registers, or a source of any size.
 
 Knows: exact sums of integers over a list's or a row's tokens, a quarter of the range a pass until few are
-left. Does not know: what is searched for (settle_triton.py, shares_triton.py), who wrote the list (listing_triton.py).
+left. Does not know: what is searched for (threshold_triton.py, shares_triton.py), who wrote the list
+(listing_triton.py).
 
 A token is a packed (score, id); the score's part, as an ordered integer, is called its rank here.
 """

@@ -31,7 +31,7 @@ from runtime.execute.sampling.inputs import MOST_SHARED_TOP_K
 from runtime.execute.sampling.limits_triton import is_finite, limits, min_p_threshold
 from runtime.execute.sampling.listing_triton import MOST_PARTS, list_tokens, parts_of
 from runtime.execute.sampling.search_triton import SWEPT, block_of, highest_reaching
-from runtime.execute.sampling.settle_triton import mass_limit
+from runtime.execute.sampling.threshold_triton import mass_limit
 
 _NO_LIMIT = 2**31 - 1  # a vocabulary that no top_k reaches
 

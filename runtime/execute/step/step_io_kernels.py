@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from runtime.execute.step.step_io_triton import Begun
-    from runtime.execute.step.window_io_triton import BegunWindow, SettledWindow
+    from runtime.execute.step.window_io_triton import BegunWindow, CommittedWindow
 
 
 class StepKernels(NamedTuple):
@@ -30,7 +30,7 @@ class WindowKernels(NamedTuple):
     """Entry points of runtime/execute/step/window_io_triton.py."""
 
     begin: Callable[..., BegunWindow]
-    settle: Callable[..., SettledWindow]
+    commit: Callable[..., CommittedWindow]
 
 
 def kernels_for(tensor: Tensor) -> StepKernels | None:
@@ -60,4 +60,4 @@ def triton_window_kernels() -> WindowKernels | None:
         from runtime.execute.step import window_io_triton
     except ImportError:
         return None
-    return WindowKernels(window_io_triton.begin, window_io_triton.settle)
+    return WindowKernels(window_io_triton.begin, window_io_triton.commit)

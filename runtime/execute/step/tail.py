@@ -21,7 +21,7 @@ from runtime.execute.sampling.rejection import Drafted, draw_window
 from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check, stop_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.step.step_io import write_back
-from runtime.execute.step.window_io import Settled, Window, settle_window
+from runtime.execute.step.window_io import Committed, Window, commit_window
 
 
 class Tail:
@@ -51,7 +51,7 @@ class Tail:
         write_back(self._tables, self._ring, rows_B, columns, draw, verdict, logprobs)
         return draw, verdict
 
-    def finish_window(self, hidden_TN: Tensor, window: Window, width: int, variant: SamplingVariant) -> Settled:
+    def finish_window(self, hidden_TN: Tensor, window: Window, width: int, variant: SamplingVariant) -> Committed:
         """Draw at every position of the window, keep what the proposals foresaw and one token more, write back, report.
 
         hidden_TN: of the window's B * W tokens. A draw depends on its position only, so the tokens kept are those that
@@ -64,15 +64,15 @@ class Tail:
             draw, verdict, logprobs = self._draw(local_TV, window.sampling, variant, seen, edits)
         else:
             draw, verdict, logprobs = self._draw_drafted(local_TV, window, window.drafted, variant, seen, edits)
-        settled = settle_window(self._tables, self._ring, window, draw, verdict, width, logprobs)
-        accepted = settled.accepted
+        committed = commit_window(self._tables, self._ring, window, draw, verdict, width, logprobs)
+        accepted = committed.accepted
         for index in range(width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
             gained_B = accepted.count_B > index
             if variant.penalties:
                 count_tokens_(self._tables.need_seen(), window.rows_B, accepted.tokens_BW[:, index], gained_B)
             if variant.edits:
                 remember_(self._tables.edits, window.rows_B, accepted.tokens_BW[:, index], gained_B)
-        return settled
+        return committed
 
     def _seen_by(
         self, window: Window, width: int, variant: SamplingVariant

@@ -87,7 +87,7 @@ class Shown(NamedTuple):
     path_T: Tensor | None = None
 
 
-class Settled(NamedTuple):
+class Committed(NamedTuple):
     """What came of a window."""
 
     accepted: Acceptance
@@ -179,7 +179,7 @@ def gather_window_in_torch(
     )
 
 
-def settle_window(
+def commit_window(
     tables: SlotTables,
     ring: ResultRing,
     window: Window,
@@ -187,7 +187,7 @@ def settle_window(
     verdict: Verdict,
     width: int,
     logprobs: TokenLogprobs | None = None,
-) -> Settled:
+) -> Committed:
     """Decide by the draws of all tokens of a window which of them its rows gain (at most ``width``), write these into
     records and histories, and report them.
 
@@ -199,14 +199,14 @@ def settle_window(
     # The ring's torch code packs log-probabilities.
     kernels = window_kernels_for(window.rows_B) if logprobs is None else None
     if kernels is None:
-        return settle_window_in_torch(tables, ring, window, draw, verdict, width, logprobs)
+        return commit_window_in_torch(tables, ring, window, draw, verdict, width, logprobs)
     columns, guesses_BQ, nodes_BW = window.columns, window.tokens_BW[:, 1:], None
     if window.tree is not None:
         drawn_BN = draw.token_B.view(window.tokens_BW.shape)
         scripted = window.scripted_B is not None
         nodes_BW, guesses_BQ = walk(window.tokens_BW, window.tree, drawn_BN, width - 1, scripted=scripted)
     old, table = ((c.last_token, c.length, c.finished) for c in (columns, tables.columns))
-    settled = kernels.settle(
+    committed = kernels.commit(
         window.rows_B,
         (draw.token_B, *verdict),
         guesses_BQ,
@@ -220,20 +220,20 @@ def settle_window(
         codes=_CODES,
         no_guess=NO_GUESS,
     )
-    accepted = Acceptance(settled.token, settled.counts, settled.finish, nodes_BW)
+    accepted = Acceptance(committed.token, committed.counts, committed.finish, nodes_BW)
     shown = Shown(
-        slots_T=settled.slot.view(-1),
-        next_T=settled.token.view(-1),
-        kept_T=settled.kept.view(-1),
-        kept_kv_slots_T=settled.kept_kv_slot.view(-1),
-        last_B=settled.last,
-        gained_B=settled.gained,
-        token_ids_T=settled.token_id.view(-1),
-        positions_T=settled.position.view(-1),
-        kv_slots_T=settled.kv_slot.view(-1),
-        path_T=None if settled.path is None else settled.path.view(-1),
+        slots_T=committed.slot.view(-1),
+        next_T=committed.token.view(-1),
+        kept_T=committed.kept.view(-1),
+        kept_kv_slots_T=committed.kept_kv_slot.view(-1),
+        last_B=committed.last,
+        gained_B=committed.gained,
+        token_ids_T=committed.token_id.view(-1),
+        positions_T=committed.position.view(-1),
+        kv_slots_T=committed.kv_slot.view(-1),
+        path_T=None if committed.path is None else committed.path.view(-1),
     )
-    return Settled(accepted, shown)
+    return Committed(accepted, shown)
 
 
 def _check_shapes(window: Window, draw: Draw, verdict: Verdict, width: int) -> None:
@@ -256,7 +256,7 @@ def _check_shapes(window: Window, draw: Draw, verdict: Verdict, width: int) -> N
     check_shapes(f"{rows} rows x {tokens} tokens", parts)
 
 
-def settle_window_in_torch(
+def commit_window_in_torch(
     tables: SlotTables,
     ring: ResultRing,
     window: Window,
@@ -264,8 +264,8 @@ def settle_window_in_torch(
     verdict: Verdict,
     width: int,
     logprobs: TokenLogprobs | None = None,
-) -> Settled:
-    """The reference of ``settle_window``."""
+) -> Committed:
+    """The reference of ``commit_window``."""
     columns, limits = window.columns, (window.limit_B, window.scripted_B)
     if window.tree is None:
         accepted = accept(draw, verdict, window.tokens_BW[:, 1:], *limits)
@@ -282,7 +282,7 @@ def settle_window_in_torch(
     )
     ring.append(accepted.tokens_BW, count_B, accepted.finish_B, logprobs)
     tables.remember(window.rows_B, columns.length, accepted.tokens_BW, count_B)
-    return Settled(accepted, _shown(window, accepted))
+    return Committed(accepted, _shown(window, accepted))
 
 
 def _shown(window: Window, accepted: Acceptance) -> Shown:

@@ -1,4 +1,4 @@
-"""The ends of a window in Triton, one launch each: rows gathered by slot with their guesses, draws settled by slot.
+"""The ends of a window in Triton, one launch each: rows gathered by slot with their guesses, draws committed by slot.
 
 Knows: the arithmetic of runtime/execute/step/window_io.py and of sampling/acceptance.py, which hold the torch
 references. Does not know: which words of a record mean what (columns come as tensors, strides included), how a path
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PAGES = 1024  # of a row's page table that one program copies
-_AT_ONCE = 2048  # tokens that the one program of ``settle`` takes at a time
+_AT_ONCE = 2048  # tokens that the one program of ``commit`` takes at a time
 
 
 @triton.jit(
@@ -103,7 +103,7 @@ _UNALIGNED = ("rows", "drawn", "count", "finish", "guesses", "nodes", "limit", "
     do_not_specialize=["rows", "tokens", "guesses_stride", "positions"],
     do_not_specialize_on_alignment=[*(f"{name}_ptr" for name in _UNALIGNED), "kv_slot_ptr"],
 )
-def _settle_window_kernel(
+def _commit_window_kernel(
     rows_ptr,
     drawn_ptr,
     count_ptr,
@@ -304,8 +304,8 @@ def begin(
     return begun
 
 
-class SettledWindow(NamedTuple):
-    """What ``settle`` returns, of W tokens a row: token int64 [B, W], counts and finish int32 [B], which are
+class CommittedWindow(NamedTuple):
+    """What ``commit`` returns, of W tokens a row: token int64 [B, W], counts and finish int32 [B], which are
     acceptance.Acceptance's; slot, kept_kv_slot int64 and kept bool [B, W], last int64 and gained bool [B], token_id,
     position, kv_slot int64 [B, W] and, of trees, path int64 [B, W], which are window_io.Shown's.
     """
@@ -324,7 +324,7 @@ class SettledWindow(NamedTuple):
     path: Tensor | None
 
 
-def settle(
+def commit(
     rows_B: Tensor,
     drawn: tuple[Tensor, Tensor, Tensor],
     guesses_BQ: Tensor,
@@ -338,7 +338,7 @@ def settle(
     *,
     codes: tuple[int, int],
     no_guess: int,
-) -> SettledWindow:
+) -> CommittedWindow:
     """Accept the draws of a window, write them into slots ``rows_B`` and the ring's next entry, move its counter on.
 
     ``drawn``: token int64, count and finish int32, contiguous, [B * N]. ``guesses_BQ`` int64: what they are compared
@@ -357,7 +357,7 @@ def settle(
         return torch.empty(*shape, dtype=dtype, device=rows_B.device)
 
     path = None if nodes_BW is None else tuple(empty(rows, width) for _ in range(4))
-    settled = SettledWindow(
+    committed = CommittedWindow(
         token=empty(rows, width),
         counts=empty(rows, dtype=torch.int32),
         finish=empty(rows, dtype=torch.int32),
@@ -372,7 +372,7 @@ def settle(
         path=None if path is None else path[0],
     )
     lanes = triton.next_power_of_2(width)
-    _settle_window_kernel[(1,)](
+    _commit_window_kernel[(1,)](
         rows_B,
         *drawn,
         guesses_BQ,
@@ -385,8 +385,8 @@ def settle(
         buffer_EX if history_SL is None else history_SL,
         buffer_EX,
         appended_1,
-        *settled[:8],
-        *((settled.token,) * 4 if path is None else path),
+        *committed[:8],
+        *((committed.token,) * 4 if path is None else path),
         rows,
         tokens,
         guesses_BQ.stride(0),
@@ -408,4 +408,4 @@ def settle(
         ROWS=min(triton.next_power_of_2(rows), max(1, _AT_ONCE // lanes)),
         num_warps=8,
     )
-    return settled
+    return committed

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.api.parser import BadLine, Form, PreparedRequest, RequestParser
-from launch.generate.input_file import Settled, count_lines, read_lines, read_requests
+from launch.generate.input_file import FinishedRows, count_lines, read_lines, read_requests
 from runtime.frontend.output_processor import drawn_seed
 from runtime.schedule.request import SamplingParams
 from tests.launch.api import bad_lines
@@ -24,8 +24,8 @@ from tests.runtime.frontend import small_tokenizers
 LIMIT = 1 << 20
 
 
-def read(data: bytes, settled: Settled | None = None, limit: int = LIMIT) -> list[PreparedRequest | BadLine]:
-    return list(read_requests(io.BytesIO(data), batches.parser(), settled or Settled(), limit))
+def read(data: bytes, finished: FinishedRows | None = None, limit: int = LIMIT) -> list[PreparedRequest | BadLine]:
+    return list(read_requests(io.BytesIO(data), batches.parser(), finished or FinishedRows(), limit))
 
 
 def test_a_simple_line() -> None:
@@ -163,7 +163,7 @@ def test_a_line_that_is_too_long_is_passed_over_without_being_held() -> None:
     stream, parser = io.BufferedReader(Endless()), batches.parser()
     tracemalloc.start()
     try:
-        found = list(read_requests(stream, parser, Settled(), LIMIT))
+        found = list(read_requests(stream, parser, FinishedRows(), LIMIT))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -191,11 +191,11 @@ def test_the_limit_is_exact_and_does_not_count_the_line_end(length: int) -> None
             assert [line.number for line in read_lines(io.BytesIO(b"x" * length + end + b"y"), 10)] == [1, 2]
 
 
-def test_lines_that_are_settled_are_passed_over() -> None:
+def test_lines_that_are_finished_are_passed_over() -> None:
     data = b'{"id": "a", "prompt": "x"}\n{\n{"id": "b", "n": 0, "prompt": "x"}\n{"id": "b", "prompt": "x"}\n'
-    settled = Settled(ids={"a"}, errors={2: None, 3: "b"})
-    assert [item.line for item in read(data, settled)] == [4]
-    assert [type(item) for item in read(data, settled)] == [BadLine], "line 3 has used the id, though it is settled"
+    finished = FinishedRows(ids={"a"}, errors={2: None, 3: "b"})
+    assert [item.line for item in read(data, finished)] == [4]
+    assert [type(item) for item in read(data, finished)] == [BadLine], "line 3 has used the id, though it is finished"
 
 
 def test_count_lines(tmp_path: Path) -> None:

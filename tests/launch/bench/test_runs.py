@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from launch.bench.anatomy import TurnClock
-from launch.bench.replay import replay_ms, replay_plan, replay_spec, settling
+from launch.bench.replay import replay_ms, replay_plan, replay_spec, warm_up_steps
 from launch.bench.results import request_rows, vllm_figures
 from launch.bench.session import Lengths, StepTimings
 from launch.bench.throughput import saturation
@@ -233,5 +233,5 @@ def test_a_replay_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("steps", "left_out"), [(256, 16), (64, 16), (20, 5), (3, 0)])
-def test_settling_never_leaves_out_most_of_a_run(steps: int, left_out: int) -> None:
-    assert settling(steps) == left_out
+def test_a_warm_up_never_leaves_out_most_of_a_run(steps: int, left_out: int) -> None:
+    assert warm_up_steps(steps) == left_out

@@ -40,19 +40,19 @@ def write(path: Path, *rows: bytes, **options: Any) -> ResultsFile:
 
 def test_rows_are_appended_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
-    assert write(path, answer("a"), batch_answer("b")).settled.ids == set()
+    assert write(path, answer("a"), batch_answer("b")).finished.ids == set()
     again = write(path, answer(3), bad(4, None), bad(9, "e"), bad(7, "f", Form.CHAT))
-    assert again.settled.ids == {"a", "b"}
+    assert again.finished.ids == {"a", "b"}
     third = write(path)
-    assert third.settled.ids == {"a", "b", 3}
-    assert third.settled.errors == {4: None, 9: "e", 7: "f"}
+    assert third.finished.ids == {"a", "b", 3}
+    assert third.finished.errors == {4: None, 9: "e", 7: "f"}
     assert path.read_bytes().startswith(answer("a") + batch_answer("b") + answer(3))
 
 
 def test_overwrite_empties_the_file_first(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write(path, answer("a"))
-    assert write(path, answer("b"), overwrite=True).settled.ids == set()
+    assert write(path, answer("b"), overwrite=True).finished.ids == set()
     assert path.read_bytes() == answer("b")
 
 
@@ -62,7 +62,7 @@ def test_a_torn_last_line_is_cut_off_at_every_possible_byte(tmp_path: Path) -> N
     for cut in range(len(torn)):
         path.write_bytes(whole + torn[:cut])
         results = write(path)
-        assert results.settled.ids == {"a"}
+        assert results.finished.ids == {"a"}
         assert results.repaired_bytes == cut
         assert path.read_bytes() == whole
 
@@ -102,8 +102,8 @@ def test_retrying_errors_takes_their_rows_out_and_nothing_else(tmp_path: Path) -
     with path.open("ab") as stream:
         stream.write(b'{"id": "torn')
     results = write(path, answer("d"), retry_errors=True)
-    assert results.settled.ids == {"a", "b"}
-    assert results.settled.errors == {}
+    assert results.finished.ids == {"a", "b"}
+    assert results.finished.errors == {}
     assert path.read_bytes() == answer("a") + batch_answer("b") + answer("d")
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
 

@@ -59,7 +59,7 @@ def test_failures_are_kept_until_the_point_is_done(tmp_path: Path) -> None:
     assert sorted(path.read_text() for path in tmp_path.glob("failed/*/stderr.log")) == ["no luck", "no memory"]
 
 
-def test_interrupted_attempts_are_counted_until_the_point_is_settled(tmp_path: Path) -> None:
+def test_interrupted_attempts_are_counted_until_the_point_is_finished(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     assert [ledger.interrupt(ledger.begin(POINTS[0], "7_1", start)) for start in range(2)] == [1, 2]
     ledger.file(ledger.begin(POINTS[0], "7_1", 2), "too slow", 143)

@@ -69,7 +69,7 @@ def test_what_slurm_cannot_be_asked_is_said(tmp_path: Path) -> None:
     assert found.note in table(found)
 
 
-def test_it_is_shown_again_until_all_is_settled(tmp_path: Path) -> None:
+def test_it_is_shown_again_until_all_is_finished(tmp_path: Path) -> None:
     ledger, grid, stream = Ledger(tmp_path), grid_with([1, 2]), io.StringIO()
     ledger.begin_sweep(grid, resume=False)
     pauses: list[float] = []

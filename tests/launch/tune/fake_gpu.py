@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from launch.tune.journal import AnyChoice
 from launch.tune.plan import Effort, Task
 from launch.tune.tuner import Bench, DeviceLost, put
-from models.kernels.attention.decode_form import DecodeForm, DecodeShape, nearest_form
+from models.kernels.attention.decode_variant import DecodeShape, DecodeVariant, nearest_variant
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 
 FAST, BRIEFLY_FAST = Wide(64, 64, 64, 1, 4, 4, 64), Wide(64, 96, 64, 1, 4, 4, 64)
 SLOW, BROKEN = Gemv(1, 1024, 4), Skinny(8, 64, 128, 1, 5, 4, 128)
-FORM = DecodeForm(True, 32, 3, 1)
-BRIEF: dict[AnyChoice, float] = {BRIEFLY_FAST: 9.8, FAST: 10.0, SLOW: 30.0, Blas(): 12.0, None: 20.0, FORM: 18.0}
+VARIANT = DecodeVariant(True, 32, 3, 1)
+BRIEF: dict[AnyChoice, float] = {BRIEFLY_FAST: 9.8, FAST: 10.0, SLOW: 30.0, Blas(): 12.0, None: 20.0, VARIANT: 18.0}
 LASTING: dict[AnyChoice, float] = {**BRIEF, BRIEFLY_FAST: 11.0}
 EFFORT = Effort(candidates=4, algorithms=8, finalists=3, seconds=0.5, replays=8)
 
@@ -42,11 +42,11 @@ class FakeGpu:
     def current(self, task: Task) -> AnyChoice:
         if isinstance(task.what, LinearShape):
             return next((choice for _, choice in self.table.near(task.what)), Blas())
-        return nearest_form(self.table.attention, task.what)
+        return nearest_variant(self.table.attention, task.what)
 
     def candidates(self, task: Task, beside: Sequence[AnyChoice]) -> list[AnyChoice]:
         if isinstance(task.what, DecodeShape):
-            return [None, FORM]
+            return [None, VARIANT]
         return [BRIEFLY_FAST, FAST, SLOW, BROKEN] if task.whole else list(beside)
 
     def bench(self, task: Task) -> Bench:

@@ -18,7 +18,7 @@ from torch import Tensor
 from launch.tune.plan import Effort, Task
 from launch.tune.shapes import RankShare, asked_attention, asked_products
 from models.config import ModelConfig
-from models.kernels.attention.decode_form import DecodeForm
+from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
@@ -139,14 +139,14 @@ def test_what_is_tried(made: Any) -> None:
     assert made.candidates(task(24, whole=False), beside) == [skinny, Blas(), *ALGORITHMS[:2]]
 
 
-def test_forms_of_attention_are_put_in_place(made: Any) -> None:
+def test_variants_of_attention_are_put_in_place(made: Any) -> None:
     shape = asked_attention(share(), 4)
     assert shape is not None
-    one, form = Task(4, shape, True, True, EFFORT, 1.0), DecodeForm(True, 32, 3, 1)
+    one, variant = Task(4, shape, True, True, EFFORT, 1.0), DecodeVariant(True, 32, 3, 1)
     assert made.candidates(one, [])[0] is None
     assert made.current(one) is None
-    assert made.bench(one).brief_us(form, 4) > 0
-    assert made.current(one) == form
+    assert made.bench(one).brief_us(variant, 4) > 0
+    assert made.current(one) == variant
     made.keep(one, None)
     assert made.current(one) is None
 

@@ -11,7 +11,7 @@ import pytest
 from launch.errors import UsageError
 from launch.tune.journal import Failed, Journal, Measured, Timed, opened
 from models.kernels.matmul.choice_table import Blas, CublasLt
-from tests.launch.tune.fake_gpu import BROKEN, FAST, FORM
+from tests.launch.tune.fake_gpu import BROKEN, FAST, VARIANT
 
 IDENTITY = {"gpu": "NVIDIA H200", "kernels": "1"}
 ONE = Measured(
@@ -25,7 +25,7 @@ ONE = Measured(
     (Failed(BROKEN, "it is too large"),),
     1.25,
 )
-OTHER = Measured("attention bfloat16 4x128 x64", 8, None, FORM, None, 3.0)
+OTHER = Measured("attention bfloat16 4x128 x64", 8, None, VARIANT, None, 3.0)
 
 
 def written(path: Path) -> None:

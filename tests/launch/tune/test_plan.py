@@ -11,7 +11,7 @@ import torch
 from launch.tune.plan import IN_LAYERS_UP_TO, Task, plan
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
 from models.config import ModelConfig
-from models.kernels.attention.decode_form import DecodeShape
+from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
 from models.row_buckets import decode_ladder
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from launch.tune.journal import Measured
 from launch.tune.report import shown, summary, table
 from models.kernels.matmul.choice_table import Blas, CublasLt, Gemv, Wide
-from tests.launch.tune.fake_gpu import FAST, FORM
+from tests.launch.tune.fake_gpu import FAST, VARIANT
 
 CHANGED = Measured("products bfloat16 6144x4096 x40", 40, Blas(), FAST, 20.0, 15.0)
 SAME = Measured("products bfloat16 4096x4096 x40", 40, FAST, FAST, 10.0, 10.0)
-NEW = Measured("attention bfloat16 4x128 x64", 8, None, FORM, None, 3.0)
+NEW = Measured("attention bfloat16 4x128 x64", 8, None, VARIANT, None, 3.0)
 
 
 def test_a_line_says_what_was_and_what_is() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of, layers_enough
 from models.config import ModelConfig
-from models.kernels.attention.decode_form import DecodeShape
+from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
 from parallel.comm.all_reduce_dispatch import SizeLimits
 
@@ -38,7 +38,9 @@ def test_a_dense_models_products() -> None:
 @pytest.mark.parametrize(
     ("limits", "normed"), [(SizeLimits(4 << 20, 0), False), (SizeLimits(0, 0), True), (SizeLimits(0, 4 << 20), False)]
 )
-def test_a_rank_of_two_has_no_norm_in_front_where_the_sum_takes_it_along(limits: SizeLimits, normed: bool) -> None:
+def test_a_rank_of_two_has_no_norm_in_front_where_the_all_reduce_takes_it_along(
+    limits: SizeLimits, normed: bool
+) -> None:
     two = dataclasses.replace(share("qwen3-8b", 2), limits=limits)
     (asked,) = asked_products(two, (8,), 256)
     gate_up, _, qkv, _ = asked.layers
@@ -47,7 +49,7 @@ def test_a_rank_of_two_has_no_norm_in_front_where_the_sum_takes_it_along(limits:
     assert asked.head == LinearShape(8, 75968, 4096, BF16)
 
 
-def test_large_sums_of_ranks_leave_the_norm_to_the_product() -> None:
+def test_large_all_reduces_leave_the_norm_to_the_product() -> None:
     small, large = asked_products(share("qwen3-8b", 4), (512, 1024), 256)
     assert [shape.normed for shape in small.layers] == [False] * 4
     assert [shape.normed for shape in large.layers] == [True, False, True, False]

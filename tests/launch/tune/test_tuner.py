@@ -15,10 +15,10 @@ from launch.errors import UsageError
 from launch.tune.journal import AnyChoice, Journal, opened
 from launch.tune.plan import Task
 from launch.tune.tuner import DeviceLost, Pace, Tuner
-from models.kernels.attention.decode_form import DecodeShape
+from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, LinearShape
-from tests.launch.tune.fake_gpu import BRIEFLY_FAST, BROKEN, FAST, FORM, SLOW, FakeGpu, task
+from tests.launch.tune.fake_gpu import BRIEFLY_FAST, BROKEN, FAST, SLOW, VARIANT, FakeGpu, task
 
 IDENTITY = {"gpu": "NVIDIA H200", "torch": "2.11"}
 SHAPES = [LinearShape(rows, 6144, 4096, torch.bfloat16) for rows in (8, 32, 64)]
@@ -53,7 +53,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_what_lasts_is_chosen(bench: Bench) -> None:
     assert bench.run(FakeGpu()) == []
     assert bench.held.choices == {shape.key: FAST for shape in SHAPES}
-    assert bench.held.attention == {TASKS[-1].what.key: FORM}
+    assert bench.held.attention == {TASKS[-1].what.key: VARIANT}
     with opened(bench.journal, IDENTITY) as journal:
         measured = journal.done[TASKS[0].key]
     assert (measured.before, measured.us_before, measured.us_after) == (Blas(), 12.0, 10.0)
@@ -112,7 +112,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_where_it_was(bench: Bench, after:
     again = FakeGpu()
     assert bench.run(again) == []
     assert bench.held.choices == {shape.key: FAST for shape in SHAPES}
-    assert bench.held.attention == {TASKS[-1].what.key: FORM}
+    assert bench.held.attention == {TASKS[-1].what.key: VARIANT}
     assert held.choices.items() <= bench.held.choices.items()
     done = len(held.choices) + len(held.attention)
     whole = FakeGpu()
@@ -132,7 +132,7 @@ def test_a_lost_table_is_made_again_from_the_journal(bench: Bench) -> None:
 
 
 def test_other_choices_of_the_table_stay(bench: Bench) -> None:
-    other = ChoiceTable({"bfloat16 8x8 x8": SLOW}, {"bfloat16 1x64 x8": FORM})
+    other = ChoiceTable({"bfloat16 8x8 x8": SLOW}, {"bfloat16 1x64 x8": VARIANT})
     choice_table.save(bench.table, other)
     bench.run(FakeGpu())
     assert other.choices.items() <= bench.held.choices.items()

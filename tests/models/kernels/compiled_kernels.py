@@ -141,7 +141,7 @@ def windows(driver: CompilingDriver) -> None:
         nodes = None if tree is None else made(rows, width)
         guesses = made(rows, width - 1)
         for limit in (None, few):
-            window_io_triton.settle(
+            window_io_triton.commit(
                 *(numbers, drawn, guesses, nodes, (limit, limit), asked, (last, length, finished), columns[:3], table),
                 (ring, made(1), 2**31),
                 codes=(1, 3),
@@ -281,7 +281,7 @@ def rotation(driver: CompilingDriver) -> None:
     """Every form that tests/bench/rotation.py times, and what other heads make of the one for many tokens."""
     bench_rotation.DEVICE = META
     for shape in bench_rotation.SHAPES:
-        for name, run in bench_rotation.FORMS.items():
+        for name, run in bench_rotation.VARIANTS.items():
             driver.where = f"{shape}, {name}"
             bench_rotation.Prefill(shape, 2048).run(run)
     for dtype in (torch.bfloat16, torch.float32):
@@ -321,7 +321,7 @@ def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
                 way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
-def sums_of_prompts(driver: CompilingDriver) -> None:
+def all_reduces_of_prompts(driver: CompilingDriver) -> None:
     """Of more rows than have a program each, between two, whose buffers alone have so many; 8192 is the widest row that
     they take in bfloat16.
     """
@@ -456,7 +456,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "more-prefill": more_prefills,
     "push": pushing,
     "all-reduce": lambda driver: all_reduces(driver, 3, 8),
-    "sums-of-prompts": sums_of_prompts,
+    "all-reduces-of-prompts": all_reduces_of_prompts,
     "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),
     "exchanges": lambda driver: exchanges(driver, 3, 8),
     "more-exchanges": lambda driver: exchanges(driver, 2, 5),

@@ -3,7 +3,7 @@
 The work list against a dumb one, both kernels against the torch reference, with rows of very different lengths.
 Exits with an error where one differs.
 
-Knows: how to reach every branch of decode_work.py, decode_merge.py and the two kernels. Does not know: which form or
+Knows: how to reach every branch of decode_work.py, decode_merge.py and the two kernels. Does not know: which variant or
 rule a GPU's steps take (models/kernels/attention/decode_choice.py).
 """
 
@@ -27,7 +27,7 @@ from models.kernels.interface import Rotation
 from runtime.execute.sampling.draft_tree import lay_out_in_torch
 from tests.models.kernels.interpreted_kernels import REFERENCE, Cache, InterpretedKernels, check, randn
 
-FORMS: tuple[Callable[..., Tensor], ...] = (
+VARIANTS: tuple[Callable[..., Tensor], ...] = (
     partial(decode_balanced.attend_list, stages=2, warps=4, pdl=False),
     partial(decode_balanced_tma.attend_list_tma, stages=2, warps=4, pdl=False),
 )
@@ -56,17 +56,23 @@ def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:
 
 
 def attend(
-    kernels: InterpretedKernels, form: Callable[..., Tensor], q: Tensor, heads: int, kv: Tensor, *rest: Any, **more: Any
+    kernels: InterpretedKernels,
+    variant: Callable[..., Tensor],
+    q: Tensor,
+    heads: int,
+    kv: Tensor,
+    *rest: Any,
+    **more: Any,
 ) -> Tensor:
-    return form(
+    return variant(
         q, heads, kv, *rest, kv.shape[-1] ** -0.5, kernels._attention_partial, kernels._attention_counters, **more
     )
 
 
-def forms_for(heads: int, cache: Cache, query_len: int) -> tuple[Callable[..., Tensor], ...]:
+def variants_for(heads: int, cache: Cache, query_len: int) -> tuple[Callable[..., Tensor], ...]:
     """Without a GPU, TMA takes float32 too."""
     half = cache.kv.half() if cache.kv.dtype == torch.float32 else cache.kv
-    return FORMS[: 1 + decode_tma.supports(heads, half, cache.inputs(query_len), 16)]
+    return VARIANTS[: 1 + decode_tma.supports(heads, half, cache.inputs(query_len), 16)]
 
 
 # -- the list -------------------------------------------------------------------------------------------------------
@@ -147,14 +153,14 @@ def attention(kernels: InterpretedKernels) -> None:
         inputs = cache.inputs(query_len)
         q = randn(len(cache.lengths) * query_len, heads, dim, dtype=dtype)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
-        by_list = forms_for(heads, cache, query_len)
-        for form in (*by_list, BY_RULE[1]):
-            fewer.reverse()  # each of the two by each form, and many splits by both
+        by_list = variants_for(heads, cache, query_len)
+        for variant in (*by_list, BY_RULE[1]):
+            fewer.reverse()  # each of the two by each variant, and many splits by both
             for rule, programs in (fewer[0], (SplitRule(16, 1, 16, 64), 5)):
                 work = work_of(inputs, rule)
                 grouped += int((work.units_U4[1 : 1 + work.units_U4[0, 0], 2] >> 16).max()) > 16
                 found = attend(
-                    kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
+                    kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
                 )
                 check(found, expected, dtype, ("balanced", heads, dim, query_len, rule, programs))
                 kernels.check_counters()
@@ -170,9 +176,9 @@ def every_number_of_new_tokens(kernels: InterpretedKernels) -> None:
         inputs = cache.inputs(new)
         q = randn(2 * new, heads, 64, dtype=torch.float32)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, 64**-0.5)
-        for number, form in enumerate(forms_for(heads, cache, new)):
+        for number, variant in enumerate(variants_for(heads, cache, new)):
             work = work_of(inputs, rule)
-            found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5)
+            found = attend(kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5)
             check(found, expected, torch.float32, ("balanced", number, heads, new))
             taken[number] += 1
     assert taken == {0: 32 + 10, 1: 16 + 4}, "by TMA at most 16 queries of a head"
@@ -195,11 +201,11 @@ def rotation(kernels: InterpretedKernels) -> None:
         q = REFERENCE.rope_and_cache(qkv, heads, written, turn)
         expected = REFERENCE.decode_attention(q, written, inputs, dim**-0.5)
         work = work_of(inputs, SplitRule(16, 1, 16, 64))
-        for form in (*forms_for(heads, cache, 1), *BY_RULE):
+        for variant in (*variants_for(heads, cache, 1), *BY_RULE):
             for programs in (3, 64) if norm else (3,):  # with 3, later rounds need the angles of other rows
                 kv = cache.kv.clone()
                 found = attend(
-                    kernels, form, qkv, heads, kv, inputs, work, rotation=turn, block_n=16, programs=programs
+                    kernels, variant, qkv, heads, kv, inputs, work, rotation=turn, block_n=16, programs=programs
                 )
                 check(found, expected, dtype, ("balanced, folded", heads, dim, programs))
                 check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
@@ -211,7 +217,7 @@ def neighbours(kernels: InterpretedKernels) -> None:
     """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place."""
     heads, kv_heads, dim, page, dtype = 2, 1, 16, 16, torch.float32
     rule = SplitRule(16, 2, 16, 40)
-    for form in (*FORMS, *BY_RULE):
+    for variant in (*VARIANTS, *BY_RULE):
         for length in (33, 290):
             seen = []
             for place, others, programs in ((0, [1, 1], 200), (1, [300, 3], 2), (2, [290, 0], 3)):
@@ -226,7 +232,7 @@ def neighbours(kernels: InterpretedKernels) -> None:
                 inputs = cache.inputs(1)
                 work = work_of(inputs, rule)
                 found = attend(
-                    kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
+                    kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
                 )
                 seen.append(found[place])
             assert all(torch.equal(one, seen[0]) for one in seen), f"a row of {length} tokens depends on its neighbours"
@@ -242,8 +248,8 @@ def empties(kernels: InterpretedKernels) -> None:
     expected = REFERENCE.decode_attention(q[:5], cache.kv, plain, dim**-0.5)
     real = torch.tensor([1, 3])
     nothing = dataclasses.replace(skipping, kv_lengths_B=torch.zeros_like(cache.lengths))
-    for form in (*FORMS, *BY_RULE):
-        launch = partial(attend, kernels, form, q, heads, cache.kv, rotation=None, block_n=16, programs=9)
+    for variant in (*VARIANTS, *BY_RULE):
+        launch = partial(attend, kernels, variant, q, heads, cache.kv, rotation=None, block_n=16, programs=9)
         rule = SplitRule(16, 1, 32, 8)
         found = launch(plain, work_of(plain, rule))
         check(found[real], expected[real], dtype, "beside empty rows")
@@ -273,10 +279,10 @@ def windows_beside_others(kernels: InterpretedKernels) -> None:
     rule = SplitRule(16, 1, 32, 8)
     found = [
         attend(
-            kernels, form, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
+            kernels, variant, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
             out_THD=torch.full_like(q, math.nan), block_n=16, programs=9,
         )
-        for form in FORMS
+        for variant in VARIANTS
     ]  # fmt: skip
     for given in (inputs, kernels.plan_decode(inputs, heads, cache.kv)):  # without a list, and the kernels' own
         found.append(kernels.decode_attention(q, cache.kv, given, dim**-0.5, torch.full_like(q, math.nan)))
@@ -301,13 +307,13 @@ def suffixes(kernels: InterpretedKernels) -> None:
         q = randn(24, heads, dim, dtype=dtype)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5, torch.full_like(q, 9.0))
         assert (expected != 9.0).all(-1).all(-1).sum() == sum(counts)
-        forms = FORMS[: 1 + (dim == 16)]
+        variants = VARIANTS[: 1 + (dim == 16)]
         found = [
             attend(
-                kernels, form, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
+                kernels, variant, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
                 out_THD=torch.full_like(q, 9.0), block_n=16, programs=11,
             )
-            for form in forms
+            for variant in variants
             for rule in (SplitRule(16, 1, 16, 64), SplitRule(16, 2, 1024, 2))
         ]  # fmt: skip
         own = kernels.plan_decode(inputs, heads, cache.kv)
@@ -339,10 +345,12 @@ def trees(kernels: InterpretedKernels) -> None:
             keys, values = cache.kv.flatten(1, 2)[:, cache.slots(row, places)].repeat_interleave(heads // kv_heads, 2)
             weights = torch.einsum("hd,khd->hk", q[row * new + node], keys).mul(dim**-0.5).softmax(-1)
             check(expected[row * new + node], torch.einsum("hk,khd->hd", weights, values), torch.float32, "reference")
-        for form in (FORMS[0], *BY_RULE):
+        for variant in (VARIANTS[0], *BY_RULE):
             for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 2, 16, 40)):
                 work = work_of(inputs, rule)
-                found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=9)
+                found = attend(
+                    kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=9
+                )
                 check(found, expected, torch.float32, ("tree", new, rule))
         own = kernels.plan_decode(inputs, heads, cache.kv)
         check(kernels.decode_attention(q, cache.kv, own, dim**-0.5), expected, torch.float32, ("chosen", new))
@@ -357,18 +365,20 @@ def blocks(kernels: InterpretedKernels) -> None:
         inputs = dataclasses.replace(cache.inputs(block), causal=False)
         q = randn(len(cache.lengths) * block, heads, dim, dtype=torch.float32)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
-        forms = forms_for(heads, cache, block)
-        assert len(forms) == 1 + (dim == 64)
-        for form in forms:
+        variants = variants_for(heads, cache, block)
+        assert len(variants) == 1 + (dim == 64)
+        for variant in variants:
             for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 1, 16, 40)):
                 work = work_of(inputs, rule)
-                found = attend(kernels, form, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5)
+                found = attend(
+                    kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5
+                )
                 check(found, expected, torch.float32, ("block", dim, rule))
     kernels.check_counters()
 
 
 def chosen(kernels: InterpretedKernels) -> None:
-    """The rule and the form that the kernels choose; a list whose partial results do not fit is not used."""
+    """The rule and the variant that the kernels choose; a list whose partial results do not fit is not used."""
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
         cache = Cache(ragged(query_len), kv_heads, dim, page, dtype)
         inputs = kernels.plan_decode(cache.inputs(query_len), heads, cache.kv)

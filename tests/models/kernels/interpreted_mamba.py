@@ -106,7 +106,7 @@ def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, 
         refused = (torch.arange(size) >= counts[:, None]).view(-1, 1)
         positions = torch.cat([torch.arange(start, start + size) for _, start in places])
         found = []
-        for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_form, mine)):
+        for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_variant, mine)):
             before = windows.clone(), states.clone()
             out = run(projected, weights, windows, states, StateRows(slots, frozen=True), positions)
             found.append(out.view(4, size, -1)[[0, 1, 3]])
@@ -125,9 +125,9 @@ def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, 
                 expected = REFERENCE.mamba2(one, weights, *alone, row, torch.tensor([position]))
                 check(found[1][number][position - start], expected[0], 1e-5, "a token of a window")
         at = [start + count for start, count in zip(at, kept, strict=True)]
-        for form in (mine, theirs):
-            check(form[1][1:4], alone[1][1:4], 1e-5, "what is kept of a window")
-            assert torch.equal(form[0][1:4], alone[0][1:4])
+        for variant in (mine, theirs):
+            check(variant[1][1:4], alone[1][1:4], 1e-5, "what is kept of a window")
+            assert torch.equal(variant[0][1:4], alone[0][1:4])
 
 
 def check_windows_beside_chunks(weights: Mamba2Weights) -> None:
@@ -143,7 +143,7 @@ def check_windows_beside_chunks(weights: Mamba2Weights) -> None:
         projected[2 * size : windows] = math.nan
         positions = torch.cat([torch.arange(8, 8 + length) for length in lengths])
         rows = StateRows(slots, ends, writes_B=torch.tensor([0, 0, 0, 3]), window=size)
-        for run in (REFERENCE.mamba2, triton_form):
+        for run in (REFERENCE.mamba2, triton_variant):
             mixed, apart = (window.clone(), state.clone()), (window.clone(), state.clone())
             out = run(projected, weights, *mixed, rows, positions)
             looked_at, chunks = StateRows(slots[:3], frozen=True), StateRows(slots[3:])
@@ -169,7 +169,7 @@ def check_trees(weights: Mamba2Weights, nodes: int, width_of_path: int) -> None:
     kept = [nodes * row + node for row in range(4) for node in paths[row][: counts[row]]]
     on_path = torch.isin(torch.arange(4 * nodes), torch.tensor(kept))[:, None]
     outs = []
-    for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_form, mine)):
+    for run, (windows, states) in ((REFERENCE.mamba2, theirs), (triton_variant, mine)):
         for poisoned in (False, True):
             given = projected.clone()
             if poisoned:
@@ -192,7 +192,7 @@ def check_trees(weights: Mamba2Weights, nodes: int, width_of_path: int) -> None:
     assert not torch.equal(mine[1][1], state[1])
 
 
-def triton_form(
+def triton_variant(
     projected: Tensor, weights: Mamba2Weights, window: Tensor, state: Tensor, rows: StateRows, positions: Tensor
 ) -> Tensor:
     xbc = weights.split(projected)[1]

@@ -133,7 +133,7 @@ def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("part", "sizes"), [("all-reduce", 3), pytest.param("more-all-reduce", 2, marks=LONG)])
-def test_sums_send_and_empty_as_wide_as_they_can(part: str, sizes: int, tmp_path: Path) -> None:
+def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, sizes: int, tmp_path: Path) -> None:
     """A thread has sixteen bytes or more of each part, which it stores that wide."""
     found = compiled(tmp_path, "--part", part)
     assert complaints(found) == []
@@ -148,7 +148,7 @@ def test_sums_send_and_empty_as_wide_as_they_can(part: str, sizes: int, tmp_path
 
 def test_all_programs_that_have_several_rows_run_at_once(tmp_path: Path) -> None:
     """One that waited behind others might never start, while a peer polls for its rows."""
-    found = compiled(tmp_path, "--part", "sums-of-prompts")
+    found = compiled(tmp_path, "--part", "all-reduces-of-prompts")
     assert complaints(found) == []
     assert [one["constants"]["MANY"] for one in found] == [True] * 6
     for one in found:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from parallel.comm.ordered_sums import ordered_collectives, rank_ordered_sum
+from parallel.comm.ordered_all_reduce import ordered_collectives, rank_ordered_sum
 
 
 def parts_of(ranks: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

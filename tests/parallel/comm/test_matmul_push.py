@@ -23,7 +23,7 @@ class Told(SingleRank):
 
     def __init__(self, rank: int = 0, rows: int = 4) -> None:
         self.rank, self._rows = rank, rows
-        self.sums: list[tuple[Tensor, bool]] = []
+        self.all_reduces: list[tuple[Tensor, bool]] = []
 
     def push_buffers(self, tokens: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         return BUFFERS if tokens <= self._rows else None
@@ -34,7 +34,7 @@ class Told(SingleRank):
     def all_reduce_norm(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        self.sums.append((x_TN, pushed))
+        self.all_reduces.append((x_TN, pushed))
         return x_TN, x_TN
 
 
@@ -57,7 +57,7 @@ def layer(collectives: Collectives, kernels: ReferenceKernels) -> RowParallel:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pushing_product_is_given_places_and_its_sum_is_told(rank: int) -> None:
+def test_a_pushing_product_is_given_places_and_its_all_reduce_is_told(rank: int) -> None:
     collectives, kernels = Told(rank), PushingKernels()
     product = layer(collectives, kernels)
     x = torch.randn(3, 3)
@@ -66,16 +66,16 @@ def test_a_pushing_product_is_given_places_and_its_sum_is_told(rank: int) -> Non
     bias = product.bias if rank == 0 else None
     assert kernels.pushed == [(BUFFERS, bias)]
     assert torch.equal(part.part_TN, kernels.linear(x, product.weight, bias))
-    assert collectives.sums == []
+    assert collectives.all_reduces == []
     part.normed(None, torch.ones(8), 1e-6)
-    assert collectives.sums == [(part.part_TN, True)]
+    assert collectives.all_reduces == [(part.part_TN, True)]
 
 
-def test_a_kernel_that_cannot_push_leaves_it_to_the_sum() -> None:
+def test_a_kernel_that_cannot_push_leaves_it_to_the_all_reduce() -> None:
     collectives = Told()
     part = layer(collectives, ReferenceKernels())(torch.randn(3, 3))
     part.normed(None, torch.ones(8), 1e-6)
-    assert [pushed for _, pushed in collectives.sums] == [False]
+    assert [pushed for _, pushed in collectives.all_reduces] == [False]
 
 
 def test_without_places_nothing_is_pushed() -> None:

@@ -242,7 +242,9 @@ def test_a_rank_that_dies_before_it_proposes_is_named(place: Path, gone: int) ->
 
 def test_the_watchdog_names_a_rank_that_hangs_before_its_proposal(place: Path, tmp_path: Path) -> None:
     """Those who wait for the maximum hear keep-alives: no progress of theirs, and no reason to blame them."""
-    options = WatchdogOptions(tmp_path / "bundles", limit=2.0, interval=0.05, silence=5.0, settle=0.3, grace=0.2)
+    options = WatchdogOptions(
+        tmp_path / "bundles", limit=2.0, interval=0.05, silence=5.0, explanation_wait=0.3, grace=0.2
+    )
     limits = replace(LIMITS, deadline=20.0)
     ended = threading.Barrier(3)
 

@@ -363,13 +363,13 @@ def test_with_a_horizon_of_zero_events_and_the_stop_take_effect_in_the_turn_that
     assert follower.effect == b"last"
 
 
-def test_a_horizon_is_settled_before_the_first_turn_and_only_then() -> None:
+def test_a_horizon_is_agreed_before_the_first_turn_and_only_then() -> None:
     codec = Codec(1, 0, 2)
     leader, follower = Leader(codec, 0), Follower(codec, 1, 0)
-    leader.settle_horizon(3)
+    leader.agree_horizon(3)
     frame = codec.decode(leader.outbox.pop()[1])
     follower.receive(frame, 0.0)
-    assert (leader.horizon, follower.horizon, follower.settled) == (3, 3, True)
+    assert (leader.horizon, follower.horizon, follower.horizon_agreed) == (3, 3, True)
     for step in range(4):
         payload = b"%d" % step
         assert leader.turn(step, 0, payload, 0.0) == (b"0" if step == 3 else b"")
@@ -377,7 +377,7 @@ def test_a_horizon_is_settled_before_the_first_turn_and_only_then() -> None:
         follower.turn(step, 0, 0.0)
         assert follower.effect == (b"0" if step == 3 else b"")
     with pytest.raises(ValueError, match="set before step 0"):
-        leader.settle_horizon(1)
+        leader.agree_horizon(1)
     follower.receive(frame, 0.0)
     assert follower.verdict is not None
     assert "HORIZON 3 in step 3" in follower.verdict.text

@@ -59,7 +59,9 @@ def test_every_rank_gets_the_same_events_in_the_same_turn(place: Path, world: in
 
 
 @pytest.mark.parametrize("wanted", [0, 3])
-def test_the_leader_settles_the_horizon_of_all_ranks_from_measured_round_trips(place: Path, wanted: int) -> None:
+def test_all_ranks_agree_on_the_horizon_that_the_leader_chose_from_measured_round_trips(
+    place: Path, wanted: int
+) -> None:
     """What follows runs with it, and messages of the engines are not mixed up with those that were timed."""
     submitted, hops = [b"%d" % step for step in range(20)], []
 
@@ -68,7 +70,7 @@ def test_the_leader_settles_the_horizon_of_all_ranks_from_measured_round_trips(p
         return wanted
 
     def body(plane: ControlPlane) -> list[bytes]:
-        assert plane.settle_horizon(choose) == plane.horizon == wanted
+        assert plane.agree_horizon(choose) == plane.horizon == wanted
         assert plane.take_messages() == []
         return take_turns(plane, submitted)
 

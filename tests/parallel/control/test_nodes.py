@@ -52,11 +52,11 @@ def test_every_rank_of_every_node_gets_the_same_events(place: Path, nodes: int, 
         assert effects == expected, f"rank {rank}: {effects!r:.300}"
 
 
-def test_the_horizon_is_settled_over_relays_too(place: Path) -> None:
+def test_the_horizon_is_agreed_over_relays_too(place: Path) -> None:
     submitted = [b"%d" % step for step in range(20)]
 
     def body(plane: ControlPlane) -> list[bytes]:
-        assert plane.settle_horizon(lambda hop_s: 2 if hop_s > 0.0 else 0) == plane.horizon == 2
+        assert plane.agree_horizon(lambda hop_s: 2 if hop_s > 0.0 else 0) == plane.horizon == 2
         return take_turns(plane, submitted)
 
     expected = [b"", b"", *submitted, b""]

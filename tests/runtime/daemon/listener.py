@@ -68,7 +68,7 @@ class Listener(Generic[Served]):
             self.desk.output(self.engine.step())
         self.read()
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Until nothing goes on by itself."""
         for _ in range(MOST_TURNS):
             self.desk.grant()

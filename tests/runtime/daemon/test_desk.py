@@ -26,14 +26,14 @@ def alone(engine_id: int, prompt: tuple[int, ...], tokens: int) -> list[int]:
 def test_a_session_by_quanta(depth: int) -> None:
     client = Listener(ScriptedEngine(depth=depth))
     assert client.ask(f"REQ 7 START {PROMPT} 10 4") == {"verb": "START", "place": 0, "epoch": 1, "tokens": 5}
-    client.settle()
+    client.run_until_idle()
     prefilled = client.engine.counters["prefill_tokens"]
     assert prefilled == 5
     assert [f.count for f in client.of(7, Kind.QUANTUM_DONE)] == [4]
     assert client.ask("REQ 7 CONTINUE 4 1") == {"verb": "CONTINUE", "epoch": 1, "left": 2}
-    client.settle()
+    client.run_until_idle()
     client.ask("REQ 7 CONT=100")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(7) == alone(0, IDS, 10)
     assert [f.count for f in client.of(7, Kind.QUANTUM_DONE)] == [4, 8]
     assert [f.done for f in client.of(7, Kind.DONE)] == [(FinishReason.LENGTH, 10)]
@@ -45,21 +45,21 @@ def test_a_session_by_quanta(depth: int) -> None:
 def test_turns_of_a_session_that_is_kept() -> None:
     client = Listener(ScriptedEngine())
     client.ask(f"REQ 1 START {PROMPT} 6 6 keep=1")
-    client.settle()
+    client.run_until_idle()
     assert client.refused("REQ 1 CONTINUE 1") == "its answer is complete: EXTEND or CANCEL it"
     before = client.engine.counters["prefill_tokens"]
     assert client.ask("REQ 1 EXTEND [9,8] 3 2")["epoch"] == 2
-    client.settle()
+    client.run_until_idle()
     assert client.engine.counters["prefill_tokens"] == before + 3, "two that were said, and the newest before them"
     assert client.refused("REQ 1 CONTINUE 1 1") == "stale: it was meant for epoch 1, the session is in epoch 2"
     client.ask("REQ 1 CONTINUE 1 2")
-    client.settle()
+    client.run_until_idle()
     first = alone(0, IDS, 6)
     assert client.tokens(1, 1) == first
     assert client.tokens(1, 2) == alone(0, (*IDS, *first, 9, 8), 3)
     client.ask("REQ 1 CANCEL")
     assert client.frames[-1].text == "cancelled" or client.frames[-2].text == "cancelled"
-    client.settle()
+    client.run_until_idle()
     client.engine.check_all_is_back()
 
 
@@ -70,7 +70,7 @@ def test_a_cancelled_id_may_begin_again_and_its_epoch_goes_on() -> None:
     client.ask("CANCEL 1")
     told = len(client.frames)
     assert client.ask(f"REQ 1 START {PROMPT} 20 2")["epoch"] == 3
-    client.settle()
+    client.run_until_idle()
     assert client.refused("REQ 1 CONTINUE 1 1").startswith("stale: it was meant for epoch 1")
     assert {f.epoch for f in client.frames[told:] if f.kind is Kind.TOKEN} == {3}, "nothing of the old one comes"
     assert client.tokens(1, 3) == alone(1, IDS, 2)
@@ -81,9 +81,9 @@ def test_a_slot_in_use_is_never_overwritten() -> None:
     assert client.ask(f"REQ 1 SLOT 4 START {PROMPT} 9 1")["place"] == 4
     assert client.refused(f"REQ 2 SLOT 4 START {PROMPT} 9 1") == "SLOT 4 is taken: a slot in use is never overwritten"
     assert client.refused(f"REQ 2 SLOT 6 START {PROMPT} 9 1") == "SLOT 6: places are 0 to 5; see --max-sessions"
-    client.settle()
+    client.run_until_idle()
     client.ask("SLOT 4 CONTINUE 2")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(1) == alone(0, IDS, 3)
     assert client.refused("REQ 3 SLOT 4 CONTINUE 2") == "SLOT 4 has no such session of this connection"
     other = Listener(client.engine, client.desk)
@@ -99,19 +99,19 @@ def test_a_slot_in_use_is_never_overwritten() -> None:
 def test_a_fork_and_a_restore() -> None:
     client = Listener(ScriptedEngine())
     client.ask(f"REQ 1 START {PROMPT} 12 4 keep=1")
-    client.settle()
+    client.run_until_idle()
     known = (*IDS, *alone(0, IDS, 4))
     client.ask("REQ 2 FORK 1")
     client.ask("REQ 2 CONTINUE 3")
     client.ask("REQ 1 CONTINUE 8")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(2) == alone(1, known, 3)
     assert client.tokens(1) == alone(0, IDS, 12)
     client.ask("REQ 2 RESTORE 1")
-    client.settle()
+    client.run_until_idle()
     assert client.refused("REQ 2 CONTINUE 1") == "its answer is complete: EXTEND or CANCEL it"
     client.ask("REQ 2 EXTEND [3] 2 2")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(2, client.frames[-1].epoch) == alone(2, (*IDS, *alone(0, IDS, 12), 3), 2)
 
 
@@ -119,17 +119,17 @@ def test_sched_step_serves_one_after_the_other() -> None:
     client = Listener(ScriptedEngine())
     for request in (1, 2, 3):
         client.ask(f"REQ {request} START {PROMPT} 20 2")
-    client.settle()
+    client.run_until_idle()
     served = []
     for _ in range(7):
         served += client.ask("SCHED_STEP")["requests"]
-        client.settle()
+        client.run_until_idle()
     assert served == [1, 2, 3, 1, 2, 3, 1]
     assert [len(client.tokens(request)) for request in (1, 2, 3)] == [8, 6, 6]
     assert client.ask("SCHED_PEEK 2")["requests"] == [2, 3]
     steps = client.engine.steps
     assert client.ask("SCHED_BATCH_STEP")["requests"] == [2, 3, 1]
-    client.settle()
+    client.run_until_idle()
     assert client.engine.steps == steps + 1, "one step for all, whatever their lengths"
     assert [len(client.tokens(request)) for request in (1, 2, 3)] == [9, 7, 7]
 
@@ -146,7 +146,7 @@ def test_a_drain_is_fair_and_ends(depth: int, quantum: int) -> None:
     client = Listener(engine)
     for request in range(1, 17):
         client.ask(f"REQ {request} START {PROMPT} 30 {quantum}")
-    client.settle()
+    client.run_until_idle()
     assert client.say("SCHED_DRAIN") is None, "it is answered when all is over"
     while client.engine.has_work or client.connection.draining:
         client.turn()
@@ -167,7 +167,7 @@ def test_a_drain_of_as_many_as_there_are_rows_loses_no_step(depth: int, quantum:
     for request in (1, 2, 3):
         client.ask(f"REQ {request} START [{request},2,3] 100 {quantum}")
     client.say("SCHED_DRAIN")
-    client.settle()
+    client.run_until_idle()
     assert [len(client.tokens(request)) for request in (1, 2, 3)] == [100] * 3
     assert client.engine.steps == 100, "the first token comes with the prompt, each other one with one step"
 
@@ -177,7 +177,7 @@ def test_a_new_session_is_let_in_during_a_drain() -> None:
     client, other = Listener(engine), None
     for request in range(1, 7):
         client.ask(f"REQ {request} START {PROMPT} 40 1")
-    client.settle()
+    client.run_until_idle()
     client.say("SCHED_DRAIN")
     for _ in range(20):
         client.turn()
@@ -194,7 +194,7 @@ def test_auto_runs_until_budgets_end() -> None:
     client = Listener(ScriptedEngine())
     client.ask("MODE auto")
     client.ask(f"REQ 1 START {PROMPT} 11 4")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(1) == alone(0, IDS, 11)
     assert client.refused("REQ 1 CONTINUE 4") == "there is no session 1 on this connection"
     assert [f.count for f in client.of(1, Kind.QUANTUM_DONE)] == [4, 8]
@@ -205,10 +205,10 @@ def test_the_probe_commits_nothing() -> None:
     client = Listener(engine)
     for request in (1, 2):
         client.ask(f"REQ {request} START [{request},2,3] 20 3")
-    client.settle()
+    client.run_until_idle()
     before = client.ask("LIST_REQUESTS")
     assert client.say("SCHED_PROBE") is None
-    client.settle()
+    client.run_until_idle()
     probed = client.frames[-1]
     assert probed.kind is Kind.ACK
     # The scripted device draws by the id of whoever asks, and forks have ids of their own: each pair differs.
@@ -219,7 +219,7 @@ def test_the_probe_commits_nothing() -> None:
     assert len(engine.scheduler.resources.sessions) == 2, "the forks are gone"
     for request in (1, 2):
         client.ask(f"REQ {request} CONTINUE 17")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(1) == alone(0, (1, 2, 3), 20)
 
 
@@ -232,17 +232,17 @@ def test_a_slow_reader_stalls_only_itself_and_is_lost_in_the_end() -> None:
         desk.line(slow, line)
     quick.ask("MODE auto")
     quick.ask(f"REQ 1 START {PROMPT} 300 4")
-    quick.settle()
+    quick.run_until_idle()
     assert quick.tokens(1) == alone(1, IDS, 300)
     assert (slow.behind, slow.lost) == (True, None)
     assert slow.sessions[1].shown < 100, "nothing more is granted to it"
     slow.unread.clear()
     desk.line(slow, f"REQ 2 START {PROMPT} 1900 1900")
     slow.auto = False
-    quick.settle()
+    quick.run_until_idle()
     assert str(slow.lost).startswith("it has not read")
     desk.disconnect(slow)
-    quick.settle()
+    quick.run_until_idle()
     engine.check_all_is_back()
 
 
@@ -251,12 +251,12 @@ def test_parked_sessions_that_give_way_are_told() -> None:
     client = Listener(engine)
     for request in (1, 2, 3, 4):
         client.ask(f"REQ {request} START [{request},2,3,4,5,6,7,8,9] 30 3")
-        client.settle()
+        client.run_until_idle()
     kinds = Counter(f.kind for f in client.frames)
     assert kinds[Kind.EVICTED] >= 1
     for request in (1, 2, 3, 4):
         client.ask(f"REQ {request} CONTINUE 6")
-        client.settle()
+        client.run_until_idle()
         assert client.tokens(request) == alone(request - 1, (request, 2, 3, 4, 5, 6, 7, 8, 9), 9)
 
 
@@ -265,7 +265,7 @@ def test_closed_for_want_of_room_is_told() -> None:
     client = Listener(engine)
     for request in (1, 2, 3, 4):
         client.ask(f"REQ {request} START [{request},2,3,4,5,6,7,8,9] 30 3")
-        client.settle()
+        client.run_until_idle()
     closed = [f for f in client.frames if f.kind is Kind.CLOSED]
     assert [f.request for f in closed] == [1]
     assert closed[0].text == "closed: memory is short, and it was parked for longest"

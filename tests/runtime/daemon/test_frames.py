@@ -130,9 +130,9 @@ def test_junk_lines_are_answered_and_nothing_is_left() -> None:
         if draw.random() < 0.2:
             client.turn()
     assert understood > JUNK_LINES // 50
-    client.settle()
+    client.run_until_idle()
     client.desk.disconnect(client.connection)
-    client.settle()
+    client.run_until_idle()
     client.engine.check_all_is_back()
 
 

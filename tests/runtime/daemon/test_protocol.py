@@ -219,7 +219,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def rest(self) -> None:
         """When nothing goes on, each session has what it was granted, and what is not its client's to say is over."""
-        self.client.settle()
+        self.client.run_until_idle()
         self.hear()
         assert not self.draining
         for session in self.sessions.values():
@@ -274,10 +274,10 @@ class Protocol(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "client"):
             return
-        self.client.settle()
+        self.client.run_until_idle()
         self.hear()
         self.client.desk.disconnect(self.client.connection)
-        self.client.settle()
+        self.client.run_until_idle()
         self.engine.check_all_is_back()
 
 

@@ -40,10 +40,10 @@ def text_of(client: Listener[ScriptedEngine], request: int) -> str:
 
 
 def until_done(client: Listener[ScriptedEngine], request: int, quantum: int) -> None:
-    client.settle()
+    client.run_until_idle()
     while not client.of(request, Kind.DONE):
         client.ask(f"REQ {request} CONTINUE {quantum}")
-        client.settle()
+        client.run_until_idle()
 
 
 @pytest.mark.parametrize("quantum", [1, 5, 20])
@@ -62,24 +62,24 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(
     assert client.refused("REQ 1 CONTINUE 1") == "its answer is complete: EXTEND or CANCEL it"
     assert client.ask("LIST_REQUESTS")["requests"][0]["tokens"] == 11
     assert client.ask("REQ 1 EXTEND [9,8] 3 3") == {"verb": "EXTEND", "epoch": 2, "tokens": 2}
-    client.settle()
+    client.run_until_idle()
     assert tuple(client.tokens(1, 2)) == alone(1, (*IDS, *FIRST[:6], 9, 8), 3)
     client.ask("REQ 1 EXTEND [7] 2 2")
-    client.settle()
+    client.run_until_idle()
     assert len(client.tokens(1, 3)) == 2, "from here on it is extended as any other"
     client.ask("REQ 1 CANCEL")
-    client.settle()
+    client.run_until_idle()
     client.engine.check_all_is_back()
 
 
 def test_without_keep_it_is_over_and_others_take_its_place(tokenizer: Tokenizer) -> None:
     client = listener(tokenizer, max_sessions=1)
     client.ask(f'REQ 1 START {PROMPT} 20 20 stop="*,"')
-    client.settle()
+    client.run_until_idle()
     assert (tuple(client.tokens(1)), text_of(client, 1)) == (FIRST[:6], "")
     assert [frame.done for frame in client.of(1, Kind.DONE)] == [BY_STRING]
     client.ask(f"REQ 2 START {PROMPT} 4 4")
-    client.settle()
+    client.run_until_idle()
     assert tuple(client.tokens(2)) == alone(1, IDS, 4)
     client.engine.check_all_is_back()
 
@@ -88,9 +88,9 @@ def test_a_drain_ends_with_its_stop_strings(tokenizer: Tokenizer) -> None:
     client = listener(tokenizer, depth=2)
     for request in range(1, 6):
         client.ask(f'REQ {request} START {PROMPT} 20 2 keep=1 stop="*,"')
-    client.settle()
+    client.run_until_idle()
     client.say("SCHED_DRAIN")
-    client.settle()
+    client.run_until_idle()
     assert client.frames[-1].answer == {"verb": "SCHED_DRAIN"}
     assert [frame.count for frame in client.of(1, Kind.QUANTUM_DONE)] == [2, 4, 6]
     assert [frame.done for frame in client.of(1, Kind.DONE)] == [BY_STRING]
@@ -112,52 +112,52 @@ def test_forks_know_what_was_shown(tokenizer: Tokenizer) -> None:
     within = alone(1, (*IDS, *FIRST[:5]), 1)[0]
     client = listener(tokenizer)
     client.ask(f'REQ 1 START {PROMPT} 20 5 keep=1 stop=["*,","*{tokenizer.decode((within,), ())}"]')
-    client.settle()
+    client.run_until_idle()
     client.ask("REQ 2 FORK 1")
     client.ask("REQ 2 CONTINUE 9")
     client.ask("REQ 1 CONTINUE 9")
-    client.settle()
+    client.run_until_idle()
     assert client.tokens(2) == [within], "it began before the fork"
     assert [frame.done for frame in client.of(1, Kind.DONE) + client.of(2, Kind.DONE)] == [BY_STRING] * 2
     client.ask("REQ 3 FORK 1")
     assert client.refused("REQ 3 CONTINUE 1") == "its answer is complete: EXTEND or CANCEL it"
     client.ask("REQ 3 EXTEND [9] 2 2")
-    client.settle()
+    client.run_until_idle()
     assert tuple(client.tokens(3)) == alone(3, (*IDS, *FIRST[:6], 9), 2)
     client.desk.disconnect(client.connection)
-    client.settle()
+    client.run_until_idle()
     client.engine.check_all_is_back()
 
 
 def test_one_that_finds_no_room_again_waits_as_it_was(tokenizer: Tokenizer) -> None:
     client = listener(tokenizer, session_policy="refuse", blocks=12, max_model_len=48)
     client.ask(f'REQ 1 START {PROMPT} 20 20 keep=1 stop="*,"')
-    client.settle()
+    client.run_until_idle()
     client.ask(f"REQ 2 START {PROMPT} 40 1")
-    client.settle()
+    client.run_until_idle()
     client.ask("REQ 1 EXTEND [9] 20 20")
-    client.settle()
+    client.run_until_idle()
     refused = client.of(1, Kind.ERROR)
     assert [frame.text[:8] for frame in refused] == ["EXTEND: "]
     assert client.ask("LIST_REQUESTS")["requests"][0]["phase"] == "complete"
     client.ask("REQ 2 CANCEL")
-    client.settle()
+    client.run_until_idle()
     client.ask("REQ 1 EXTEND [9] 4 4")
-    client.settle()
+    client.run_until_idle()
     assert tuple(client.tokens(1)[6:]) == alone(3, (*IDS, *FIRST[:6], 9), 4)
 
 
 def test_tokens_before_min_tokens_complete_no_string(tokenizer: Tokenizer) -> None:
     client = listener(tokenizer)
     client.ask(f'REQ 1 START {PROMPT} 20 20 stop=["*,","1&"] min_tokens=7')
-    client.settle()
+    client.run_until_idle()
     assert tuple(client.tokens(1)) == FIRST[:11]
 
 
 def test_stop_ids_are_the_engine_s() -> None:
     client = Listener(ScriptedEngine())
     client.ask(f"REQ 1 START {PROMPT} 20 20 stop_ids=[28, 15]")
-    client.settle()
+    client.run_until_idle()
     assert tuple(client.tokens(1)) == FIRST[:6]
     assert [frame.done for frame in client.of(1, Kind.DONE)] == [BY_STRING]
 

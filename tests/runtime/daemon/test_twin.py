@@ -43,21 +43,21 @@ def talk(probes: int, **limits: Any) -> tuple[Listener[Engine], list[Frame]]:
         client = Listener(engine)
         for line in STARTS:
             client.ask(line)
-        client.settle()
+        client.run_until_idle()
         for further in ("CONTINUE 2", "CONTINUE 3", "CONTINUE 99", "EXTEND [60,61,62] 5 2", "CONTINUE 9"):
             for _ in range(probes):
                 before = client.ask("LIST_REQUESTS")
                 if client.ask("SCHED_PEEK")["requests"]:
                     client.say("SCHED_PROBE")
-                    client.settle()
+                    client.run_until_idle()
                     said.append(client.frames[-1])
                 assert client.ask("LIST_REQUESTS") == before
                 assert len(engine.scheduler.resources.sessions) == len(SESSIONS), "its forks are gone"
             for request in SESSIONS:
                 client.ask(f"REQ {request} {further}")
-            client.settle()
+            client.run_until_idle()
         client.desk.disconnect(client.connection)
-        client.settle()
+        client.run_until_idle()
     return client, said
 
 
@@ -113,7 +113,7 @@ def test_a_stop_string_within_a_window_ends_the_turn_there(depth: int) -> None:
         tokenizer = Tokenizer.from_folder("models/demo")
         client = Listener(engine, Desk(engine, tokenizer, defaults))
         client.ask(f"REQ 1 START {prompt} 30 30 {options}")
-        client.settle()
+        client.run_until_idle()
         windows = [frame.tokens for frame in client.of(1, Kind.TOKEN)]
         before = next(at for at, window in enumerate(windows) if len(window) > 2)
         cut = sum(map(len, windows[:before])) + 2
@@ -121,7 +121,7 @@ def test_a_stop_string_within_a_window_ends_the_turn_there(depth: int) -> None:
         stop = tokenizer.decode(shown, ())
         assert len(stop) == cut, "digits"
         client.ask(f'REQ 2 START {prompt} 30 30 {options} stop="{stop}"')
-        client.settle()
+        client.run_until_idle()
         assert client.tokens(2) == shown
         assert [frame.done for frame in client.of(2, Kind.DONE)] == [(FinishReason.STOP, cut)]
         assert not client.of(2, Kind.TEXT)
@@ -129,7 +129,7 @@ def test_a_stop_string_within_a_window_ends_the_turn_there(depth: int) -> None:
         assert scored == shown
         client.ask("REQ 2 EXTEND [20, 21] 9 9")
         client.ask(f'REQ 3 START {[*prompt, *shown, 20, 21]} 9 9 {options} stop="{stop}"')
-        client.settle()
+        client.run_until_idle()
         assert client.tokens(2, 2) == client.tokens(3)
         client.desk.disconnect(client.connection)
-        client.settle()
+        client.run_until_idle()

@@ -27,7 +27,7 @@ from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 
 PROMPT = 16
 STEPS = 400
-SETTLE = 40
+WARM_UP = 40
 BLOCK = 64
 
 
@@ -36,7 +36,7 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 
 
     ``width``: W of each step; above 1 a script says how many of the guesses are kept, six tenths on average.
     """
-    length = PROMPT + (STEPS + 2 * SETTLE) * width
+    length = PROMPT + (STEPS + 2 * WARM_UP) * width
     speculation: dict[str, Any] = {}
     if width > 1:
         script = {"num_speculative_tokens": width - 1, "synthetic_acceptance_length": 1 + 0.6 * (width - 1)}
@@ -69,14 +69,14 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 
             engine.add(late)
 
         def end_when_measured(_: Engine, turn: int) -> None:
-            if len(steady(clock.turns)) == STEPS + SETTLE:  # nobody needs the rest
+            if len(steady(clock.turns)) == STEPS + WARM_UP:  # nobody needs the rest
                 for one in requests:
                     engine.cancel(one.request_id)
 
         # The running ones come first in line, though they are announced last.
         first = [replace(one, priority=-1) for one in requests[:rows]]
         run(engine, first, end_when_measured, clock.end_turn, most_turns=1 << 20)
-    return steady(clock.turns)[SETTLE + rows * PROMPT // 1024 :][: STEPS - SETTLE]
+    return steady(clock.turns)[WARM_UP + rows * PROMPT // 1024 :][: STEPS - WARM_UP]
 
 
 def steady(turns: list[Turn]) -> list[Turn]:

@@ -56,7 +56,7 @@ def open_leader(tokens: int, prompts: int) -> Iterator[EngineClient]:
         client.cancel_all()
         while client.live:
             client.turn()
-        client.settle()
+        client.drain()
 
 
 def fill_leader(client: EngineClient, prompts: int, tokens: int, *, ahead: int = 64) -> None:

@@ -16,7 +16,7 @@ from models.layers.moe import SparseMLP
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
-from runtime.chain_depth import settled
+from runtime.chain_depth import agree_depth_and_horizon
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.executor import Executor
 from tests.runtime.engine import lives, rig, test_lifecycle
@@ -133,9 +133,9 @@ def test_what_a_start_up_times_is_not_reported(tmp_path: Path, monkeypatch: pyte
             if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, SparseMLP):
                 assert layer.mlp.load_E is not None
                 layer.mlp.load_E.add_(7)
-        return settled(config, executor, *others)
+        return agree_depth_and_horizon(config, executor, *others)
 
-    monkeypatch.setattr("runtime.build.settled", timing)
+    monkeypatch.setattr("runtime.build.agree_depth_and_horizon", timing)
     with engine_over(folder, expert_load=str(report)) as engine:
         assert engine.counters["device_allocs_after_warmup"] == 0
     assert set(ExpertLoad.read(report).tokens[1]) == {0}

@@ -19,7 +19,7 @@ MLP_BIAS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_b
 
 
 @pytest.mark.parametrize("shape", [{}, QWEN2, MLP_BIAS, EXPERTS, MIXTRAL], ids=str)
-def test_every_layer_can_take_an_unfinished_sum(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_can_take_an_unfinished_all_reduce(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateSums, "late", 0)
     requests = mixture(5, count=8)
     with rig(depth=0, shape=shape, **EXACT) as engine:
@@ -30,7 +30,7 @@ def test_every_layer_can_take_an_unfinished_sum(shape: dict[str, Any], monkeypat
 
 
 @pytest.mark.parametrize("shape", [{}, MLP_BIAS, EXPERTS], ids=str)
-def test_nothing_comes_between_a_part_that_was_pushed_and_its_sum(
+def test_nothing_comes_between_a_part_that_was_pushed_and_its_all_reduce(
     shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for counter in ("late", "pushed"):

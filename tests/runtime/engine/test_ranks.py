@@ -39,7 +39,7 @@ def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str
 
 
 @pytest.mark.multiprocess
-def test_ranks_of_the_deterministic_mode_sum_in_rank_order(tmp_path: Path) -> None:
+def test_ranks_of_the_deterministic_mode_all_reduce_in_rank_order(tmp_path: Path) -> None:
     """The start refuses other collectives (build.py), and the sums come out right."""
     with rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))

@@ -24,7 +24,7 @@ from runtime.execute.step import step_io, window_io
 from runtime.execute.step.row_graphs import CaptureError, RowGraphs
 from runtime.execute.step.step_io import write_back
 from runtime.execute.step.step_io_kernels import StepKernels, WindowKernels
-from runtime.execute.step.window_io import Window, gather_window_in_torch, settle_window
+from runtime.execute.step.window_io import Window, commit_window, gather_window_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same_state
 from tests.runtime.execute.plans import decode_step
 
@@ -221,7 +221,7 @@ def verdict_of(counts: int, finish: int) -> Verdict:
     ],
     ids=["draws", "finish", "counts", "limits", "scripted", "slots", "positions", "places", "narrower", "wider"],
 )
-def test_a_window_of_other_shapes_is_not_settled(
+def test_a_window_of_other_shapes_is_not_committed(
     path: str,
     width: int,
     changed: dict[str, Callable[[Tensor], Tensor]],
@@ -231,16 +231,16 @@ def test_a_window_of_other_shapes_is_not_settled(
     case = random_case(1, rows=4, blocks=3, width=5)
     before, window = case.on("cpu"), change(window_of(case, 3), **changed)
     with pytest.raises(ValueError, match=message):
-        settle_window(case.tables, case.ring, window, *parts, width)
+        commit_window(case.tables, case.ring, window, *parts, width)
     same_state(case, before)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(4, 2), (3, 3)], ids=str)
-def test_a_window_that_an_entry_cannot_hold_is_not_settled(path: str, rows: int, width: int) -> None:
+def test_a_window_that_an_entry_cannot_hold_is_not_committed(path: str, rows: int, width: int) -> None:
     case, small = random_case(1, rows=4, blocks=3, width=5), random_case(1, rows=4, blocks=3, width=5).ring
     small.room = ResultShape(rows, width, 1)
     with pytest.raises(ValueError, match=f"4 rows x 3 tokens, .* the ring has room for {rows} rows x {width} tokens"):
-        settle_window(case.tables, small, window_of(case, 3), *drawn(12), 3)
+        commit_window(case.tables, small, window_of(case, 3), *drawn(12), 3)
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,10 @@ def test_the_longest_common_beginning_counts() -> None:
 def test_beginnings_that_were_not_seen_for_long_are_forgotten() -> None:
     homes = PrefixHomes(most=4)
     for prompt in range(3):
-        homes.settle(range(1000 * prompt, 1000 * prompt + 130), prompt)
+        homes.remember(range(1000 * prompt, 1000 * prompt + 130), prompt)
     assert homes.find(range(130)) == []
     assert homes.find(range(1000, 1130)) == [(1,), (1,)]
-    homes.settle(range(1000, 1064), 5)
+    homes.remember(range(1000, 1064), 5)
     assert homes.find(range(1000, 1130)) == [(1,), (1, 5)]
     assert homes.find(range(1000, 1063)) == [], "too short"
 

@@ -78,7 +78,7 @@ def dead() -> Iterator[int]:
 def told_to_end(folder: Path, peers: Peers) -> tuple[Watchdog, list[int]]:
     """Rank 0's watchdog after a SIGTERM, with no time to wait for causes, and the codes that it left with."""
     left: list[int] = []
-    options = WatchdogOptions(folder / "bundles", settle=0.0, interval=0.0, grace=0.0)
+    options = WatchdogOptions(folder / "bundles", explanation_wait=0.0, interval=0.0, grace=0.0)
     watch = Watch(Codec(1, 0, 3), 0, down=peers)
     watchdog = Watchdog(Control(watch), options, leave=left.append)
     watchdog._channel = Channel(watch, 0)

@@ -30,8 +30,10 @@ from tests.parallel.control.ranks import run_nodes, run_ranks, short_folder, tak
 ROOT = Path(__file__).parents[3]
 
 
-def options(tmp_path: Path, limit: float = 5.0, settle: float = 0.3) -> WatchdogOptions:
-    return WatchdogOptions(tmp_path / "bundles", limit=limit, interval=0.02, silence=0.2, settle=settle, grace=0.2)
+def options(tmp_path: Path, limit: float = 5.0, explanation_wait: float = 0.3) -> WatchdogOptions:
+    return WatchdogOptions(
+        tmp_path / "bundles", limit=limit, interval=0.02, silence=0.2, explanation_wait=explanation_wait, grace=0.2
+    )
 
 
 def run_job(bundles: Path, fault: str, world: int = 3, step: int = 20) -> tuple[list[int], list[str]]:
@@ -195,14 +197,18 @@ def test_health_means_progress(tmp_path: Path) -> None:
 
 
 def ends(
-    tmp_path: Path, nodes: int, local: int, reasons: Callable[[int], BaseException | None], settle: float = 10.0
+    tmp_path: Path,
+    nodes: int,
+    local: int,
+    reasons: Callable[[int], BaseException | None],
+    explanation_wait: float = 10.0,
 ) -> tuple[set[Verdict | Exception | None], dict[int, int]]:
     """The verdicts and exit codes of all ranks when those that have a reason fail at once, each with its own."""
     left: dict[int, int] = {}
     told = threading.Barrier(nodes * local)
 
     def body(plane: ControlPlane) -> Verdict | None:
-        asked = options(tmp_path, limit=60.0, settle=settle)
+        asked = options(tmp_path, limit=60.0, explanation_wait=explanation_wait)
         watchdog = Watchdog(plane, asked, leave=lambda code: left.__setitem__(plane.rank, code))
         watchdog.start()
         plane.exchange(0, 0)
@@ -253,7 +259,9 @@ def test_a_broken_collective_waits_for_its_cause(tmp_path: Path, nodes: int, loc
 
 
 def test_a_broken_collective_without_a_cause_is_told_as_such(tmp_path: Path) -> None:
-    verdicts, codes = ends(tmp_path, 1, 3, lambda rank: CollectiveError("reset") if rank == 2 else None, settle=0.3)
+    verdicts, codes = ends(
+        tmp_path, 1, 3, lambda rank: CollectiveError("reset") if rank == 2 else None, explanation_wait=0.3
+    )
     (verdict,) = verdicts
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.rank) == (Cause.COLLECTIVE, 2)
@@ -295,7 +303,7 @@ def test_the_end_of_a_long_patience_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_a_signal_from_outside_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    verdicts, codes = ends(tmp_path, 1, 2, lambda rank: SystemExit(143), settle=0.3)
+    verdicts, codes = ends(tmp_path, 1, 2, lambda rank: SystemExit(143), explanation_wait=0.3)
     (verdict,) = verdicts
     assert isinstance(verdict, Verdict)
     assert verdict.cause is Cause.TERMINATED

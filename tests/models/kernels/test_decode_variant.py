@@ -1,4 +1,4 @@
-"""Forms of decode attention in tables: which measured one stands in, and that the kernels take it."""
+"""Variants of decode attention in tables: which measured one stands in, and that the kernels take it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from models.inputs import DecodeAttention
-from models.kernels.attention.decode_form import DecodeForm, DecodeShape, candidate_forms, nearest_form
+from models.kernels.attention.decode_variant import DecodeShape, DecodeVariant, candidate_variants, nearest_variant
 from models.kernels.traits import H200
 
-TMA, FEW, MANY = DecodeForm(True, 32, 3, 1), DecodeForm(False, 64, 5, 4), DecodeForm(False, 32, 5, 2)
+TMA, FEW, MANY = DecodeVariant(True, 32, 3, 1), DecodeVariant(False, 64, 5, 4), DecodeVariant(False, 32, 5, 2)
 SHAPE = DecodeShape(256, 4, 128, torch.bfloat16)
 
 
@@ -30,20 +30,20 @@ SHAPE = DecodeShape(256, 4, 128, torch.bfloat16)
     ],
 )
 def test_the_most_similar_number_of_pairs_stands_in(
-    measured: dict[int, DecodeForm], pairs: int, expected: DecodeForm | None
+    measured: dict[int, DecodeVariant], pairs: int, expected: DecodeVariant | None
 ) -> None:
-    table = {dataclasses.replace(SHAPE, pairs=number).key: form for number, form in measured.items()}
-    assert nearest_form(table, dataclasses.replace(SHAPE, pairs=pairs)) == expected
+    table = {dataclasses.replace(SHAPE, pairs=number).key: variant for number, variant in measured.items()}
+    assert nearest_variant(table, dataclasses.replace(SHAPE, pairs=pairs)) == expected
 
 
 def test_other_heads_are_another_matter() -> None:
     table = {SHAPE.key: FEW, "bfloat16 4x128 xmany": MANY, "bfloat16 4x128 x0": MANY}
     for other in ({"query_rows": 8}, {"head_dim": 64}, {"dtype": torch.float16}):
-        assert nearest_form(table, dataclasses.replace(SHAPE, **other)) is None
-    assert nearest_form(table, SHAPE) == FEW
+        assert nearest_variant(table, dataclasses.replace(SHAPE, **other)) is None
+    assert nearest_variant(table, SHAPE) == FEW
 
 
-def test_a_form_of_the_table_is_what_runs_where_it_fits() -> None:
+def test_a_variant_of_the_table_is_what_runs_where_it_fits() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.attention.decode_choice import DecodeChoice
 
@@ -51,21 +51,21 @@ def test_a_form_of_the_table_is_what_runs_where_it_fits() -> None:
     lengths = torch.ones(rows, dtype=torch.int32)
     inputs = DecodeAttention(lengths.new_zeros(rows, 16), lengths, 1, 1024)
 
-    def launched(form: DecodeForm | None, head_dim: int = 128) -> tuple[bool, tuple[int, int, int]]:
+    def launched(variant: DecodeVariant | None, head_dim: int = 128) -> tuple[bool, tuple[int, int, int]]:
         shape = DecodeShape(rows * kv_heads, heads // kv_heads, head_dim, torch.bfloat16)
-        choice = DecodeChoice(H200, True, False, {} if form is None else {shape.key: form}, 0)
+        choice = DecodeChoice(H200, True, False, {} if variant is None else {shape.key: variant}, 0)
         cache = torch.empty(2, 1, 64, kv_heads, head_dim, dtype=torch.bfloat16)
-        return choice.form(inputs, heads, cache)
+        return choice.variant(inputs, heads, cache)
 
     rule = launched(None)
     assert launched(TMA) == (True, TMA.blocks) != rule
-    for form in (FEW, MANY, DecodeForm(False, 128, 3, 8)):
-        assert launched(form) == (False, form.blocks)
-    assert launched(DecodeForm(False, 256, 5, 8)) == rule, "it does not fit"
+    for variant in (FEW, MANY, DecodeVariant(False, 128, 3, 8)):
+        assert launched(variant) == (False, variant.blocks)
+    assert launched(DecodeVariant(False, 256, 5, 8)) == rule, "it does not fit"
     assert launched(TMA, head_dim=80)[0] is False, "TMA does not take such heads"
 
 
-def test_candidates_are_distinct_and_have_the_forms_in_use() -> None:
-    found = candidate_forms()
+def test_candidates_are_distinct_and_have_the_variants_in_use() -> None:
+    found = candidate_variants()
     assert len(set(found)) == len(found)
-    assert {TMA, FEW, MANY, DecodeForm(False, 64, 3, 2)} <= set(found)
+    assert {TMA, FEW, MANY, DecodeVariant(False, 64, 3, 2)} <= set(found)

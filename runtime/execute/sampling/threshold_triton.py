@@ -50,7 +50,7 @@ def best_survivor(token, threshold, low, high, is_random):
 
 
 @triton.jit
-def _settle_few(list_ptr, listed, floor, least, largest, k, p, total, above, number, TILE: tl.constexpr):
+def _threshold_of_few(list_ptr, listed, floor, least, largest, k, p, total, above, number, TILE: tl.constexpr):
     """(whether the list holds the threshold, the threshold), of at most TILE listed tokens.
 
     ``number`` tokens of weight ``above`` lie over the list's. What is not under the floor is in the list or over it.
@@ -83,7 +83,7 @@ def _settle_few(list_ptr, listed, floor, least, largest, k, p, total, above, num
 
 
 @triton.jit
-def _settle_many(
+def _threshold_of_many(
     source_ptr,
     size,
     scratch_ptr,
@@ -103,7 +103,7 @@ def _settle_many(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """``_settle_few`` of a list of any length, or of all of a row's logits, which always hold the threshold."""
+    """``_threshold_of_few`` of a list of any length, or of all of a row's logits, which always hold the threshold."""
     # A list's tokens lie under its ceiling, which is much nearer than the row's largest score.
     top = ordered(tl.minimum(largest, ceiling)).to(tl.int64)
     holds = tl.full([], 1, tl.int1)
@@ -212,7 +212,7 @@ def _draw(
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
-def _settle_kernel(
+def _threshold_kernel(
     logits_ptr,
     bounds_ptr,
     partial_ptr,
@@ -286,9 +286,11 @@ def _settle_kernel(
             guess_low, guess_high = tl.load(guess_ptr + row * 2), tl.load(guess_ptr + row * 2 + 1)
             holds = listed <= LISTED
             if listed <= TILE:
-                holds, threshold = _settle_few(tokens, listed, floor, least, largest, k, p, total, above, number, TILE)
+                holds, threshold = _threshold_of_few(
+                    tokens, listed, floor, least, largest, k, p, total, above, number, TILE
+                )
             elif holds:
-                holds, threshold = _settle_many(
+                holds, threshold = _threshold_of_many(
                     tokens,
                     listed,
                     scratch,
@@ -313,7 +315,7 @@ def _settle_kernel(
                 best = tl.maximum(best, drawn)
             else:
                 none = tl.zeros([], tl.int32)
-                holds, threshold = _settle_many(
+                holds, threshold = _threshold_of_many(
                     row_ptr,
                     vocab + none,  # of 1 it would be a constant, and could not change in a loop
                     scratch,
@@ -339,7 +341,7 @@ def _settle_kernel(
     tl.store(largest_ptr + row, largest)
 
 
-def settle(
+def find_threshold(
     logits_BV: Tensor,
     vocab_start: int,
     temperature_B: Tensor,
@@ -358,7 +360,7 @@ def settle(
     """Fill each row's best surviving candidate (int64), threshold and largest score (float32) from what was listed."""
     rows, vocab = logits_BV.shape
     columns = temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B
-    _settle_kernel[(rows,)](
+    _threshold_kernel[(rows,)](
         logits_BV,
         space.bounds,
         space.partial,

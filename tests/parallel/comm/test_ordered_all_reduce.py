@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.comm.collectives import GroupCollectives, SingleRank
-from parallel.comm.ordered_sums import OrderedCollectives, OrderedSymmetricCollectives, rank_ordered_sum
+from parallel.comm.ordered_all_reduce import OrderedCollectives, OrderedSymmetricCollectives, rank_ordered_sum
 from tests.torchrun import torchrun
 
 

@@ -1,7 +1,7 @@
 """Products that put their parts into the other rank's memory, and the sums behind them, on two GPUs: the same bits as
 where the sum does it, alone and in graphs, with ranks late by turns, between other exchanges.
 
-Run: python3 -m pytest -m multigpu tests/gpu/test_pushed_sums_gpu.py
+Run: python3 -m pytest -m multigpu tests/gpu/test_pushed_all_reduce_gpu.py
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-def test_a_product_that_pushes_and_its_sum_are_what_they_were() -> None:
+def test_a_product_that_pushes_and_its_all_reduce_are_what_they_were() -> None:
     spawn(_rank, args=(free_port(),), nprocs=RANKS)
 
 

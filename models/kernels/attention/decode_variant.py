@@ -1,7 +1,7 @@
 """How decode attention is launched, as tables of choices say it: which kernel, how many keys a block, stages, warps.
 
 Knows: which measured shape stands in for one that was not measured. Does not know: what is launched where no table has
-an answer (decode_choice.py), the kernels (decode.py, decode_tma.py), or which form is the fastest.
+an answer (decode_choice.py), the kernels (decode.py, decode_tma.py), or which variant is the fastest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STANDS_IN = 2.0  # times as many pairs, or as few
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeForm:
+class DecodeVariant:
     """``tma``: keys and values come by TMA, which takes less power (docs/decisions/0010). ``block_n``: keys a block."""
 
     tma: bool
@@ -49,20 +49,20 @@ class DecodeShape:
         return f"{self.heads} x{self.pairs}"
 
 
-def nearest_form(forms: Mapping[str, DecodeForm], shape: DecodeShape) -> DecodeForm | None:
-    """The form measured for the most similar number of pairs, at most twice or half as many; None without one."""
+def nearest_variant(variants: Mapping[str, DecodeVariant], shape: DecodeShape) -> DecodeVariant | None:
+    """The variant measured for the most similar number of pairs, at most twice or half as many; None without one."""
     beginning = f"{shape.heads} x"
-    pairs_of = {key: key.removeprefix(beginning) for key in forms if key.startswith(beginning)}
-    measured = {int(pairs): forms[key] for key, pairs in pairs_of.items() if pairs.isdecimal() and int(pairs)}
-    away = [(abs(math.log(pairs / shape.pairs)), -pairs, form) for pairs, form in measured.items()]
+    pairs_of = {key: key.removeprefix(beginning) for key in variants if key.startswith(beginning)}
+    measured = {int(pairs): variants[key] for key, pairs in pairs_of.items() if pairs.isdecimal() and int(pairs)}
+    away = [(abs(math.log(pairs / shape.pairs)), -pairs, variant) for pairs, variant in measured.items()]
     near = min(away, key=lambda entry: entry[:2], default=None)
     return near[2] if near is not None and near[0] <= math.log(_STANDS_IN) else None
 
 
-def candidate_forms() -> list[DecodeForm]:
+def candidate_variants() -> list[DecodeVariant]:
     """What is worth timing. Two stages overlap nothing and four compile to the same code as three, since a block's
     address is read from the page table; 16 to 32 keys a warp, or warps do next to nothing, or have too many registers.
     """
-    by_tma = [DecodeForm(True, *blocks) for blocks in ((32, 3, 1), (32, 4, 1), (32, 3, 2))]
+    by_tma = [DecodeVariant(True, *blocks) for blocks in ((32, 3, 1), (32, 4, 1), (32, 3, 2))]
     blocks = product((32, 64, 128), (3, 5), (2, 4, 8))
-    return [*by_tma, *(DecodeForm(False, *form) for form in blocks if 16 <= form[0] // form[2] <= 32)]
+    return [*by_tma, *(DecodeVariant(False, *variant) for variant in blocks if 16 <= variant[0] // variant[2] <= 32)]
