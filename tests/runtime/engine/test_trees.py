@@ -55,7 +55,7 @@ class KnownAnswers:
     layers = ()
     reads_hidden = False
 
-    def __init__(self, parts: ProposerParts, script: Mapping[int, Sequence[int]], one_of: int) -> None:
+    def __init__(self, parts: ProposerParts, script: Mapping[int, Sequence[int]], one_of: int = 10) -> None:
         table = torch.zeros(max(script) + 1, max(map(len, script.values())), dtype=torch.int64)
         for seed, tokens in script.items():
             table[seed, : len(tokens)] = torch.tensor(tokens)
