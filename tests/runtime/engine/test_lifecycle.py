@@ -473,9 +473,10 @@ def test_a_plan_is_launched_as_it_was_digested(depth: int, monkeypatch: pytest.M
     drawn = random_life(4)
     life = live(drawn.first, drawn.act, depth=depth, later=drawn.later, **drawn.limits)
     assert {type(plan) for plan in made} == {StepPlan, type(None)}
-    assert all(told is one for told, one in zip(life.plans, made, strict=True))
-    launched, real = [spec.plan for spec in life.specs], [one for one in made if one is not None]
-    assert all(its is one for its, one in zip(launched, real, strict=True))
+    digested = {id(one) for one in made}  # of other groups, too, where there are some
+    assert all(id(told) in digested for told in life.plans)
+    # A group without a plan launches one without rows.
+    assert all(id(spec.plan) in digested or not spec.plan.slots for spec in life.specs)
 
 
 def test_random_lives(seed: int) -> None:

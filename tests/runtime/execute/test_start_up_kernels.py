@@ -49,7 +49,7 @@ class Lt:
 def products(lt: Lt | None) -> Any:
     made = object.__new__(dispatch.MatmulDispatch)
     made.device, made.pdl, made.choices, made._resolved, made._lt = torch.device("cpu"), False, ChoiceTable(), {}, lt
-    made._partial, made.traits = torch.empty(1 << 20), H200
+    made._partial, made.traits, made.slower = torch.empty(1 << 20), H200, {}
     return made
 
 
@@ -60,10 +60,11 @@ def test_without_cublaslt_its_choices_are_cublas(
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with caplog.at_level(logging.WARNING):
-        assert dispatch._open_cublaslt(torch.device("cpu")) is None
-    assert "libcublasLt.so.13" in caplog.text
     made = products(None)
+    with caplog.at_level(logging.WARNING):
+        assert made._open_cublaslt() is None
+    assert "libcublasLt.so.13" in caplog.text
+    assert "libcublasLt.so.13" in made.slower["cublas_products"]
     made.choices.put(DECODE, CublasLt("00" * 64, Lt.version))
     assert made.choice(DECODE) == Blas()
     assert all(not isinstance(choice, CublasLt) for choice in made.candidates(DECODE))
@@ -143,6 +144,7 @@ def test_what_memory_is_too_small_to_measure_keeps_its_default(
     (told,) = [record.getMessage() for record in caplog.records]
     assert PREFILL.key in told
     assert "CUDA out of memory" in told
+    assert PREFILL.key in made.slower["untuned_products"]
     assert made.choices.get(PREFILL) is None
     assert made.choice(PREFILL) == candidates.default_choice(PREFILL)
     assert choice_table.load(tmp_path / "choices.json").choices == {DECODE.key: Blas()}
