@@ -42,8 +42,7 @@ MAX_PUSHED_ROWS = 32  # on two H200s steps of 128 and 256 rows got longer by pus
 class MatmulDispatch:
     """Matrix products of one device and one stream, each by the kernel that the choice table has for its shape.
 
-    ``choices`` overrules the shipped table. ``slower``: see ``Kernels.slower_products``. Takes 128 MiB of device memory
-    for workspaces.
+    ``choices`` overrules the shipped table. Takes 128 MiB of device memory for workspaces.
     """
 
     def __init__(self, device: torch.device, traits: DeviceTraits, choices: ChoiceTable | None = None) -> None:
@@ -54,7 +53,7 @@ class MatmulDispatch:
         if choices is not None:
             self.choices.update(choices)
         self._resolved: dict[LinearShape, Choice] = {}  # choices, looked up once a shape
-        self.slower: dict[str, str] = {}
+        self._slower: dict[str, str] = {}
         self._lt = self._open_cublaslt()
         self._partial = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
         self._counters = torch.zeros(skinny.COUNTERS, dtype=torch.int32, device=device)
@@ -64,8 +63,18 @@ class MatmulDispatch:
             return CublasLtLinear(self.device)
         except (OSError, CublasLtError) as error:
             log.warning("products by cuBLASLt's algorithms are not available, cuBLAS does them: %s", error)
-            self.slower["cublas_products"] = f"products by cuBLASLt's algorithms are not available: {error}"
+            self._slower["cublas_products"] = f"products by cuBLASLt's algorithms are not available: {error}"
             return None
+
+    @property
+    def slower(self) -> dict[str, str]:
+        """See ``Kernels.slower_products``; of the shapes that were run since the table changed last."""
+        found = dict(self._slower)
+        stood_in = [shape for shape in self._resolved if self._chosen_cannot_run(shape)]
+        if stood_in:
+            reason = f"algorithms of cuBLASLt that were chosen for {len(stood_in)} shapes cannot run here, one for "
+            found.setdefault("cublas_products", f"{reason}{stood_in[0].key}: `launch tune` measures anew")
+        return found
 
     # The operations below are those of the Kernels protocol (models/kernels/interface.py).
 
@@ -136,10 +145,14 @@ class MatmulDispatch:
     def _resolve(self, shape: LinearShape) -> Choice:
         if (found := self._measured(shape)) is not None:
             return found
-        if next(self.choices.near(shape), None) is not None:
-            return Blas()  # an algorithm of cuBLASLt won that cannot run here: cuBLAS's own choice is nearest to it
+        if self._chosen_cannot_run(shape):
+            return Blas()  # an algorithm of cuBLASLt won: cuBLAS's own choice is nearest to it
         found = default_choice(shape, self.traits)
         return found if self._fits(shape, found) else Blas()
+
+    def _chosen_cannot_run(self, shape: LinearShape) -> bool:
+        """Whether the table has a kernel for the shape, but none that runs here: cuBLASLt's, of another version."""
+        return next(self.choices.near(shape), None) is not None and self._measured(shape) is None
 
     def _measured(self, shape: LinearShape) -> Choice | None:
         """The table's nearest choice that can run ``shape`` (choice_table.py says which may); None for the default."""
@@ -171,7 +184,7 @@ class MatmulDispatch:
                 choice, us = autotune.fastest(shape, tried, self.runner(shape), self.device)
             except RuntimeError as error:
                 log.warning("%s: not measured, its default kernel stays: %s", shape.key, error)
-                self.slower["untuned_products"] = f"not all could be measured; the last was {shape.key}: {error}"
+                self._slower["untuned_products"] = f"not all could be measured; the last was {shape.key}: {error}"
                 continue
             log.info("%s: %s, %.1f us", shape.key, choice, us)
             kept.put(shape, choice)

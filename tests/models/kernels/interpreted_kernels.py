@@ -51,7 +51,7 @@ class InterpretedMatmul(MatmulDispatch):
     def __init__(self) -> None:
         self.device, self.traits, self.pdl = torch.device("cpu"), TRAITS, False
         self.choices = ChoiceTable()
-        self._resolved, self.slower = {}, {}
+        self._resolved, self._slower = {}, {}
         self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
         self._partial = torch.full((1 << 20,), math.nan)
         self._counters = torch.zeros(skinny_kernel.COUNTERS, dtype=torch.int32)

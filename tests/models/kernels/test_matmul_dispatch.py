@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
+from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.traits import H200
 
@@ -83,4 +83,17 @@ def test_usual_kernels_are_no_fallback(products: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(dispatch.autotune, "fastest", lambda *_: (Blas(), 3.0))
     matmul = products()
     assert matmul.tune(SHAPES, quick=True) == 3
+    assert slower(matmul) == {}
+
+
+def test_cublas_in_place_of_an_algorithm_of_another_version_is_told_until_it_is_measured_anew(products: Any) -> None:
+    matmul, shape = products(), SHAPES[0]
+    matmul.choices.put(shape, CublasLt("00" * 64, Lt.version - 1))
+    assert slower(matmul) == {}, "nobody has run it"
+    assert matmul.choice(shape) == Blas()
+    found = slower(matmul)
+    assert found.keys() == {"cublas_products"}
+    assert shape.key in found["cublas_products"]
+    matmul.choose(shape, Blas())
+    assert matmul.choice(shape) == Blas()
     assert slower(matmul) == {}

@@ -44,7 +44,7 @@ class Lt:
 def products(table: ChoiceTable, gpu: DeviceTraits, lt: Lt) -> Any:
     made = object.__new__(dispatch.MatmulDispatch)
     made.device, made.traits, made.pdl = torch.device("meta"), gpu, gpu.dependent_launch
-    made.choices, made._resolved, made._lt, made.slower = table, {}, lt, {}
+    made.choices, made._resolved, made._lt, made._slower = table, {}, lt, {}
     made._partial = torch.empty(dispatch.PARTIAL_BYTES // 4, device="meta")
     return made
 

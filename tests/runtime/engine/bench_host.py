@@ -2,6 +2,7 @@
 
     python -m tests.runtime.engine.bench_host [--device cuda] [--rows 1 16 256 1024] [--waiting 0 10000]
     python -m tests.runtime.engine.bench_host --rows 1 32 --waiting 0 --width 4     # rounds of speculation, k = 3
+    ... --layers 24     # a step longer than a turn, for which the host waits
 
 Knows: the real engine over a model that is too small to matter. Does not know: what a real model costs the device.
 Every block boundary falls into the measured steps, for all rows at once: that is the worst a queue of equals can do.
@@ -31,10 +32,11 @@ WARM_UP = 40
 BLOCK = 64
 
 
-def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 1) -> list[Turn]:
+def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 1, layers: int = 1) -> list[Turn]:
     """Turns in which ``rows`` requests decode, none begins or ends, and ``waiting`` more are queued.
 
     ``width``: W of each step; above 1 a script says how many of the guesses are kept, six tenths on average.
+    ``layers``: of the model.
     """
     length = PROMPT + (STEPS + 2 * WARM_UP) * width
     speculation: dict[str, Any] = {}
@@ -57,7 +59,7 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 
         shape={
             "max_position_embeddings": 1024 * width,
             "head_dim": 64 if device != "cpu" else 16,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": layers,
         },
         prefix_caching=False,
         **speculation,
@@ -90,12 +92,13 @@ def main() -> None:
     parser.add_argument("--waiting", nargs="+", type=int, default=[0, 10_000])
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--width", type=int, default=1, help="tokens a row that a round may gain")
+    parser.add_argument("--layers", type=int, default=1, help="of the model: more make steps longer")
     args = parser.parse_args()
     device = "cuda:0" if args.device == "cuda" else args.device
     print("  rows  waiting  " + "".join(f"{phase:>9}" for phase in WORK) + "     busy p50      p99   turns/s   (us)")
     for rows in args.rows:
         for waiting in args.waiting:
-            turns = steady_turns(device, rows, waiting, args.depth, args.width)
+            turns = steady_turns(device, rows, waiting, args.depth, args.width, args.layers)
             spent = [turn.spent for turn in turns]
             busy = sorted((one["turn"] - one["wait"]) / 1e3 for one in spent)
             medians = (statistics.median(one[phase] for one in spent) / 1e3 for phase in WORK)

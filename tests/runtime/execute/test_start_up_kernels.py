@@ -49,7 +49,7 @@ class Lt:
 def products(lt: Lt | None) -> Any:
     made = object.__new__(dispatch.MatmulDispatch)
     made.device, made.pdl, made.choices, made._resolved, made._lt = torch.device("cpu"), False, ChoiceTable(), {}, lt
-    made._partial, made.traits, made.slower = torch.empty(1 << 20), H200, {}
+    made._partial, made.traits, made._slower = torch.empty(1 << 20), H200, {}
     return made
 
 
