@@ -8,7 +8,8 @@ every time. A candidate whose output differs from that without a list is named a
 
 --in-layer puts a layer's o and qkv products between two launches of attention, and takes the time of a graph without
 attention away: in a step nothing hides how attention begins and ends. --grid: all combinations of few forms, longest
-splits and programs over a list, instead of variations of one number each.
+splits and programs over a list, instead of variations of one number each; --grid-forms, --grid-longest and
+--grid-programs make it smaller.
 
 Knows: the loads that decode attention has to serve. Does not know: the rest of a layer.
 """
@@ -53,6 +54,7 @@ PROGRAMS = (16, 32)
 GRID_LONGEST = (128, 192, 256, 384, 512, 768, 1024)
 GRID_PROGRAMS = (4, 8, 16, 32)
 GRID_VARIANTS = ((True, (32, 3, 1)), (True, (32, 3, 2)), (False, (32, 5, 2)))  # TMA, (keys a block, stages, warps)
+MANY_LENGTHS = 8, 16, 24, 32  # rows of 8B with longer contexts, too: there the most depends on them
 FEWEST_PAIRS = 2  # of row and kv head, which are less than the multiprocessors in most splits
 FEWEST_VARIANTS = ((64, 3, 4), (64, 5, 4), (64, 5, 2), (32, 5, 2), (128, 3, 4), (128, 3, 8))
 
@@ -74,6 +76,14 @@ class Case(NamedTuple):
     @property
     def pages(self) -> int:
         return sum(-(-length // PAGE) for length in self.lengths)
+
+
+class Grid(NamedTuple):
+    """``variants``: (by TMA, (keys a block, stages, warps))."""
+
+    variants: tuple[tuple[bool, tuple[int, int, int]], ...] = GRID_VARIANTS
+    longest: tuple[int, ...] = GRID_LONGEST
+    programs: tuple[int, ...] = GRID_PROGRAMS
 
 
 class Candidate(NamedTuple):
@@ -122,12 +132,12 @@ def _cases(quick: bool) -> list[Case]:
         ),
     ]
     for rows in (1, 16, 64) if quick else BUCKETS:
-        for length in (512, 640, 1024, 3055):
+        for length in (512, 640, 1024, 3055, *((1536, 8192) if rows in MANY_LENGTHS else ())):
             found.append(Case("8B", f"{rows} x {length}", (length,) * rows))
         found.append(Case("8B", f"{rows} x lognormal", lognormal(rows)))
     for model in () if quick else ("0.6B", "30B-A3B-tp2"):
         for rows in (1, 16, 64, 256):
-            found.append(Case(model, f"{rows} x 1024", (1024,) * rows))
+            found += [Case(model, f"{rows} x {length}", (length,) * rows) for length in (1024, 3055)]
             found.append(Case(model, f"{rows} x lognormal", lognormal(rows)))
     return found
 
@@ -177,6 +187,13 @@ class Bench:
             return Candidate(rule, 0, tma, blocks)
         return Candidate(rule, decode_choice.programs_each(self.inputs, self.kv_heads, tma), tma, blocks)
 
+    @property
+    def few_listed(self) -> bool:
+        """Whether a row over a list has at most _MOST_OF_FEW splits."""
+        pairs = len(self.case.lengths) * self.kv_heads
+        listed = not self.kernels._decode.without_list(self.inputs, self.heads, self.layers[0])
+        return listed and pairs < decode_choice._FEW_LISTED
+
     def with_longest(self, one: Candidate, longest: int, fewest: int | None = None) -> Candidate:
         assert one.rule is not None
         rule = decode_work.choose_rule(
@@ -188,15 +205,16 @@ class Bench:
             block=one.blocks[0],
             longest=longest,
             fewest=fewest or one.rule.fewest,
+            most=decode_choice._MOST_OF_FEW if self.few_listed else decode_work.MOST_SPLITS,
             room=self.kernels._attention_partial.numel(),
         )
         return one._replace(rule=rule)
 
-    def grid(self) -> list[Candidate]:
-        """No list, the kernels' choice, then all combinations of GRID_*."""
+    def grid(self, grid: Grid) -> list[Candidate]:
+        """No list, the kernels' choice, then all combinations of ``grid``."""
         usual = self.usual()
         distinct: dict[object, Candidate] = {self._key(usual): usual}
-        for (tma, blocks), longest, each in product(GRID_VARIANTS, GRID_LONGEST, GRID_PROGRAMS):
+        for (tma, blocks), longest, each in product(*grid):
             one = self.with_longest(Candidate(usual.rule, each, tma, blocks), longest, fewest=1)
             distinct.setdefault(self._key(one), one)
         return [Candidate(), *distinct.values()]
@@ -464,7 +482,7 @@ def as_dict(case: Case, us: dict[Candidate, float], left_out: dict[Candidate, st
     }
 
 
-def compile_share(index: int, share: int, quick: bool, only: Sequence[str], grid: bool) -> None:
+def compile_share(index: int, share: int, quick: bool, only: Sequence[str], grid: Grid | None) -> None:
     """Run every ``share``-th launch once, so that Triton's cache on disk holds it."""
     kernels = NvidiaKernels(DEVICE)
     todo: dict[Any, Callable[[], Any]] = {}
@@ -472,7 +490,7 @@ def compile_share(index: int, share: int, quick: bool, only: Sequence[str], grid
         heads, kv_heads = HEADS[case.model]
         shapes = torch.empty(pool_size([case]), dtype=BF16, device="meta")  # enough to choose candidates by
         bench = Bench(kernels, case, shapes)
-        for one in bench.grid() if grid else bench.candidates(not quick):
+        for one in bench.candidates(not quick) if grid is None else bench.grid(grid):
             # Of a list, only the form is compiled in; without, the number of splits, too.
             form = (one.tma, one.blocks) if one.rule is not None else ("no list", len(case.lengths), case.most)
             small = case._replace(lengths=(1,) * len(case.lengths))
@@ -492,12 +510,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose model or name has it")
     parser.add_argument("--in-layer", action="store_true", help="between products, as in a step")
     parser.add_argument("--grid", action="store_true", help="all combinations, instead of one number each")
+    parser.add_argument("--grid-forms", type=int, default=len(GRID_VARIANTS), help="only the first of them: 2 is TMA")
+    parser.add_argument("--grid-longest", type=int, nargs="+", default=GRID_LONGEST, metavar="KEYS")
+    parser.add_argument("--grid-programs", type=int, nargs="+", default=GRID_PROGRAMS, metavar="EACH")
     parser.add_argument("--compile-workers", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begun = time.time()
+    grid = None
+    if args.grid:
+        grid = Grid(GRID_VARIANTS[: args.grid_forms], tuple(args.grid_longest), tuple(args.grid_programs))
     if args.compile_workers:
-        compile_all(compile_share, (args.quick, args.only, args.grid), args.compile_workers)
+        compile_all(compile_share, (args.quick, args.only, grid), args.compile_workers)
     torch.manual_seed(0)
     kernels, chosen, found = NvidiaKernels(DEVICE), cases(args.quick, args.only), []
     pool = torch.empty(pool_size(chosen), dtype=BF16, device=DEVICE).normal_()
@@ -505,7 +529,7 @@ def main() -> None:
     print(HEADER, flush=True)
     for case in chosen:
         bench = Bench(kernels, case, pool, in_layer=args.in_layer)
-        us, left_out, beside = measure(bench, bench.grid() if args.grid else bench.candidates(not args.quick))
+        us, left_out, beside = measure(bench, bench.candidates(not args.quick) if grid is None else bench.grid(grid))
         lines.append(line(case, us, bench.usual(), plan_us(bench)))
         print(lines[-1], flush=True)
         lines += [f"\nleft out {one}: {why}\n" for one, why in left_out.items()]

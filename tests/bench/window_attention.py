@@ -2,6 +2,7 @@
 
 Run on one GPU:  python3 -m tests.bench.window_attention [--lengths 1024 16384] --out FOLDER
 Single tokens of Qwen3-30B-A3B:  ... --heads 4 8 --shapes 1x1 8x1 --lengths 640 4096
+A tree of 32:  ... --tree --shapes 1x32
 Prints microseconds of a layer for what the kernels choose, and the best of a grid around it, merged by the last program
 or in a launch of its own (apart). FOLDER gets window-attention.jsonl with all of it.
 
@@ -33,13 +34,18 @@ LAYERS = 16  # in turns: keys of one layer of few rows would stay in the L2
 SHAPES = ("1x4", "8x4", "1x16", "8x16")  # rows, new tokens of each
 SPLITS = (4, 8, 16, 32)
 BLOCKS = ((32, 5, 4), (64, 3, 4), (64, 5, 4), (128, 3, 4))  # keys, stages, warps
+TALL_BLOCKS = ((32, 5, 8), (64, 3, 8), (64, 5, 8), (128, 3, 8))  # the same of _TALL query rows or more, too
 SECONDS = 0.03
+_TALL = 64
 
 
 class Windows:
-    """``rows`` rows of ``length`` tokens, the ``new`` latest of them with queries."""
+    """``rows`` rows of ``length`` tokens, the ``new`` latest of them with queries. ``tree``: each of these sees every
+    second one before it, instead of all."""
 
-    def __init__(self, rows: int, new: int, length: int, kv_heads: int, group: int, dim: int) -> None:
+    def __init__(
+        self, rows: int, new: int, length: int, kv_heads: int, group: int, dim: int, tree: bool = False
+    ) -> None:
         self.scale = dim**-0.5
         pages = -(-length // PAGE)
         table = torch.randperm(rows * pages, device=DEVICE).view(rows, pages).int()
@@ -47,7 +53,9 @@ class Windows:
         padded = torch.zeros(rows, room, dtype=torch.int32, device=DEVICE)
         padded[:, :pages] = table
         lengths = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
-        self.inputs = DecodeAttention(padded, lengths, new, max(length, MOST))
+        seen = [sum(1 << bit for bit in range(node - 1, -1, -2)) for node in range(new)]
+        nodes = torch.tensor(seen, dtype=torch.int64, device=DEVICE).int().expand(rows, new).contiguous()
+        self.inputs = DecodeAttention(padded, lengths, new, max(length, MOST), tree_BQ=nodes if tree else None)
         shape = (LAYERS, 2, rows * pages, PAGE, kv_heads, dim)
         self.layers = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
         self.heads = kv_heads * group
@@ -79,6 +87,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=HEADS, help="key heads, and query heads of each")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="rows x new tokens of each")
+    parser.add_argument("--tree", action="store_true", help="new tokens are a tree, up to 32")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -87,9 +96,11 @@ def main() -> None:
         for length, wanted in product(options.lengths, options.shapes):
             rows, new = map(int, wanted.split("x"))
             case = {"rows": rows, "new": new, "length": length, "heads": options.heads, "dim": options.head_dim}
-            windows = Windows(rows, new, length, options.heads[0], options.heads[1], options.head_dim)
+            case["tree"] = options.tree
+            windows = Windows(rows, new, length, options.heads[0], options.heads[1], options.head_dim, options.tree)
+            blocks = BLOCKS + TALL_BLOCKS * (new * options.heads[1] >= _TALL)
             found: list[dict[str, Any]] = [{"us": round(windows.chosen(kernels), 2), "chosen": True}]
-            for splits, (block, stages, warps), apart in product(SPLITS, BLOCKS, (False, True)):
+            for splits, (block, stages, warps), apart in product(SPLITS, blocks, (False, True)):
                 rule = SplitRule(block, splits, 1 << 30, splits)
                 try:
                     us = windows.us(rule, stages, warps, apart)

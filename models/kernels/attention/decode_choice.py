@@ -65,8 +65,8 @@ class _SingleTokens(NamedTuple):
 # several splits each, too few programs mean one more round for some.
 _SINGLE_TOKENS = (
     _SingleTokens(63, 128, 4, 1),
-    _SingleTokens(127, 256, 4, 1),
-    _SingleTokens(255, 384, 4, 1),
+    _SingleTokens(127, 256, 8, 1),
+    _SingleTokens(255, 384, 8, 1),
     _SingleTokens(1023, 768, 8, 2),
     _SingleTokens(2047, 768, 16, 1),
     _SingleTokens(ANY_LENGTH, _LONGEST_SPLIT, _PROGRAMS_EACH, 1),

@@ -148,7 +148,8 @@ def tensor_rig(
 ) -> Iterator[Engine]:
     """Rank 0's engine of ``ranks``; the others follow, each in a thread, and end with everything given back.
 
-    ``limits`` are the rig's, the same for all; ``prepare`` is called with every engine before its first turn.
+    ``limits`` are the rig's, the same for all; ``prepare`` is called with every engine before its first turn. Where a
+    rank fails, the others fail for want of it: its own error is the one that is raised.
     """
     devices, hosts = Meeting(ranks), Meeting(ranks)
 
@@ -176,7 +177,14 @@ def tensor_rig(
 
     with ThreadPoolExecutor(ranks) as threads:
         others = [threads.submit(follow, rank) for rank in range(1, ranks)]
-        with one(0) as engine:
-            yield engine
-        for other in others:
-            other.result()
+        try:
+            with one(0) as engine:
+                yield engine
+            for other in others:
+                other.result()
+        except threading.BrokenBarrierError as missed:
+            for rank, other in enumerate(others, 1):
+                error = other.exception()
+                if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                    raise AssertionError(f"rank {rank} failed: {error!r}") from error
+            raise AssertionError(f"some rank stayed away from a meeting for {PATIENCE_S:.0f} s") from missed
