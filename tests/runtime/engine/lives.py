@@ -7,6 +7,7 @@ order: no block, slot or epoch is left over.
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -78,18 +79,23 @@ class Life:
 
 
 class Launches(StepObserver):
-    """Keeps every plan, and how it was launched: as the value that was planned, which no copy replaces."""
+    """Keeps every plan, and how it was launched: as the value that was planned, which no copy replaces.
+
+    Ranks in threads (tensor_ranks.py) share one: between a rank's plan and its launch others have theirs.
+    """
 
     def __init__(self, life: Life) -> None:
         super().__init__()
         self._life = life
+        self._of_rank = threading.local()
 
     def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:
         self._life.plans.append(plan)
+        self._of_rank.planned = plan
         super().launch(plan, break_reason)
 
     def resolved(self, spec: LaunchSpec) -> None:
-        planned = self._life.plans[-1]
+        planned: StepPlan | None = self._of_rank.planned
         assert planned is None or spec.plan is planned, "a group without a plan launches one without rows"
         self._life.specs.append(spec)
         super().resolved(spec)

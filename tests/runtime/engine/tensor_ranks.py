@@ -182,9 +182,18 @@ def tensor_rig(
                 yield engine
             for other in others:
                 other.result()
-        except threading.BrokenBarrierError as missed:
+        except Exception as mine:
             for rank, other in enumerate(others, 1):
                 error = other.exception()
-                if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                if _missed(mine) and error is not None and not _missed(error):
                     raise AssertionError(f"rank {rank} failed: {error!r}") from error
-            raise AssertionError(f"some rank stayed away from a meeting for {PATIENCE_S:.0f} s") from missed
+            if not _missed(mine):
+                raise
+            raise AssertionError(f"some rank stayed away from a meeting for {PATIENCE_S:.0f} s") from mine
+
+
+def _missed(error: BaseException) -> bool:
+    """Whether all that is wrong is that another rank did not come."""
+    if isinstance(error, threading.BrokenBarrierError):
+        return True
+    return "BrokenBarrierError" in str(error) or (error.__cause__ is not None and _missed(error.__cause__))
