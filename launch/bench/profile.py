@@ -89,7 +89,9 @@ def _record(
     activities = [ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     recorded = []
     # On a CPU threads of their own stand in for the device; the kernels of a GPU are reported whoever launched them.
-    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=on_cpu)) as found:
+    threads = _ExperimentalConfig(profile_all_threads=on_cpu)
+    # acc_events: there is one cycle, and torch 2.11 warns that events of others would be lost.
+    with profile(activities=activities, experimental_config=threads, acc_events=True) as found:
         # The first launches under the profiler are slow on the host: not part of a window.
         check_complete(run_requests(client, prompts_of(points[0].batch), max_tokens=1))
         for point in points:

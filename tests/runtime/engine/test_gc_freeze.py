@@ -20,6 +20,8 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.gc_freeze import freeze_heap
 from tests.runtime.engine.rig import request, run, tiny_folder
 
+MOST_IMMORTAL = 1_000  # 375 of Python 3.12, none of others; an engine freezes more than ten thousand
+
 
 class Ring:
     """Refers to itself: only the garbage collector can free it."""
@@ -35,8 +37,14 @@ def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gc_freeze, "_holders", set())
     gc.unfreeze()
     yield
-    assert gc.get_freeze_count() == 0
+    assert frozen() == 0
     gc.freeze()
+
+
+def frozen() -> int:
+    """Objects that somebody froze. Python 3.12 counts its few hundred immortal ones, too, after each collection."""
+    count = gc.get_freeze_count()
+    return count if count > MOST_IMMORTAL else 0
 
 
 def engine_over(folder: Path) -> Engine:
@@ -82,7 +90,7 @@ def test_the_last_one_thaws() -> None:
     first, second = freeze_heap(), freeze_heap()
     first()
     first()  # once more is no second holder's
-    assert gc.get_freeze_count() > 0
+    assert frozen() > 0
     second()
     assert gone(refs)
 
@@ -92,14 +100,14 @@ def test_closed_engines_leave_nothing_behind(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path)
     for i in range(3):
         with engine_over(folder) as engine:
-            assert gc.get_freeze_count() > 10_000, "torch alone has more objects"
+            assert frozen() > 10_000, "torch alone has more objects"
             run(engine, [request(i, (3, 4, 5))])
             executor = engine.executor
             held = (*executor.pool.paged, *executor._model.parameters(), *executor._model.modules())
             refs = [weakref.ref(one) for one in held]
             assert len(refs) > 20
             del executor, held
-        assert gc.get_freeze_count() == 0
+        assert frozen() == 0
         del engine
         assert gone(refs)
 
@@ -135,8 +143,8 @@ def test_memory_is_free_before_the_next_engine_measures_it(tmp_path: Path, monke
 
 def test_an_engine_that_ends_with_an_error_thaws(tmp_path: Path) -> None:
     engine = engine_over(tiny_folder(tmp_path))
-    assert gc.get_freeze_count() > 0
+    assert frozen() > 0
     with pytest.raises(RuntimeError, match="the front end failed"), engine:
         raise RuntimeError("the front end failed")
-    assert gc.get_freeze_count() == 0
+    assert frozen() == 0
     engine.close()
