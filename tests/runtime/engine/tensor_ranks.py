@@ -183,12 +183,11 @@ def tensor_rig(
             for other in others:
                 other.result()
         except Exception as mine:
-            for rank, other in enumerate(others, 1):
-                error = other.exception()
-                if _missed(mine) and error is not None and not _missed(error):
-                    raise AssertionError(f"rank {rank} failed: {error!r}") from error
             if not _missed(mine):
                 raise
+            for rank, other in enumerate(others, 1):
+                if (error := other.exception()) is not None and not _missed(error):
+                    raise AssertionError(f"rank {rank} failed: {error!r}") from error
             raise AssertionError(f"some rank stayed away from a meeting for {PATIENCE_S:.0f} s") from mine
 
 
