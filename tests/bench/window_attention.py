@@ -41,33 +41,49 @@ _TALL = 64
 
 class Windows:
     """``rows`` rows of ``length`` tokens, the ``new`` latest of them with queries. ``tree``: each of these sees every
-    second one before it, instead of all."""
+    second one before it, instead of all. ``in_order``: a row's pages follow each other, as those of a prompt alone do.
+    ``most``: tokens that a page table has room for."""
 
     def __init__(
-        self, rows: int, new: int, length: int, kv_heads: int, group: int, dim: int, tree: bool = False
+        self,
+        rows: int,
+        new: int,
+        length: int,
+        kv_heads: int,
+        group: int,
+        dim: int,
+        *,
+        tree: bool = False,
+        in_order: bool = False,
+        most: int = MOST,
     ) -> None:
         self.scale = dim**-0.5
         pages = -(-length // PAGE)
-        table = torch.randperm(rows * pages, device=DEVICE).view(rows, pages).int()
-        room = max(pages, MOST // PAGE)
+        numbers = torch.arange(rows * pages, device=DEVICE) if in_order else torch.randperm(rows * pages, device=DEVICE)
+        table = numbers.view(rows, pages).int()
+        room = max(pages, -(-most // PAGE))
         padded = torch.zeros(rows, room, dtype=torch.int32, device=DEVICE)
         padded[:, :pages] = table
         lengths = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
         seen = [sum(1 << bit for bit in range(node - 1, -1, -2)) for node in range(new)]
         nodes = torch.tensor(seen, dtype=torch.int64, device=DEVICE).int().expand(rows, new).contiguous()
-        self.inputs = DecodeAttention(padded, lengths, new, max(length, MOST), tree_BQ=nodes if tree else None)
+        self.inputs = DecodeAttention(padded, lengths, new, max(length, most), tree_BQ=nodes if tree else None)
         shape = (LAYERS, 2, rows * pages, PAGE, kv_heads, dim)
         self.layers = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
         self.heads = kv_heads * group
         self.q = torch.randn(rows * new, self.heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        most = workspace_floats(rows, kv_heads, new * group, dim, max(SPLITS))
-        self.partial = torch.zeros(most, device=DEVICE)
+        floats = workspace_floats(rows, kv_heads, new * group, dim, max(SPLITS))
+        self.partial = torch.zeros(floats, device=DEVICE)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=DEVICE)
 
     def chosen(self, kernels: NvidiaKernels) -> float:
+        """As an engine launches it: rows are split once for all layers."""
+        inputs = kernels.plan_decode(self.inputs, self.heads, self.layers[0])
+        torch.cuda.synchronize()  # the launch right behind a plan may not read it: here no other lies between
+
         def layers() -> None:
             for layer in self.layers:
-                kernels.decode_attention(self.q, layer, self.inputs, self.scale)
+                kernels.decode_attention(self.q, layer, inputs, self.scale)
 
         return replay_for(captured(layers), SECONDS) / LAYERS
 
@@ -88,6 +104,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="rows x new tokens of each")
     parser.add_argument("--tree", action="store_true", help="new tokens are a tree, up to 32")
+    parser.add_argument("--in-order", action="store_true", help="a row's pages follow each other; else at random")
+    parser.add_argument("--most", type=int, default=MOST, help="tokens a page table has room for, --max-model-len")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -96,8 +114,14 @@ def main() -> None:
         for length, wanted in product(options.lengths, options.shapes):
             rows, new = map(int, wanted.split("x"))
             case = {"rows": rows, "new": new, "length": length, "heads": options.heads, "dim": options.head_dim}
-            case["tree"] = options.tree
-            windows = Windows(rows, new, length, options.heads[0], options.heads[1], options.head_dim, options.tree)
+            case |= {"tree": options.tree, "in_order": options.in_order, "most": options.most}
+            kv_heads, group = options.heads
+            windows = Windows(
+                *(rows, new, length, kv_heads, group, options.head_dim),
+                tree=options.tree,
+                in_order=options.in_order,
+                most=options.most,
+            )
             blocks = BLOCKS + TALL_BLOCKS * (new * options.heads[1] >= _TALL)
             found: list[dict[str, Any]] = [{"us": round(windows.chosen(kernels), 2), "chosen": True}]
             for splits, (block, stages, warps), apart in product(SPLITS, blocks, (False, True)):

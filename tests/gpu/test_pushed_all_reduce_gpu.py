@@ -35,6 +35,8 @@ CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket
     (Skinny(8, 32, 128, 3, 5, 2, 128), (7,)),
     (Skinny(16, 64, 128, 1, 5, 4, 1024), (9, 16)),
     (Skinny(16, 64, 128, 2, 5, 4, 128), (16,)),
+    (Skinny(16, 64, 128, 1, 7, 4, 128, late=True), (16,)),
+    (Skinny(8, 64, 128, 4, 7, 4, 128, late=True), (8,)),
     (Skinny(32, 64, 128, 1, 5, 4, 128), (17, 32)),
     # None of the following pushes.
     (Wide(64, 32, 128, 1, 8, 4, 256), (33, 64)),

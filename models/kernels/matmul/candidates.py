@@ -25,7 +25,10 @@ _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; hal
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 
 # (block_o, block_k, stages, warps): the winners of a wider search on an H200.
-_SKINNY_TILES = ((64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (32, 128, 5, 2), (16, 256, 4, 1))
+_SKINNY_TILES = (
+    *((64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (32, 128, 5, 2), (16, 256, 4, 1)),
+    *((64, 128, 7, 4), (32, 256, 4, 2)),
+)
 _SKINNY_TILES_OF_MANY_ROWS = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), (128, 128, 3, 8))
 
 
@@ -113,11 +116,9 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
                 found.append(chosen)
                 if shape.normed and shape.rows <= 32:
                     found.append(dataclasses.replace(chosen, fold=True))
-                far = prefetch_columns(shape.outputs * split, shape.inner // split, traits)
-                if shape.rows <= 32 and far > chosen.prefetch:
-                    found.append(dataclasses.replace(chosen, prefetch=far))
+                found.append(dataclasses.replace(chosen, late=True))
     # First those that fill most multiprocessors, then the fewest splits.
-    found.sort(key=lambda c: (shape.outputs // c.block_o * c.split < most, c.split, c.fold or c.prefetch > 256))
+    found.sort(key=lambda c: (shape.outputs // c.block_o * c.split < most, c.split, c.fold or c.late))
     return list(found)
 
 
@@ -144,7 +145,8 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
         prefetch = min(256, prefetch_columns(shape.outputs * split, columns, traits))
         for warps in sorted({max(4, block_m // 32), block_m // 16}) if block_m >= TALL_ROWS else (4, 8):
             if block_m * block_o // (32 * warps) <= _MOST_SUMS[warps] // (1 if split == 1 else 2):
-                found.append(Wide(block_m, block_o, block_k, split, stages, warps, prefetch))
+                chosen = Wide(block_m, block_o, block_k, split, stages, warps, prefetch)
+                found += [chosen, dataclasses.replace(chosen, late=True)]
     return found
 
 

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 FORMAT = 2
 _READ = (1, FORMAT)  # 1 named neither its GPU nor buckets between powers of two
-_READS_WEIGHTS_ONCE = 256  # rows
+_READS_WEIGHTS_ONCE = (
+    128  # rows; with more, what is fast for 256 rows takes up to 1.6 times as long as the best for 160
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,9 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """models/kernels/matmul/skinny.py with these block sizes; ``fold``: a norm in front is fused, not a launch."""
+    """models/kernels/matmul/skinny.py with these block sizes; ``fold``: a norm in front is fused, not a launch;
+    ``late``: the next launch may start behind the last weights, not with the first ones.
+    """
 
     block_m: int
     block_o: int
@@ -127,11 +131,12 @@ class Skinny:
     warps: int
     prefetch: int
     fold: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """models/kernels/matmul/wide.py with these block sizes."""
+    """models/kernels/matmul/wide.py with these block sizes; ``late``: see Skinny."""
 
     block_m: int
     block_o: int
@@ -140,6 +145,7 @@ class Wide:
     stages: int
     warps: int
     prefetch: int
+    late: bool = False
 
 
 Choice = Blas | CublasLt | Gemv | Skinny | Wide

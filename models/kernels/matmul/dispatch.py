@@ -390,6 +390,7 @@ class MatmulDispatch:
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
+            late=choice.late,
             buffers=buffers,
             pdl=self.pdl,
         )
@@ -409,6 +410,7 @@ class MatmulDispatch:
             stages=choice.stages,
             warps=choice.warps,
             prefetch=choice.prefetch,
+            late=choice.late,
             pdl=self.pdl,
         )
 

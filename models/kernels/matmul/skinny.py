@@ -5,7 +5,8 @@ Does not know: when it is the best choice (choice_table.py).
 
 The split is deterministic: partial sums go to a workspace, and the last program of a tile (found by a counter) adds
 them in split order, so the result does not depend on which program is last. The counter returns to zero, so a captured
-graph can be replayed. Weights are prefetched to L2 before ``gdc_wait``.
+graph can be replayed. Weights are prefetched to L2 before ``gdc_wait``. A ``late`` launch lets the next one start when
+its own weights are read: what that one prefetches then comes while this one ends, and not beside its weights.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -54,6 +55,7 @@ def _skinny_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
+    LATE: tl.constexpr,  # the next launch may start behind the last weights, not with the first ones
     PUSH: tl.constexpr,  # also push the result into the peers' buffers
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -83,7 +85,8 @@ def _skinny_kernel(
             lines = tl.arange(0, PREFETCH // 64) * 64  # 64 16-bit elements: one 128-byte line
             prefetch_to_l2(weight_row_ptrs + lines[None, :])
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     use_counts = 0
     if PUSH:
         use_counts = load_use_counts(use_counts_ptr, rows, M)  # early, so that it has arrived when the tile is done
@@ -101,6 +104,8 @@ def _skinny_kernel(
             squares += tl.sum(h * h, 1)
             x = (h * tl.load(norm_ptr + first + step * BLOCK_K + cols).to(tl.float32)[None, :]).to(x.dtype)
         acc = tl.dot(w, tl.trans(x), acc)
+    if PDL and LATE:
+        gdc_launch_dependents()
 
     last = True
     if SPLIT > 1:
@@ -158,6 +163,7 @@ def skinny(
     stages: int,
     warps: int,
     prefetch: int,
+    late: bool = False,
     buffers: PeerBuffers | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -198,6 +204,7 @@ def skinny(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
+        LATE=late,
         **push_arguments(buffers),
         PDL=pdl,
         num_warps=warps,

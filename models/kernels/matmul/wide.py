@@ -143,6 +143,7 @@ def _wide_kernel(
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
+    LATE: tl.constexpr,  # as in skinny.py
     TALL_TOKENS: tl.constexpr,  # tokens are the tall operand, and not the weights
     PDL: tl.constexpr,
 ):
@@ -158,7 +159,8 @@ def _wide_kernel(
             if REST > 0:
                 _prefetch(weight_ptr, second, outputs, start, K, REST, PREFETCH, GATE_UP)
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     acc = _sums(BLOCK_M, FIRST, TALL_TOKENS)
     if REST > 0:
         more = _sums(BLOCK_M, REST, TALL_TOKENS)
@@ -167,6 +169,8 @@ def _wide_kernel(
         acc = _add(acc, x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP), TALL_TOKENS)
         if REST > 0:
             more = _add(more, x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP), TALL_TOKENS)
+    if PDL and LATE:
+        gdc_launch_dependents()
     if not TALL_TOKENS:
         acc = tl.trans(acc)
         if REST > 0:
@@ -220,6 +224,7 @@ def wide(
     stages: int,
     warps: int,
     prefetch: int,
+    late: bool = False,
     pdl: bool,
 ) -> Tensor:
     """y = x @ W^T + bias [M, O], of 16-bit dtype, with SiLU-mul behind where asked (then [M, O / 2]); M <= ``block_m``.
@@ -260,6 +265,7 @@ def wide(
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,
+        LATE=late,
         TALL_TOKENS=block_m >= TALL_ROWS,
         PDL=pdl,
         num_warps=warps,

@@ -307,6 +307,20 @@ def pushing(driver: CompilingDriver) -> None:
             kernels.matmul.run(x, weight, None, choice, gate_up=False, buffers=into)
 
 
+def late_products(driver: CompilingDriver) -> None:
+    """Products that let the next launch start with their first weights, and behind their last ones, whole and split."""
+    kernels = NvidiaKernels(META)
+    x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (16, 3072))
+    for choice in (
+        Skinny(16, 32, 128, 1, 5, 2, 128),
+        Skinny(16, 32, 128, 2, 5, 2, 128),
+        Wide(16, 64, 128, 2, 5, 4, 256),
+    ):
+        for late in (False, True):
+            driver.where = f"late {late}"
+            kernels.matmul.run(x, weight, None, dataclasses.replace(choice, late=late), gate_up=False)
+
+
 def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
     """Between so many ranks, with and without what follows a sum in a decoder. Of float32, whose rows only take more
     stores, between eight.
@@ -455,6 +469,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "prefill": prefills,
     "more-prefill": more_prefills,
     "push": pushing,
+    "late-products": late_products,
     "all-reduce": lambda driver: all_reduces(driver, 3, 8),
     "all-reduces-of-prompts": all_reduces_of_prompts,
     "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),

@@ -29,13 +29,14 @@ class LaunchOrder:
     """``waits``: there is one wait, and the release of dependents comes after it. ``early_reads``: pointers and
     descriptors from which, or with whose help, an address is made that is read before the wait. ``early_writes``:
     writes before it. ``moved``: reads and writes of memory that ptxas placed before the wait though PTX has them after
-    it; 0 where the machine code was not read.
+    it; 0 where the machine code was not read. ``late``: the release comes behind the last product on tensor cores.
     """
 
     waits: bool
     early_reads: tuple[str, ...]
     early_writes: int
     moved: int
+    late: bool
 
 
 def launch_order(ptx: str, sass: str | None, arguments: Sequence[str]) -> LaunchOrder:
@@ -47,7 +48,8 @@ def launch_order(ptx: str, sass: str | None, arguments: Sequence[str]) -> Launch
     moved = 0 if sass is None else _touched_early(sass) - len(reads) - len(writes)
     pointers = {arguments[number] for sources in reads for number in sources if number < len(arguments)}
     names = tuple(name for name in arguments if name in pointers and name.endswith(("_ptr", "_desc")))
-    return LaunchOrder(waits, names, len(writes), moved)
+    late = 0 <= after.rfind("mma.") < after.find(_RELEASE)
+    return LaunchOrder(waits, names, len(writes), moved, late)
 
 
 def _touched_early(sass: str) -> int:

@@ -174,6 +174,13 @@ def test_exchanges_move_rows_as_wide_as_they_can(part: str, tmp_path: Path) -> N
         assert one["shared"] <= 64, "nothing changes threads"
 
 
+def test_a_late_product_lets_the_next_launch_start_behind_its_last_weights(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "--part", "late-products")
+    assert complaints(found) == []
+    assert len(found) == 6
+    assert [one["order"]["late"] for one in found] == [one["constants"]["LATE"] for one in found] == [False, True] * 3
+
+
 @pytest.mark.parametrize("part", ["prefill", pytest.param("more-prefill", marks=LONG)])
 def test_prefill_attention_of_every_dtype_fits(part: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--part", part)
