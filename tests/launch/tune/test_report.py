@@ -18,12 +18,12 @@ def test_a_line_says_what_was_and_what_is() -> None:
     assert lines[2] == [
         "products bfloat16 6144x4096 x40",
         "cuBLAS",
-        "Wide 64,64,64,1,4,4,64",
+        "Wide 64,64,64,1,4,4,64,0",
         "20.00",
         "15.00",
         "25.0%",
     ]
-    assert lines[3][1:] == ["Wide 64,64,64,1,4,4,64", "the same", "10.00", "10.00", "0.0%"]
+    assert lines[3][1:] == ["Wide 64,64,64,1,4,4,64,0", "the same", "10.00", "10.00", "0.0%"]
     assert lines[4][1:] == ["built-in rule", "TMA 32,3,1", "does not run", "3.00", ""]
     assert len({len(line) for line in table([CHANGED, SAME, NEW]).splitlines()}) == 1
 
