@@ -31,6 +31,7 @@ from pathlib import Path
 
 from tests.bench.archives import pack, pack_kernels, unpack_kernels
 from tests.bench.lanes import Job, Outcome, Ran, run_jobs
+from tests.bench.round_commands import round_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 40
@@ -69,6 +70,10 @@ _FLASHINFER = "-m tests.bench.flashinfer_experts --out {out}/results"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
 _AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
+_ROUNDS = {
+    name: f"{_BENCH} latency {words.replace('{', '{{').replace('}', '}}')} --result-dir {{out}}/results"
+    for name, words in round_commands().items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,7 @@ PARTS = (
     Part("ragged-attention", 1, 150, "-m tests.bench.ragged_attention --out {out}/results --compile-workers 13"),
     Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
+    *(Part(name, 1, 120, command) for name, command in _ROUNDS.items()),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
     Part("exchange-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_exchange_gpu.py"),
     # two GPUs
@@ -189,6 +195,7 @@ PARTS = (
     Part("control-host", 2, 100, f"{_BENCH} control --output {{out}}/results/control-host.json"),
     Part("control", 2, 60, f"{_BENCH} control --ranks 2 {_AGAINST_NCCL} --output {{out}}/results/control.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
+    *(Part(f"{name}-tp2", 2, 150, command, True) for name, command in _ROUNDS.items()),
     # four and eight
     Part("all-reduce-4", 4, 90, "-m tests.bench.all_reduce --out {out}/results", True),
     Part(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shlex
 import sys
@@ -117,6 +118,9 @@ def test_commands_name_what_is_there(part: Part) -> None:
     for option, model in itertools.pairwise(words):
         if option == "--model":
             assert (measure.ROOT / "models" / "shapes" / model / "config.json").is_file(), model
+        if option == "--speculative-config":
+            drafter = json.loads(model)["model"]
+            assert (measure.ROOT / drafter / "config.json").is_file(), drafter
     if words[:2] != ["-m", "launch"]:
         return
     command = parse([*words[2:], "--device", "cuda"] if {"latency", "anatomy"} & set(words) else words[2:])
