@@ -155,9 +155,9 @@ PARTS = (
     Part("ragged-attention", 1, 150, "-m tests.bench.ragged_attention --out {out}/results --compile-workers 13"),
     Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
-    *(Part(name, 1, 120, command) for name, command in _ROUNDS.items()),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
     Part("exchange-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_exchange_gpu.py"),
+    *(Part(name, 1, 120, command) for name, command in _ROUNDS.items()),
     # two GPUs
     Part("all-reduce", 2, 90, "-m tests.bench.all_reduce --out {out}/results", True),
     Part(

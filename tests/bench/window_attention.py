@@ -117,7 +117,12 @@ def main() -> None:
             case |= {"tree": options.tree, "in_order": options.in_order, "most": options.most}
             kv_heads, group = options.heads
             windows = Windows(
-                *(rows, new, length, kv_heads, group, options.head_dim),
+                rows,
+                new,
+                length,
+                kv_heads,
+                group,
+                options.head_dim,
                 tree=options.tree,
                 in_order=options.in_order,
                 most=options.most,

@@ -262,7 +262,7 @@ def _attention_blocks(
         stages, warps = 3, 2
     elif every_split and pairs <= _FEW_PAIRS and query_rows < 16 and row_bytes <= 256:
         stages = 3 if pairs > 1 else 5
-    elif every_split and query_rows in (16, 32) and _TALL_BLOCKS.stop <= pairs < 256:  # windows
+    elif every_split and query_rows in (16, 32) and pairs >= _TALL_BLOCKS.stop:  # windows: two warps were too few
         block_n, stages = (64, 3) if query_rows == 16 else (32, 5)
     elif pairs >= 256 or (every_split and pairs not in _TALL_BLOCKS):
         block_n, warps = 32, 2

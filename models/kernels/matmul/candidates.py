@@ -26,8 +26,13 @@ _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its ot
 
 # (block_o, block_k, stages, warps): the winners of a wider search on an H200.
 _SKINNY_TILES = (
-    *((64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 3, 4), (32, 128, 5, 2), (16, 256, 4, 1)),
-    *((64, 128, 7, 4), (32, 256, 4, 2)),
+    (64, 128, 5, 4),
+    (64, 256, 3, 4),
+    (128, 128, 3, 4),
+    (32, 128, 5, 2),
+    (16, 256, 4, 1),
+    (64, 128, 7, 4),
+    (32, 256, 4, 2),
 )
 _SKINNY_TILES_OF_MANY_ROWS = ((128, 64, 4, 8), (64, 64, 5, 4), (128, 64, 3, 4), (128, 128, 3, 8))
 

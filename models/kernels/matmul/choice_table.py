@@ -38,9 +38,7 @@ log = logging.getLogger(__name__)
 SHIPPED_CHOICES = Path(__file__).parents[1] / "tuned"
 FORMAT = 2
 _READ = (1, FORMAT)  # 1 named neither its GPU nor buckets between powers of two
-_READS_WEIGHTS_ONCE = (
-    128  # rows; with more, what is fast for 256 rows takes up to 1.6 times as long as the best for 160
-)
+_READS_WEIGHTS_ONCE = 128  # rows. Kernels for 256 rows took up to 1.6 times as long as the best for 160 (gemm.md)
 
 
 @dataclass(frozen=True, slots=True)
