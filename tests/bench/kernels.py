@@ -98,9 +98,8 @@ def bench_linear(out: Path, models: list[str], rows: list[int]) -> None:
         for model in models:
             for m in rows:
                 for name, shape in MODELS[model].products(m).items():
-                    timed = autotune.measure(
-                        shape, kernels.matmul.candidates(shape), kernels.matmul.runner(shape), DEVICE
-                    )
+                    product = autotune.ColdProduct(shape, kernels.matmul.runner(shape), DEVICE)
+                    timed = autotune.measure(shape, kernels.matmul.candidates(shape), product)
                     kinds: dict[str, float] = {}
                     for choice, us in timed:
                         log.write(json.dumps([model, name, m, str(choice), us]) + "\n")

@@ -116,8 +116,8 @@ class Pairs:
 
 
 def fastest_alone(kernels: NvidiaKernels, shape: LinearShape, most: int) -> str:
-    timed = autotune.measure(shape, ours(kernels, shape), kernels.matmul.runner(shape), kernels.device)
-    ranked = sorted((one for one in timed if one[1] != float("inf")), key=lambda one: one[1])
+    product = autotune.ColdProduct(shape, kernels.matmul.runner(shape), kernels.device)
+    ranked = sorted(autotune.measure(shape, ours(kernels, shape), product), key=lambda one: one[1])
     return ChoiceTable({str(number): choice for number, (choice, _) in enumerate(ranked[:most])}).to_json()
 
 

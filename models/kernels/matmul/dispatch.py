@@ -319,7 +319,7 @@ class MatmulDispatch:
     ) -> tuple[Tensor, Tensor]:
         """(``run`` of rms_norm(x + residual), x + residual), in one kernel where ``choice`` fuses them.
 
-        May overwrite ``residual_MK``.
+        May overwrite ``residual_MK`` and, in large steps, ``x_MK`` (norm.py).
         """
         x_MK = x_MK.contiguous()
         if isinstance(choice, Gemv):

@@ -132,6 +132,27 @@ def test_a_product_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         bench.brief_us(WRONG, 4)
 
 
+def test_candidates_alone_are_compared_though_a_norm_changes_its_input(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In large steps the norm before a product writes over x, in every run."""
+    autotune = importlib.import_module("models.kernels.matmul.autotune")
+    monkeypatch.setattr(autotune, "median_graph_us", lambda run, device, replays: (run(), 30.0)[1])
+    monkeypatch.setattr(autotune, "_COLD_BYTES", 1)
+    matmul = made._kernels.matmul
+
+    def run_normed(x: Tensor, weight: Tensor, choice: Choice) -> Tensor:
+        found: Tensor = matmul.run(x.neg_().add_(1.0), weight, None, choice, gate_up=False)
+        return found
+
+    monkeypatch.setattr(matmul, "runner", lambda shape: run_normed)
+    bench = made.bench(task(320, in_layers=False))
+    for choice in (Blas(), *ALGORITHMS, FINE):
+        assert bench.brief_us(choice, 4) == 15.0
+    with pytest.raises(runner.WrongResult):
+        bench.brief_us(WRONG, 4)
+
+
 def test_what_is_tried(made: Any) -> None:
     assert made.candidates(task(4), []) == [Blas(), *ALGORITHMS[:2], WRONG, FINE]
     skinny, wide = Skinny(8, 8, 64, 1, 3, 4, 64), Wide(64, 64, 64, 1, 3, 4, 64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -250,14 +252,91 @@ def test_no_prefetch_is_worth_less_than_a_line_or_half_the_cache() -> None:
     assert candidates.prefetch_columns(1 << 20, 4096) == 0
 
 
-def test_fastest_passes_over_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = LinearShape(1, 8, 8, BF16)
-    times: dict[choice_table.Choice, float] = {Blas(): 3.0, Gemv(4, 8, 1): float("inf"), Gemv(2, 8, 1): 2.0}
-    monkeypatch.setattr(autotune, "measure", lambda shape, choices, run, device: [(c, times[c]) for c in choices])
+class _WarmingGpu:
+    """Stands in for the GPU and its graphs: a kernel has a time while the GPU is cool, and another after LOAD seconds.
 
-    def run(x: torch.Tensor, weight: torch.Tensor, choice: choice_table.Choice) -> torch.Tensor:
-        raise AssertionError("measure was replaced")
+    ``seconds`` of work so far; ``ran``: the kernel of the latest launch.
+    """
 
-    assert autotune.fastest(shape, times, run, torch.device("cpu")) == (Gemv(2, 8, 1), 2.0)
-    with pytest.raises(RuntimeError, match=dataclasses.replace(shape).key):
-        autotune.fastest(shape, [Gemv(4, 8, 1)], run, torch.device("cpu"))
+    LOAD = 0.05
+
+    def __init__(self, cool: dict[choice_table.Choice, float], hot: dict[choice_table.Choice, float]) -> None:
+        self._cool, self._hot, self.seconds = cool, hot, 0.0
+        self.ran: choice_table.Choice | None = None
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, choice: choice_table.Choice) -> torch.Tensor:
+        if choice not in self._cool:
+            raise RuntimeError("not on this GPU")
+        self.ran = choice
+        return x
+
+    def median_graph_us(self, launch: Callable[[], None], device: torch.device, replays: int = 12) -> float:
+        launch()
+        assert self.ran is not None
+        us = (self._cool if self.seconds < self.LOAD else self._hot)[self.ran]
+        self.seconds += us * replays / 1e6
+        return us
+
+
+@pytest.fixture
+def timed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[_WarmingGpu], None]:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(autotune, "_COLD_BYTES", 1)
+
+    def put(gpu: _WarmingGpu) -> None:
+        monkeypatch.setattr(autotune, "median_graph_us", gpu.median_graph_us)
+
+    return put
+
+
+CPU = torch.device("cpu")
+
+
+def test_fastest_passes_over_what_does_not_run(timed_by: Callable[[_WarmingGpu], None]) -> None:
+    for rows in (1, 512):
+        shape = LinearShape(rows, 8, 8, BF16)
+        times: dict[choice_table.Choice, float] = {Blas(): 3.0, Gemv(2, 8, 1): 2.0}
+        gpu = _WarmingGpu(times, times)
+        timed_by(gpu)
+        tried: list[choice_table.Choice] = [Gemv(4, 8, 1), Blas(), Gemv(4, 8, 2), Gemv(2, 8, 1)]
+        assert autotune.fastest(shape, tried, gpu.run, CPU) == (Gemv(2, 8, 1), 1.0)  # of one of two weights
+        with pytest.raises(RuntimeError, match=shape.key):
+            autotune.fastest(shape, [Gemv(4, 8, 1)], gpu.run, CPU)
+
+
+def test_of_many_rows_the_fastest_is_that_of_a_loaded_gpu(timed_by: Callable[[_WarmingGpu], None]) -> None:
+    """In whatever order they come: a cool GPU would give each first one 200 us, and hungry ones more than they hold."""
+    names: list[choice_table.Choice] = [Blas(), CublasLt("00", 1), CublasLt("01", 1), CublasLt("02", 1)]
+    cool = dict(zip(names, (200.0, 220.0, 180.0, 230.0), strict=True))
+    hot = dict(zip(names, (240.0, 232.0, 300.0, 236.0), strict=True))
+    for tried in itertools.permutations(names):
+        gpu = _WarmingGpu(cool, hot)
+        timed_by(gpu)
+        assert autotune.fastest(LinearShape(4096, 8, 8, BF16), tried, gpu.run, CPU) == (names[1], 116.0)
+        assert gpu.seconds < 1.0, "of a start"
+
+
+def test_of_many_rows_what_drifts_hits_all_alike(timed_by: Callable[[_WarmingGpu], None]) -> None:
+    """Each measurement takes longer than the one before, by more than the kernels differ."""
+    names: list[choice_table.Choice] = [Blas(), CublasLt("00", 1), CublasLt("01", 1)]
+    held = dict(zip(names, (210.0, 208.0, 209.0), strict=True))
+
+    class Drifting(_WarmingGpu):
+        drift = 0.0
+
+        def median_graph_us(self, launch: Callable[[], None], device: torch.device, replays: int = 12) -> float:
+            self.drift += 2.0
+            return super().median_graph_us(launch, device, replays) + self.drift
+
+    for tried in itertools.permutations(names):
+        gpu = Drifting(held, held)
+        timed_by(gpu)
+        assert autotune.fastest(LinearShape(4096, 8, 8, BF16), tried, gpu.run, CPU)[0] == names[1]
+
+
+def test_few_rows_are_timed_once(timed_by: Callable[[_WarmingGpu], None]) -> None:
+    times: dict[choice_table.Choice, float] = {Blas(): 30.0, Gemv(2, 8, 1): 29.0}
+    gpu = _WarmingGpu(times, times)
+    timed_by(gpu)
+    assert autotune.fastest(LinearShape(256, 8, 8, BF16), times, gpu.run, CPU)[0] == Gemv(2, 8, 1)
+    assert gpu.seconds == pytest.approx(12 * 59e-6)
