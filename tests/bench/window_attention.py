@@ -3,6 +3,7 @@
 Run on one GPU:  python3 -m tests.bench.window_attention [--lengths 1024 16384] --out FOLDER
 Single tokens of Qwen3-30B-A3B:  ... --heads 4 8 --shapes 1x1 8x1 --lengths 640 4096
 A tree of 32:  ... --tree --shapes 1x32
+As in an engine with 100 GiB of KV:  ... --in-order --most 33000 --blocks 25600
 Prints microseconds of a layer for what the kernels choose, and the best of a grid around it, merged by the last program
 or in a launch of its own (apart). FOLDER gets window-attention.jsonl with all of it.
 
@@ -42,7 +43,8 @@ _TALL = 64
 class Windows:
     """``rows`` rows of ``length`` tokens, the ``new`` latest of them with queries. ``tree``: each of these sees every
     second one before it, instead of all. ``in_order``: a row's pages follow each other, as those of a prompt alone do.
-    ``most``: tokens that a page table has room for."""
+    ``most``: tokens that a page table has room for. ``blocks``: of each layer's cache, 0 for as many as the rows have;
+    layers that lie far from each other cost translations of addresses."""
 
     def __init__(
         self,
@@ -56,10 +58,12 @@ class Windows:
         tree: bool = False,
         in_order: bool = False,
         most: int = MOST,
+        blocks: int = 0,
     ) -> None:
         self.scale = dim**-0.5
         pages = -(-length // PAGE)
-        numbers = torch.arange(rows * pages, device=DEVICE) if in_order else torch.randperm(rows * pages, device=DEVICE)
+        used, blocks = rows * pages, max(blocks, rows * pages)
+        numbers = torch.arange(used, device=DEVICE) if in_order else torch.randperm(blocks, device=DEVICE)[:used]
         table = numbers.view(rows, pages).int()
         room = max(pages, -(-most // PAGE))
         padded = torch.zeros(rows, room, dtype=torch.int32, device=DEVICE)
@@ -68,8 +72,10 @@ class Windows:
         seen = [sum(1 << bit for bit in range(node - 1, -1, -2)) for node in range(new)]
         nodes = torch.tensor(seen, dtype=torch.int64, device=DEVICE).int().expand(rows, new).contiguous()
         self.inputs = DecodeAttention(padded, lengths, new, max(length, most), tree_BQ=nodes if tree else None)
-        shape = (LAYERS, 2, rows * pages, PAGE, kv_heads, dim)
-        self.layers = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+        self.layers = torch.empty(LAYERS, 2, blocks, PAGE, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        for layer in self.layers:
+            for part in layer:
+                part[numbers] = torch.randn(used, PAGE, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
         self.heads = kv_heads * group
         self.q = torch.randn(rows * new, self.heads, dim, dtype=torch.bfloat16, device=DEVICE)
         floats = workspace_floats(rows, kv_heads, new * group, dim, max(SPLITS))
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--tree", action="store_true", help="new tokens are a tree, up to 32")
     parser.add_argument("--in-order", action="store_true", help="a row's pages follow each other; else at random")
     parser.add_argument("--most", type=int, default=MOST, help="tokens a page table has room for, --max-model-len")
+    parser.add_argument("--blocks", type=int, default=0, help="of each of 16 layers' caches (default: what rows need)")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -115,6 +122,7 @@ def main() -> None:
             rows, new = map(int, wanted.split("x"))
             case = {"rows": rows, "new": new, "length": length, "heads": options.heads, "dim": options.head_dim}
             case |= {"tree": options.tree, "in_order": options.in_order, "most": options.most}
+            case |= {"blocks": options.blocks}
             kv_heads, group = options.heads
             windows = Windows(
                 rows,
@@ -126,6 +134,7 @@ def main() -> None:
                 tree=options.tree,
                 in_order=options.in_order,
                 most=options.most,
+                blocks=options.blocks,
             )
             blocks = BLOCKS + TALL_BLOCKS * (new * options.heads[1] >= _TALL)
             found: list[dict[str, Any]] = [{"us": round(windows.chosen(kernels), 2), "chosen": True}]
