@@ -89,6 +89,7 @@ def test_a_round_has_a_floor_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     small = SMALL.replace("--output-len 9", "--output-len 33")
     code = measure(tmp_path, f"latency {small} --batch-size 2 --roofline --speculative-config {spec}")
     (point,) = result(tmp_path, "points.jsonl")
+    assert point["speculation"] == "synthetic", "whoever reads the file alone knows that its texts mean nothing"
     assert point["round_floor_ms"] > 0
     assert point["roofline_fraction"] is None, "of a step of one token a row"
     (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("       round"))

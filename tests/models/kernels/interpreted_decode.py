@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -214,28 +215,54 @@ def rotation(kernels: InterpretedKernels) -> None:
 
 
 def neighbours(kernels: InterpretedKernels) -> None:
-    """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place."""
+    """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place: of one token,
+    of windows, of trees. Were rows split by the longest of all, they would not be.
+    """
+    tree = lay_out_in_torch(torch.tensor([[0, 0, 1, 2, 2, 4, 0, 7]]), 9).seen_BN
+    some = VARIANTS[0], BY_RULE[1]
+    cases = (1, None, (33, 290), (*VARIANTS, *BY_RULE)), (5, None, (290,), some), (9, tree, (290,), some)
+    for new, seen_1N, lengths, variants in cases:
+        absent = 0 if new == 1 else new  # a window beside no tokens at all is another launch (windows_beside_others)
+        places = ((0, [new, new], 200), (1, [300, max(3, new)], 2), (2, [290, absent], 3))
+        for variant, length in product(variants, lengths):
+            bits = partial(bits_of_a_row, kernels, variant, new, seen_1N, length)
+            seen = [bits(*where, SplitRule(16, 2, 16, 40)) for where in places]
+            assert all(torch.equal(one, seen[0]) for one in seen), (
+                f"a row of {length} tokens, {new} of them new, depends on its neighbours"
+            )
+    rules = [SplitRule(16, 1, 16 * -(-max(33, *others) // 64), 40) for _, others, _ in places]
+    bits = partial(bits_of_a_row, kernels, VARIANTS[0], 9, tree, 33)
+    mutant = [bits(*where, rule) for where, rule in zip(places, rules, strict=True)]
+    assert not all(torch.equal(one, mutant[0]) for one in mutant), "this would show it"
+
+
+def bits_of_a_row(
+    kernels: InterpretedKernels,
+    variant: Callable[..., Tensor],
+    new: int,
+    seen_1N: Tensor | None,
+    length: int,
+    place: int,
+    others: list[int],
+    programs: int,
+    rule: SplitRule,
+) -> Tensor:
+    """Of ``new`` queries of the row at ``place`` among ``others``, always the same row for one ``length``."""
     heads, kv_heads, dim, page, dtype = 2, 1, 16, 16, torch.float32
-    rule = SplitRule(16, 2, 16, 40)
-    for variant in (*VARIANTS, *BY_RULE):
-        for length in (33, 290):
-            seen = []
-            for place, others, programs in ((0, [1, 1], 200), (1, [300, 3], 2), (2, [290, 0], 3)):
-                lengths = [*others[:place], length, *others[place:]]
-                torch.manual_seed(1)
-                row_kv, row_q = randn(2, 304, kv_heads, dim, dtype=dtype), randn(heads, dim, dtype=dtype)
-                cache = Cache(lengths, kv_heads, dim, page, dtype)
-                where = cache.slots(place, torch.arange(length))
-                cache.kv.flatten(1, 2)[:, where] = row_kv[:, :length]
-                q = randn(len(lengths), heads, dim, dtype=dtype)
-                q[place] = row_q
-                inputs = cache.inputs(1)
-                work = work_of(inputs, rule)
-                found = attend(
-                    kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
-                )
-                seen.append(found[place])
-            assert all(torch.equal(one, seen[0]) for one in seen), f"a row of {length} tokens depends on its neighbours"
+    lengths = [*others[:place], length, *others[place:]]
+    torch.manual_seed(1)
+    row_kv, row_q = randn(2, 304, kv_heads, dim, dtype=dtype), randn(new, heads, dim, dtype=dtype)
+    cache = Cache(lengths, kv_heads, dim, page, dtype)
+    cache.kv.flatten(1, 2)[:, cache.slots(place, torch.arange(length))] = row_kv[:, :length]
+    q = randn(len(lengths), new, heads, dim, dtype=dtype)
+    q[place] = row_q
+    tree_BQ = None if seen_1N is None else seen_1N.expand(len(lengths), new).contiguous()
+    inputs = dataclasses.replace(cache.inputs(new), tree_BQ=tree_BQ)
+    work = work_of(inputs, rule)
+    found = attend(
+        kernels, variant, q.flatten(0, 1), heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
+    )
+    return found.view(len(lengths), new, heads, dim)[place]
 
 
 def empties(kernels: InterpretedKernels) -> None:

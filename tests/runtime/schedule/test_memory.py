@@ -333,6 +333,26 @@ def test_a_prompt_in_chunks_is_published_as_it_is_planned() -> None:
     engine.finish()
 
 
+def test_generated_tokens_that_are_computed_again_are_published_as_they_are_planned() -> None:
+    """They are known by then, as a prompt is: nobody waits for the step that writes them to land."""
+    engine = Driver(blocks=14, block_size=2, max_prefill_tokens=4, depth=2)
+    engine.admit(0, prompt=4, max_tokens=22)
+    engine.admit(1, prompt=4, max_tokens=20)
+    engine.turns_until(State.EVICTING, 1)
+    engine.turns_until(State.WAITING, 1)
+    known = engine.sequence(1).landed_tokens
+    assert known >= 12
+    engine.turns_until(State.PREFILL, 1)
+    sequence = engine.sequence(1)
+    first = seated_at(engine, 1)[1].slot_writes[0].length
+    assert first < 4, "others have its blocks: what it generated is computed again"
+    for chunk in (1, 2):
+        planned = first + 4 * chunk
+        assert (sequence.prefilled, sequence.published_blocks) == (planned, planned // 2), "of steps in flight, too"
+        engine.turn()
+    engine.finish()
+
+
 def test_a_block_whose_last_token_was_just_sampled_is_not_published() -> None:
     """The newest token's KV is written by the step that reads it, not by the one that made it."""
     engine = Driver(block_size=4, depth=0)

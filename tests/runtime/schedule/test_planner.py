@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from runtime.schedule.chain import Flight
-from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import Request, SamplingParams
@@ -95,6 +97,20 @@ def test_widths_enter_the_digest() -> None:
 
     assert len({digest(1, 1), digest(1, 2), digest(2, 1), digest(2, 2)}) == 4
     assert digest(3, 1, 2) == digest(3, 1, 3), "the third was not planned yet"
+
+
+def test_depth_horizon_and_budgets_enter_the_digest() -> None:
+    """Ranks that measured or were given other ones disagree before they plan anything."""
+    mixed = MixedSteps(buckets=(16, 32), budgets=((4, 64, 32),))
+    configs = [
+        config_with(depth=1),
+        config_with(depth=2),
+        replace(config_with(depth=1), horizon=1),
+        config_with(depth=1, mixed=mixed),
+        config_with(depth=1, mixed=replace(mixed, budgets=((4, 64, 16),))),
+    ]
+    assert len({Resources(config).digest.value for config in configs}) == len(configs)
+    assert Resources(configs[0]).digest.value == Resources(config_with(depth=1)).digest.value
 
 
 def test_a_row_drains_when_the_steps_in_flight_are_surely_enough() -> None:
