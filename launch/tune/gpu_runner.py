@@ -175,7 +175,7 @@ class Alone:
         self._product = ColdProduct(shape, kernels.matmul.runner(shape), kernels.device)
         self._x = self._product.x.clone()
         self._expected = self._plain(Blas())
-        self._product.load(Blas())  # else the first candidates find another clock than the last
+        self._product.warm_up(Blas())  # else the first candidates find another clock than the last
 
     def brief_us(self, choice: AnyChoice, replays: int) -> float:
         with _alive(self._device):

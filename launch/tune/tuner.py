@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from launch.tune.journal import AnyChoice, Failed, Journal, Measured, Timed
 from launch.tune.plan import Task
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul import choice_table
-from models.kernels.matmul.autotune import reason_of
+from models.kernels.matmul.autotune import forward_and_backward, reason_of
 from models.kernels.matmul.choice_table import ChoiceTable, LinearShape
 
 log = logging.getLogger("lockstride")
@@ -244,8 +243,8 @@ def put(table: ChoiceTable, task: Task, choice: AnyChoice) -> None:
 def two_rounds(
     bench: Bench, choices: Sequence[AnyChoice], current: AnyChoice, *, finalists: int, seconds: float, replays: int
 ) -> Rounds:
-    """Every choice briefly; then ``current`` and the fastest few, for ``seconds`` each, there and back, so that what
-    drifts hits all of them alike. Raises DeviceLost.
+    """Every choice briefly; then ``current`` and the fastest few, for ``seconds`` each, forward and backward.
+    Raises DeviceLost.
     """
     brief: list[Timed] = []
     failed: list[Failed] = []
@@ -261,10 +260,8 @@ def two_rounds(
     ranked = sorted(brief, key=lambda one: one.us)
     close = [one for one in ranked[:finalists] if one.us <= CLOSE * ranked[0].us]
     again = [*close, *(one for one in brief if one.choice == current and one not in close)]
-    times: dict[int, list[float]] = {number: [] for number in range(len(again))}
-    for number in [*times, *reversed(times)]:
-        times[number].append(bench.lasting_us(again[number].choice, seconds))
-    lasted = [replace(one, lasting_us=statistics.fmean(times[number])) for number, one in enumerate(again)]
+    times = forward_and_backward(lambda one: bench.lasting_us(one.choice, seconds), again)
+    lasted = [replace(one, lasting_us=us) for one, us in zip(again, times, strict=True)]
     rest = [one for one in ranked if one not in again]
     return Rounds([*sorted(lasted, key=lambda one: (lasting(one), one.us)), *rest], failed)
 

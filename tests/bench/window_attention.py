@@ -44,7 +44,7 @@ class Windows:
     """``rows`` rows of ``length`` tokens, the ``new`` latest of them with queries. ``tree``: each of these sees every
     second one before it, instead of all. ``in_order``: a row's pages follow each other, as those of a prompt alone do.
     ``most``: tokens that a page table has room for. ``blocks``: of each layer's cache, 0 for as many as the rows have;
-    layers that lie far from each other cost translations of addresses."""
+    whether layers that lie far from each other are slower is to be measured."""
 
     def __init__(
         self,

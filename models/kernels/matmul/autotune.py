@@ -3,8 +3,8 @@
 Knows: how to time candidates fairly, for milliseconds and at the power that lasts. Does not know: what they are
 (candidates.py) or how choices are stored (choice_table.py). Nothing here may run during a graph capture.
 
-A GPU that was idle runs its first milliseconds at a clock that it cannot hold through products of many rows, so one
-order of candidates would decide. For those it is loaded first, and the fastest few are timed again, there and back.
+Products of many rows draw more power than a GPU may for longer than milliseconds, so what one takes depends on what ran
+before it. For those the GPU is warmed up first, and the fastest few are timed again, forward and backward.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from models.kernels.matmul.choice_table import Choice, LinearShape
 log = logging.getLogger(__name__)
 
 _COLD_BYTES = 256 << 20  # several times the 50-60 MB of L2
-_FEW_ROWS = 256  # up to them a product reads weights at about any clock
-_LOAD = 0.1  # seconds
-_CLOSE, _FINALISTS, _VISIT = 1.1, 3, 0.06  # times the fastest; candidates timed again; seconds of each, twice
+_FEW_ROWS = 256  # up to so many a product is bound by memory, and the clock matters little
+_WARM_UP_S = 0.1
+_CLOSE, _FINALISTS = 1.1, 3  # timed again: so many, of those within so many times the fastest
+_FINALIST_S = 0.06  # of each, twice
 
 Run = Callable[[Tensor, Tensor, Choice], Tensor]
+T = TypeVar("T")
 
 
 class ColdProduct:
@@ -56,12 +58,12 @@ class ColdProduct:
         """Median microseconds of one product, over milliseconds."""
         return median_graph_us(functools.partial(self.each, choice), self._device, replays) / len(self.weights)
 
-    def load(self, choice: Choice) -> None:
-        """Runs until the clock is the one that the GPU's power allows."""
-        self.brief_us(choice, self.replays(self.brief_us(choice), _LOAD))
+    def warm_up(self, choice: Choice) -> None:
+        """Runs until the clock is about the one that the GPU's power allows."""
+        self.brief_us(choice, self.replays(self.brief_us(choice), _WARM_UP_S))
 
     def replays(self, us: float, seconds: float) -> int:
-        """Of a product that takes ``us``, so many replays last about ``seconds``."""
+        """So many replays of all weights last about ``seconds``, where a product takes ``us``."""
         return max(12, int(seconds * 1e6 / (us * len(self.weights))))
 
     def lasting_us(self, choice: Choice, seconds: float) -> float:
@@ -73,25 +75,34 @@ def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: tor
     """The choice with the least time, and that time in microseconds. Raises RuntimeError if none runs."""
     product = ColdProduct(shape, run, device)
     many = shape.rows > _FEW_ROWS
-    timed = measure(shape, choices, product, loaded=many)
+    timed = measure(shape, choices, product, warm_up=many)
     if not timed:
         raise RuntimeError(f"none of the kernels tried ran a product of shape {shape.key}")
     ranked = sorted(timed, key=lambda one: one[1])
     close = [one for one in ranked[:_FINALISTS] if one[1] <= _CLOSE * ranked[0][1]]
     if not many or len(close) == 1:
         return ranked[0]
-    times: dict[Choice, list[float]] = {choice: [] for choice, _ in close}
-    for choice, us in [*close, *reversed(close)]:
-        times[choice].append(product.brief_us(choice, product.replays(us, _VISIT)))
-    mean = {choice: statistics.fmean(found) for choice, found in times.items()}
-    return min(mean.items(), key=lambda one: one[1])
+    # Not by lasting_us: its capture fails where another thread of a starting engine uses the device meanwhile.
+    again = forward_and_backward(
+        lambda one: product.brief_us(one[0], product.replays(one[1], _FINALIST_S)),
+        close,
+    )
+    us, number = min((us, number) for number, us in enumerate(again))
+    return close[number][0], us
+
+
+def forward_and_backward(us: Callable[[T], float], candidates: Sequence[T]) -> list[float]:
+    """The mean of two times of each, the second in reverse order, so that what drifts hits all of them alike."""
+    forward = [us(one) for one in candidates]
+    backward = [us(one) for one in reversed(candidates)]
+    return [statistics.fmean(both) for both in zip(forward, reversed(backward), strict=True)]
 
 
 def measure(
-    shape: LinearShape, choices: Iterable[Choice], product: ColdProduct, *, loaded: bool = False
+    shape: LinearShape, choices: Iterable[Choice], product: ColdProduct, *, warm_up: bool = False
 ) -> list[tuple[Choice, float]]:
     """Every choice that runs, with its median microseconds for one product with cold weights. For the others the log
-    has the reason. ``loaded``: the first runs for a while beforehand, so that it does not find a cool GPU.
+    has the reason. ``warm_up``: the first runs for a while beforehand.
     """
     timed: list[tuple[Choice, float]] = []
     for choice in choices:
@@ -100,8 +111,8 @@ def measure(
         except Exception as error:  # any error of a compiler or a launch means: not this candidate
             log.info("%s: %s is left out: %s", shape.key, choice, reason_of(error))
             continue
-        if loaded and not timed:
-            product.load(choice)
+        if warm_up and not timed:
+            product.warm_up(choice)
         timed.append((choice, product.brief_us(choice)))
     return timed
 

@@ -222,18 +222,25 @@ def neighbours(kernels: InterpretedKernels) -> None:
     some = VARIANTS[0], BY_RULE[1]
     cases = (1, None, (33, 290), (*VARIANTS, *BY_RULE)), (5, None, (290,), some), (9, tree, (290,), some)
     for new, seen_1N, lengths, variants in cases:
-        absent = 0 if new == 1 else new  # a window beside no tokens at all is another launch (windows_beside_others)
-        places = ((0, [new, new], 200), (1, [300, max(3, new)], 2), (2, [290, absent], 3))
         for variant, length in product(variants, lengths):
             bits = partial(bits_of_a_row, kernels, variant, new, seen_1N, length)
-            seen = [bits(*where, SplitRule(16, 2, 16, 40)) for where in places]
+            seen = [bits(*where, SplitRule(16, 2, 16, 40)) for where in places_among(new)]
             assert all(torch.equal(one, seen[0]) for one in seen), (
                 f"a row of {length} tokens, {new} of them new, depends on its neighbours"
             )
-    rules = [SplitRule(16, 1, 16 * -(-max(33, *others) // 64), 40) for _, others, _ in places]
     bits = partial(bits_of_a_row, kernels, VARIANTS[0], 9, tree, 33)
-    mutant = [bits(*where, rule) for where, rule in zip(places, rules, strict=True)]
+    mutant = [
+        bits(place, others, programs, SplitRule(16, 1, 16 * -(-max(33, *others) // 64), 40))
+        for place, others, programs in places_among(9)
+    ]
     assert not all(torch.equal(one, mutant[0]) for one in mutant), "this would show it"
+
+
+def places_among(new: int) -> tuple[tuple[int, list[int], int], ...]:
+    """(place of a row, lengths of those beside it, programs). Beside windows there is no row without tokens: that is
+    another launch (windows_beside_others).
+    """
+    return (0, [new, new], 200), (1, [300, max(3, new)], 2), (2, [290, 0 if new == 1 else new], 3)
 
 
 def bits_of_a_row(

@@ -304,7 +304,7 @@ def test_fastest_passes_over_what_does_not_run(timed_by: Callable[[_WarmingGpu],
             autotune.fastest(shape, [Gemv(4, 8, 1)], gpu.run, CPU)
 
 
-def test_of_many_rows_the_fastest_is_that_of_a_loaded_gpu(timed_by: Callable[[_WarmingGpu], None]) -> None:
+def test_of_many_rows_the_fastest_is_that_of_a_warm_gpu(timed_by: Callable[[_WarmingGpu], None]) -> None:
     """In whatever order they come: a cool GPU would give each first one 200 us, and hungry ones more than they hold."""
     names: list[choice_table.Choice] = [Blas(), CublasLt("00", 1), CublasLt("01", 1), CublasLt("02", 1)]
     cool = dict(zip(names, (200.0, 220.0, 180.0, 230.0), strict=True))
