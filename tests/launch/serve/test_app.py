@@ -373,21 +373,24 @@ def replace_limit(ready: Any, limit: float) -> Any:
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     async def body(client: Client) -> None:
-        asked = {"prompt": PROMPT, "max_tokens": 20, "seed": 1, "ignore_eos": True, "stream": True}
+        asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True}
         running = asyncio.ensure_future(client.post("/v1/completions", asked))
         await client.until(lambda: client.engine.live == 1)
-        client.server.drain(20.0)
+        client.server.drain(60.0)
         await client.until(lambda: client.engine.draining)
+        client.fake.hold.set()  # what runs does not end before the checks do
         refused = await client.post("/v1/completions", asked)
         assert (refused.status, refused.error["code"]) == (503, "shutting_down")
         assert "retry-after" in refused.headers
         assert (await client.get("/ready")).status == 503
         assert (await client.get("/health")).status == 200
-        assert len(chunks_of(await running)) == 20
+        client.fake.pause = 0.0
+        client.fake.hold.clear()
+        assert len(chunks_of(await running)) == 60
         await client.until(lambda: client.engine.ended is not None)
         assert (await client.get("/health")).status == 503
 
-    run(body, ServedFake(pause=0.01))
+    run(body, ServedFake(pause=0.1))
 
 
 def test_what_a_drain_cannot_wait_for_is_told_that_the_server_ends() -> None:
@@ -402,7 +405,7 @@ def test_what_a_drain_cannot_wait_for_is_told_that_the_server_ends() -> None:
         assert (name, data["error"]["code"]) == ("error", "shutting_down")
         assert (whole.status, whole.error["code"]) == (503, "shutting_down")
 
-    run(body, ServedFake(pause=0.02))
+    run(body, ServedFake(pause=0.1))
 
 
 def test_an_engine_that_fails_in_a_stream_is_an_error_event_that_clients_notice() -> None:
@@ -442,7 +445,7 @@ def test_a_rank_0_that_is_gone_is_told_to_those_who_wait() -> None:
         assert (whole.status, whole.error["code"]) == (500, "engine_lost")
         assert (await client.get("/health")).json["reason"] == "the engine ended: rank 0 is gone"
 
-    run(body, ServedFake(pause=0.01))
+    run(body, ServedFake(pause=0.1))
 
 
 def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
