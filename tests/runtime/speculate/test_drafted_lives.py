@@ -1,8 +1,8 @@
 """Lives of requests with drafters of weights: answers, ends and scores are those of the serial engine without.
 
-Knows: random lives (tests/runtime/engine/random_lives.py) over each kind of drafter, widths up to 32, depths 0 to 4.
-Does not know: what is guessed (test_drafted.py, test_eagle3.py), n-gram lookup and targets with recurrent layers (in
-tests/runtime/engine: test_speculation.py, test_hybrid_lifecycle.py).
+Knows: random lives (tests/runtime/engine/random_lives.py) over each kind of drafter, chains and trees, widths up to 32,
+depths 0 to 4. Does not know: what is guessed (test_drafted.py, test_eagle3.py, test_own_mtp.py), n-gram lookup and all
+that recurrent layers can meet (in tests/runtime/engine: test_speculation.py, test_hybrid_lifecycle.py).
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import pytest
 
 from runtime.schedule.request import FinishReason
 from runtime.schedule.speculation import Speculation
+from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.random_lives import RandomLife, random_life
-from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, check_rounds
+from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, OwnLayer, check_rounds
 from tests.runtime.speculate.test_drafted import sequences
 from tests.runtime.speculate.test_eagle3 import Head
 
-KINDS = ("mtp", "dflash", "eagle3")
+KINDS = ("mtp", "dflash", "eagle3", "own mtp")
 WIDTHS = (4, 8, 16, 32)
+TREES = {4: 12, 8: 24, 16: 32, 32: 33}  # tokens of a tree, by the longest path that a row gains
 
 
 def drawn(seed: int) -> RandomLife:
@@ -38,41 +40,57 @@ def serial(seed: int) -> Life:
     return live(drawn(seed).requests, depth=0, shape=SHAPE)
 
 
-def drafter_of(kind: str, width: int, folder: Path) -> Drafter:
+def drafter_of(kind: str, width: int, folder: Path, top_k: int = 0) -> Drafter:
     if kind == "eagle3":
-        return Head(folder)
-    return Drafter(kind, folder, block_size=width) if kind == "dflash" else Drafter(kind, folder)
+        return Head(folder, top_k=top_k)
+    if kind == "own mtp":
+        return OwnLayer(FAMILIES["qwen3-next"], folder, top_k=top_k)
+    changes = {"block_size": width} if kind == "dflash" else {}
+    return Drafter(kind, folder, top_k=top_k, **changes)
 
 
-def lived(kind: str, width: int, depth: int, seed: int, folder: Path) -> Life:
-    """With the fewest blocks that serve a request. Of even seeds rows beside chunks have windows, too."""
-    one = drawn(seed)
-    size = one.limits["block_size"]
+def lived(kind: str, width: int, depth: int, seed: int, folder: Path, *, tree: bool = False) -> tuple[Life, Life]:
+    """A life with windows, or trees, and the serial one. With the fewest blocks that serve a request. Of even seeds
+    rows beside chunks have windows, too."""
+    one, drafter = drawn(seed), drafter_of(kind, width, folder, top_k=4 if tree else 0)
+    size, tokens = one.limits["block_size"], TREES[width] if tree else width
     how: dict[str, Any] = {
-        "proposer": drafter_of(kind, width, folder),
+        "proposer": drafter,
         "speculation": Speculation(width, mixed_percent=0 if seed % 2 else 100),
-        "blocks": -(-(128 + width * (depth + 1)) // size) + 1,
+        "blocks": -(-(128 + width * depth + tokens) // size) + 1,
         "shape": SHAPE,
+        **({"tree": tokens} if tree else {}),
     }
+    alone = serial(seed)
+    if kind == "own mtp":  # the target is another
+        how |= {"folder": drafter.folder, "shape": None}
+        alone = live(one.requests, depth=0, folder=drafter.folder)
     life = live(one.first, one.act, depth=depth, later=one.later, **(one.limits | how))
-    same(life, serial(seed), but=one.cut)
-    return life
+    same(life, alone, but=one.cut)
+    return life, alone
 
 
 FULL = (
-    ("mtp", 4, 0, 46),
-    ("mtp", 32, 3, 46),
-    ("dflash", 16, 1, 109),
-    ("dflash", 32, 3, 46),
-    ("eagle3", 16, 4, 109),
-    ("mtp", 16, 4, 109),
-    ("eagle3", 32, 2, 46),
+    ("mtp", 4, 0, 46, False),
+    ("mtp", 32, 3, 46, False),
+    ("dflash", 16, 1, 109, False),
+    ("dflash", 32, 3, 46, False),
+    ("eagle3", 16, 4, 109, False),
+    ("mtp", 16, 4, 109, False),
+    ("eagle3", 32, 2, 46, False),
+    ("own mtp", 16, 2, 109, False),
+    ("own mtp", 32, 3, 46, False),
+    ("mtp", 8, 2, 109, True),
+    ("dflash", 16, 3, 109, True),
+    ("eagle3", 4, 4, 46, True),
+    ("own mtp", 4, 2, 109, True),
 )
 
 
-@pytest.mark.parametrize(("kind", "width", "depth", "seed"), FULL)
-def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int, tmp_path: Path) -> None:
-    life, alone = lived(kind, width, depth, seed, tmp_path), serial(seed)
+@pytest.mark.parametrize(("kind", "width", "depth", "seed", "tree"), FULL)
+def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int, tree: bool, tmp_path: Path) -> None:
+    """Evictions, pauses, cancels or stop strings, echoed prompts, in one life."""
+    life, alone = lived(kind, width, depth, seed, tmp_path, tree=tree)
     for name in ("evictions", "pauses", "mixed_steps", "spec_num_accepted_tokens"):
         assert life.counters[name] > 0, name
     assert life.counters["ghost_rows"] > 0 or depth == 0
@@ -82,11 +100,12 @@ def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_lives(kind: str, width: int, seed: int, tmp_path: Path) -> None:
-    life = lived(kind, width, (seed + width // 8) % 5, seed, tmp_path)
+def test_random_lives(kind: str, width: int, seed: int, tree: bool, tmp_path: Path) -> None:
+    life, _ = lived(kind, width, (seed + width // 8) % 5, seed, tmp_path, tree=tree)
     assert life.counters["spec_num_drafts"] > 0
 
 
