@@ -29,7 +29,7 @@ from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, VOCABULARY, Drafter, Rounds, check_rounds
+from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, VOCABULARY, Drafter, check_rounds
 
 KINDS = ("mtp", "dflash")
 ROOM: dict[str, Any] = {"shape": SHAPE, "blocks": 400}
@@ -180,24 +180,28 @@ def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
     assert drafter.rounds == of_one_rank
 
 
-def of_ranks(drafter: Drafter, ranks: int) -> tuple[Rounds, Life]:
-    """Every round's guesses and a life in float32, as reference kernels compute it; one rank serially, others not."""
-    how: dict[str, Any] = {"depth": 2, "over": partial(tensor_rig, ranks)} if ranks > 1 else {"depth": 0}
-    how |= ROOM | {"shape": SHAPE | FOUR_HEADS, "kernels": ReferenceKernels(), "dtype": torch.float32}
-    life = live(people(3, max_tokens=14), widths=(4,), proposer=drafter, rows=3, max_prefill_tokens=16, **how)
-    return drafter.rounds, life
+def check_gains_in_float32(drafter: Drafter, **limits: Any) -> None:
+    """Every round guesses and gains the same at any depth and on any number of ranks, as reference kernels compute it;
+    the texts are those without a drafter."""
+    how: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "kernels": ReferenceKernels(), "dtype": torch.float32}
+    how |= ROOM | {"shape": SHAPE | FOUR_HEADS} | limits
+    found = None
+    plain = live(people(3, max_tokens=14), depth=0, **{**how, "tree": 0})
+    for depth, ranks in ((0, 1), (2, 1), (0, 2), (2, 2), (0, 4), (2, 4)):
+        over = partial(tensor_rig, ranks) if ranks > 1 else None
+        life = live(people(3, max_tokens=14), depth=depth, over=over, widths=(4,), proposer=drafter, **how)
+        assert life.answers == plain.answers
+        found = found or (life.rounds, drafter.rounds)
+        assert (life.rounds, drafter.rounds) == found, f"depth {depth}, {ranks} ranks"
+    assert max(map(max, life.rounds.values())) > 1
 
 
+@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_round_gains_the_same_in_float32_on_one_two_and_four_ranks(kind: str, tmp_path: Path) -> None:
-    """Accepted lengths round by round, and the guesses of each."""
-    drafter = Drafter(kind, tmp_path, **FOUR_HEADS)
-    guesses, alone = of_ranks(drafter, 1)
-    assert max(map(max, alone.rounds.values())) > 1
-    for ranks in (2, 4):
-        mine, life = of_ranks(drafter, ranks)
-        assert (life.answers, life.rounds) == (alone.answers, alone.rounds)
-        assert mine == guesses
+def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
+    kind: str, tree: int, tmp_path: Path
+) -> None:
+    check_gains_in_float32(Drafter(kind, tmp_path, top_k=4 if tree else 0, **FOUR_HEADS), tree=tree)
 
 
 IDS = (1, 2, 5, 7, 8)  # of nine

@@ -45,7 +45,7 @@ def drafter_of(kind: str, width: int, folder: Path, top_k: int = 0) -> Drafter:
         return Head(folder, top_k=top_k)
     if kind == "own mtp":
         return OwnLayer(FAMILIES["qwen3-next"], folder, top_k=top_k)
-    changes = {"block_size": width} if kind == "dflash" else {}
+    changes: dict[str, Any] = {"block_size": width} if kind == "dflash" else {}
     return Drafter(kind, folder, top_k=top_k, **changes)
 
 

@@ -34,9 +34,9 @@ from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import (
     LIMITS_OF_EVICTION,
+    check_gains_in_float32,
     check_prefix_hits,
     drafted,
-    of_ranks,
     people,
     prompt,
     sequences,
@@ -125,14 +125,12 @@ def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
     assert head.rounds == rounds
 
 
-def test_every_round_gains_the_same_in_float32_on_one_two_and_four_ranks(tmp_path: Path) -> None:
-    head = Head(tmp_path, extra=OWN_EMBEDDING, **FOUR_HEADS)
-    guesses, alone = of_ranks(head, 1)
-    assert max(map(max, alone.rounds.values())) > 1
-    for ranks in (2, 4):
-        mine, life = of_ranks(head, ranks)
-        assert (life.answers, life.rounds) == (alone.answers, alone.rounds)
-        assert mine == guesses
+@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
+def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
+    tree: int, tmp_path: Path
+) -> None:
+    head = Head(tmp_path, extra=OWN_EMBEDDING, top_k=4 if tree else 0, **FOUR_HEADS)
+    check_gains_in_float32(head, tree=tree)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

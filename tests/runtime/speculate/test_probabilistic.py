@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,16 @@ def aliased(proposed: Proposed) -> Proposed:
 
 
 def test_a_mutant_with_anothers_distribution_is_seen(tmp_path: Path) -> None:
-    drafter, requests = DrawnDrafter("mtp", tmp_path), people(3, temperature=0.7)
+    """In what rounds gain, too: a guess is kept by the ratio of p and q, and this is another guess's q. Greedy requests
+    are judged without q, so their rounds and texts stay right."""
+    drafter, requests = DrawnDrafter("mtp", tmp_path), people(4, temperature=0.7)
+    requests += [replace(one, request_id=9 + i) for i, one in enumerate(people(2, temperature=0.0))]
+    right = live(requests, depth=2, widths=(4,), proposer=drafter, **LIMITS)
     drafter.mutate = aliased
     life = live(requests, depth=2, widths=(4,), proposer=drafter, **LIMITS)
+    for one in requests:
+        same = life.rounds[one.request_id] == right.rounds[one.request_id]
+        assert same == one.sampling.greedy
+        assert same == (life.answers[one.request_id] == right.answers[one.request_id])
     with pytest.raises(AssertionError, match="tokens known"):
         check_drawn(drafter, requests, life)
