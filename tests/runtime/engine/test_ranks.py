@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.engine.rig import rig, run, tiny_folder
+from tests.models.drafters import tiny_drafters as drafters
+from tests.runtime.engine.rig import TINY, rig, run, tiny_folder
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.torchrun import Ran, torchrun
 
@@ -23,6 +24,16 @@ def start(world: int, folder: Path, output: Path, depth: int = 2, **options: obj
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
+def check_tokens(alone: dict[int, Any], ran: Ran, found: Path) -> dict[str, int]:
+    """The leader wrote what one engine alone draws, over one unbroken chain. Returns its counters."""
+    assert ran.returncode == 0, ran.said[-3000:]
+    written = json.loads(found.read_text())
+    assert written["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
+    counters: dict[str, int] = written["counters"]
+    assert counters["chain_breaks{start}"] == 1
+    return counters
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {}), (4, {"speculative_config": NGRAM})], ids=str)
 def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -30,12 +41,42 @@ def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str
     token a row and step, or windows."""
     with rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
-    ran = start(world, tiny_folder(tmp_path / "model"), tmp_path / "found.json", **options)
-    assert ran.returncode == 0, ran.said[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
-    assert found["counters"]["chain_breaks{start}"] == 1
-    assert bool(found["counters"]["spec_num_drafts"]) == bool(options)
+    found = tmp_path / "found.json"
+    counters = check_tokens(alone, start(world, tiny_folder(tmp_path / "model"), found, **options), found)
+    assert bool(counters["spec_num_drafts"]) == bool(options)
+
+
+TREE = {"num_speculative_tokens": 4, "tree_size": 33, "tree_top_k": 6}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [
+        (2, {"method": "dflash", **TREE}),
+        (2, {"method": "eagle3", "num_speculative_tokens": 3}),
+        pytest.param(4, {"method": "mtp", **TREE}, marks=pytest.mark.long),
+        pytest.param(4, {"method": "eagle3", **TREE}, marks=pytest.mark.long),
+        pytest.param(4, {"method": "dflash", "num_speculative_tokens": 7}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_drafters_of_any_number_of_ranks_leave_the_tokens_right(
+    world: int, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Drafters with weights, in processes: every rank grows the same chain or tree from its share of the vocabulary."""
+    sizes = {key: value for key, value in TINY.items() if key in drafters.SIZES}
+    config = getattr(drafters, f"{keys['method']}_config")(**sizes)
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    with rig(depth=0) as engine:
+        alone = outcome(run(engine, mixture(SEED)))
+    keys = keys | {"model": str(tmp_path / "drafter"), "disable_by_batch_size": 8}
+    found = tmp_path / "found.json"
+    ran = start(world, tiny_folder(tmp_path / "model"), found, speculative_config=keys)
+    counters = check_tokens(alone, ran, found)
+    assert counters["spec_num_drafts"] > 10
+    assert counters["spec_num_accepted_tokens"] > 0 or "tree_size" not in keys
 
 
 @pytest.mark.multiprocess
@@ -43,10 +84,8 @@ def test_ranks_of_the_deterministic_mode_all_reduce_in_rank_order(tmp_path: Path
     """The start refuses other collectives (build.py), and the sums come out right."""
     with rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
-    ran = start(2, tiny_folder(tmp_path / "model"), tmp_path / "found.json", deterministic=True)
-    assert ran.returncode == 0, ran.said[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["rows"] == {str(i): [list(tokens), int(reason)] for i, (tokens, reason) in sorted(alone.items())}
+    found = tmp_path / "found.json"
+    check_tokens(alone, start(2, tiny_folder(tmp_path / "model"), found, deterministic=True), found)
 
 
 @pytest.mark.multiprocess

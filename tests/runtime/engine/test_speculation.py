@@ -22,9 +22,13 @@ from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.slot_state import SlotColumns
-from runtime.schedule.plan import StepKind
+from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.resources import Resources
+from runtime.schedule.scheduler import Scheduler
+from runtime.schedule.sequence import SequenceState
 from runtime.schedule.speculation import Speculation
+from runtime.schedule.states import IllegalTransition
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculative_config import speculative_config
@@ -129,6 +133,33 @@ def test_wide_lives_that_hold_everything(width: int, depth: int, seed: int) -> N
             assert ran.counters[name] > 0, name
         alone = oracle(life.requests)
         assert any(ran.answers[i][0] != alone.answers[i][0] for i in life.cut), "somebody is cut short"
+
+
+def released_at_once(resources: Resources, sequence: SequenceState) -> None:
+    resources.pool.give_back(sequence.blocks)
+    resources.slots.give_back(sequence.slot)
+    sequence.blocks = []
+
+
+def believed(scheduler: Scheduler, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "caught"),
+    [
+        (Resources, "_release", released_at_once, AssertionError),
+        (Scheduler, "_drop_ghosts", believed, IllegalTransition),
+    ],
+    ids=["blocks released before the last round has landed", "epochs that nobody looks at"],
+)
+def test_what_guards_rounds_in_flight_is_needed(
+    owner: type, name: str, mutant: Any, caught: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The life above, with a mutant: an answer has another's tokens, or a request ends for the second time."""
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(caught, match="request"):
+        test_wide_lives_that_hold_everything(4, 2, 5010)
 
 
 @pytest.mark.parametrize("width", [4, 8])
