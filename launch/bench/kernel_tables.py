@@ -25,12 +25,14 @@ _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a kernel or an operator. Microseconds of the trace; ``us``: its own time, without what it called."""
+    """One call of a kernel or an operator. Microseconds of the trace; ``us``: its own time, without what it called.
+    ``launch``: number of the launch that a kernel came with, its own or that of a whole graph; 0 of operators."""
 
     name: str
     start: float
     end: float
     us: float
+    launch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

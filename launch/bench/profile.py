@@ -11,6 +11,7 @@ After every timed run, each batch runs twice more under the profiler: for one to
               Every prompt is prefilled before any row decodes, so a kernel's first calls are those of prefill
 A decode step is one graph launch; CUPTI reports the kernels inside of it. All runs share one session of the profiler:
 others have seen a second one in a process report no kernels.
+Rounds of speculation come with their stages (round_stages.py), as figures and as a trace.
 Without a GPU operators stand in for kernels, by their own time on the CPU, whichever thread ran them.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from launch.bench import round_stages
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
 from launch.bench.point import Point
 from launch.bench.results import ResultFiles
@@ -74,6 +76,22 @@ def profiles(
             record["decode"] = asdict(part(decode, one.decode_steps, None if tpot is None else tpot * 1e3))
         files.profile(batch, record)
         yield tables(record)
+        if refused is None and one.point.accepted_length is not None and not on_cpu:
+            yield _stages(batch, decode, files)
+
+
+def _stages(batch: int, decode: Sequence[Call], files: ResultFiles) -> str:
+    """What a round's stages take, for people; the files with them are written."""
+    try:
+        rounds = round_stages.rounds_of(decode)
+    except ValueError as error:
+        return f"batch {batch}: no stages: {error}"
+    if not rounds:
+        return f"batch {batch}: no stages: no launch gathers a window and commits it"
+    found = round_stages.summary(rounds)
+    files.record(f"b{batch}.stages", found)
+    files.record(f"b{batch}.rounds.trace", round_stages.trace(decode, rounds))
+    return round_stages.text(batch, found)
 
 
 def _record(
@@ -136,10 +154,14 @@ def _within(event: FunctionEvent, window: FunctionEvent) -> bool:
     return bool(window.time_range.start <= event.time_range.start < window.time_range.end)
 
 
+def _us(event: FunctionEvent) -> float:
+    return float(event.time_range.end - event.time_range.start)
+
+
 def device_calls(events: Iterable[FunctionEvent], window: FunctionEvent) -> list[Call]:
     """Kernels, copies and fills that began within ``window``, in order of their start."""
     found = [
-        Call(event.name, event.time_range.start, event.time_range.end, event.time_range.end - event.time_range.start)
+        Call(event.name, event.time_range.start, event.time_range.end, _us(event), event.id)
         for event in events
         if not _on_host(event) and not event.is_user_annotation and _within(event, window)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
 from launch.bench import command as bench
+from launch.bench import profile, round_stages
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, short_name, tables
 from launch.bench.options import BenchCommand
 from launch.bench.point import Point
 from launch.bench.profile import device_calls, host_calls
+from launch.bench.results import ResultFiles
+from launch.bench.round_stages import COMMIT, GATHER, STAGES, Stage, rounds_of, summary
 from launch.ranks.start_engine import open_engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import tiny_folder
@@ -54,9 +58,9 @@ def test_a_prefill_that_was_not_the_same_is_told() -> None:
     assert note == "the run of one token made 2 calls of b, the longer one only 1"
 
 
-def event(name: str, start: float, end: float, *, device: bool = False, **more: Any) -> FunctionEvent:
+def event(name: str, start: float, end: float, *, device: bool = False, number: int = 1, **more: Any) -> FunctionEvent:
     kind = DeviceType.CUDA if device else DeviceType.CPU
-    return FunctionEvent(1, name, 1, start, end, device_type=kind, **more)  # type: ignore[no-untyped-call]
+    return FunctionEvent(number, name, 1, start, end, device_type=kind, **more)  # type: ignore[no-untyped-call]
 
 
 def test_events_are_told_apart_by_window_and_device() -> None:
@@ -67,14 +71,15 @@ def test_events_are_told_apart_by_window_and_device() -> None:
         window,
         event("window", 10, 20, device=True, is_user_annotation=True),
         event("early", 9, 12, device=True),
-        event("second", 18, 25, device=True),
-        event("first", 12, 19, device=True),
+        event("second", 18, 25, device=True, number=7),
+        event("first", 12, 19, device=True, number=7),
         event("late", 20, 21, device=True),
         event("waits elsewhere", 11, 19, is_async=True),
         inner,
         outer,
     ]
-    assert device_calls(events, window) == calls(("first", 12, 19), ("second", 18, 25))
+    of_a_graph = [replace(call, launch=7) for call in calls(("first", 12, 19), ("second", 18, 25))]
+    assert device_calls(events, window) == of_a_graph, "kernels of one launch have its number"
     assert host_calls(events, window) == [Call("outer", 11, 15, 2), Call("inner", 12, 14, 2)]
 
 
@@ -123,6 +128,76 @@ def test_kernels_beyond_the_shown_ones_are_one_row() -> None:
     others = [line.split() for line in printed if line.endswith("others")]
     assert others == [["5.00", "16.7%", "5.00", "5", "others"]] * 2
     assert "2 launches take 7 us; from the first to the last 13 us" in printed[-2]
+
+
+# ---- stages of rounds ----
+
+VERIFIED = ((GATHER, 50, 52), ("layer", 52, 190), ("draw", 188, 200), (COMMIT, 200, 204))
+ROUND = (("draft", 0, 40), ("choose", 40, 50), *VERIFIED, ("keep", 204, 206), ("draft", 206, 230))
+
+
+def replayed(start: float, launch: int, *spans: tuple[str, float, float]) -> list[Call]:
+    return [Call(name, start + begin, start + end, end - begin, launch) for name, begin, end in spans]
+
+
+def test_stages_of_rounds_that_follow_each_other() -> None:
+    """A drafter's layers run at both ends of a round; only the launch tells one round's end from the next one's begin.
+    Copies of results and steps of one token are nobody's."""
+    found = [*replayed(0, 11, *ROUND), *replayed(230, 12, *ROUND), *replayed(460, 13, ("layer", 0, 90))]
+    found.append(Call("Memcpy DtoH", 231, 233, 2, 14))
+    found.sort(key=lambda call: call.start)
+    rounds = rounds_of(found)
+    spans = zip(STAGES, (0, 50, 200, 204), (50, 200, 204, 230), (2, 3, 1, 2), strict=True)
+    expected = [Stage(name, start, end, count) for name, start, end, count in spans]
+    later = [replace(stage, start=stage.start + 230, end=stage.end + 230) for stage in expected]
+    assert rounds == [expected, later]
+    sums = summary(rounds)
+    assert sums["rounds"] == 2
+    assert [sums[name]["us"] for name in STAGES] == [50, 150, 4, 26]
+    assert [sums[name]["kernels"] for name in STAGES] == [2, 3, 1, 2]
+    assert sum(sums[name]["share"] for name in STAGES) == pytest.approx(1)
+    assert "verify 150.0 (65.2%, 3 kernels)" in round_stages.text(8, sums)
+
+
+def test_a_round_without_a_drafter_has_no_stage_behind_the_commit() -> None:
+    (stages,) = rounds_of(replayed(0, 1, *ROUND[1:6]))
+    assert [stage.name for stage in stages] == ["propose", "verify", "accept"]
+    assert summary([stages])["observe"] == {"us": 0, "share": 0, "kernels": 0}
+
+
+def test_launches_that_are_not_told_apart_have_no_stages() -> None:
+    with pytest.raises(ValueError, match=f"launch 0 has 2 calls of {GATHER} and 2 of {COMMIT}"):
+        rounds_of([*replayed(0, 0, *ROUND), *replayed(230, 0, *ROUND)])
+    assert rounds_of(replayed(0, 5, *ROUND[:3])) == [], "a profile that ends within a round"
+
+
+def test_stages_lie_over_their_kernels_in_a_trace() -> None:
+    found = replayed(0, 3, *ROUND)
+    slices = [event for event in round_stages.trace(found, rounds_of(found))["traceEvents"] if event["ph"] == "X"]
+    stages, kernels = ([one for one in slices if one["tid"] == thread] for thread in (1, 2))
+    assert [one["name"] for one in stages] == list(STAGES)
+    assert [one["name"] for one in kernels] == [call.name for call in found]
+    for stage in stages:
+        within = [one for one in kernels if stage["ts"] <= one["ts"] < stage["ts"] + stage["dur"]]
+        assert len(within) == stage["args"]["kernels"]
+
+
+def test_the_kernels_that_part_stages_have_these_names() -> None:
+    triton = pytest.importorskip("triton")
+    from runtime.execute.step import window_io_triton
+
+    kernels = [one for one in vars(window_io_triton).values() if isinstance(one, triton.JITFunction)]
+    assert {GATHER, COMMIT} <= {kernel.__name__ for kernel in kernels}
+
+
+def test_a_profile_of_rounds_leaves_stages_and_a_trace(tmp_path: Path) -> None:
+    files = ResultFiles(tmp_path, "x")
+    assert "2 rounds" in profile._stages(4, [*replayed(0, 1, *ROUND), *replayed(230, 2, *ROUND)], files)
+    (stages,), (trace,) = (list(tmp_path.glob(f"x-*.b4.{ending}.json")) for ending in ("stages", "rounds.trace"))
+    assert json.loads(stages.read_text())["verify"]["us"] == 150
+    assert len(json.loads(trace.read_text())["traceEvents"]) == 4 + 2 * (4 + 8)
+    assert "no stages: launch 1 has 2" in profile._stages(5, 2 * replayed(0, 1, *ROUND), files)
+    assert "no stages: no launch" in profile._stages(5, replayed(0, 1, ("layer", 0, 9)), files)
 
 
 # ---- a run ----
