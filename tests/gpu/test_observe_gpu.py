@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.bench import command as bench
+from launch.bench.options import BenchCommand
+from launch.bench.round_stages import STAGES
+from launch.ranks.start_engine import open_engine
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.ranges import open_ranges
 from runtime.observe.step_record import VOID
@@ -15,6 +19,7 @@ from runtime.observe.timeline import Timeline
 from runtime.observe.trace import device_times_ns
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import gpu_rig
+from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.observe.test_timeline import checked
@@ -44,3 +49,20 @@ def test_observed_steps_do_not_synchronise(tmp_path: Path) -> None:
     for step, (start, end) in zip(records, device_times_ns(records), strict=True):
         assert start <= end <= step.seen_at_ns <= step.land_at_ns + step.wait_ns
     assert len(checked(json.loads(path.read_text()))[0, "device"]) == len(records)
+
+
+def test_a_profile_tells_the_stages_of_captured_rounds(tmp_path: Path) -> None:
+    """Of a drafter's chain, whose layers run at both ends of a round: four rows of a random model, by a script."""
+    script = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3, "disable_by_batch_size": 4}
+    config = {"method": "dflash", "model": "models/shapes/qwen3-8b/dflash", "num_speculative_tokens": 15, **script}
+    line = "bench latency --model qwen3-8b --load-format dummy --batch-size 4 --decode-buckets 4 --max-num-seqs 4"
+    line += " --max-model-len 1024 --input-len 64 --output-len 60 --num-iters 1 --num-warmups 0 --profile"
+    words = [*line.split(), "--result-dir", str(tmp_path), "--speculative-config", json.dumps(config)]
+    bench.run(parsed(BenchCommand, words), {}, open_engine)
+    (stages,), (table,) = (list(tmp_path.glob(f"*.b4.{name}.json")) for name in ("stages", "profile"))
+    found, decode = json.loads(stages.read_text()), json.loads(table.read_text())["decode"]
+    assert 0 < found["rounds"] <= decode["steps"]
+    assert found["accept"]["kernels"] == 1
+    assert found["verify"]["us"] > found["propose"]["us"] > found["accept"]["us"] > 0, "36 layers, 5, and one kernel"
+    assert found["observe"]["kernels"] > 1
+    assert sum(found[name]["us"] for name in STAGES) == pytest.approx(decode["span"], rel=0.1)
