@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -129,10 +129,11 @@ class ResultReader:
         self._reserved = 0  # sequence number of the next step; equals the device's append counter
         self._in_flight: deque[int] = deque()  # submitted and not taken
         self._submitted: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._landed: dict[int, tuple[StepResult, float]] = {}
-        self._changed = threading.Condition()
+        # In order of their submission; None: the step failed, and no later one will come. A queue in C: what the worker
+        # does in Python, the loop cannot do meanwhile.
+        self._landed: queue.SimpleQueue[tuple[StepResult, float] | None] = queue.SimpleQueue()
         self._failure: ResultError | None = None
-        self._failure_raised = False
+        self._ended_in_failure = self._failure_raised = False
         self._worker = threading.Thread(target=self._work, name="landing", daemon=True)
         self._worker.start()
 
@@ -195,19 +196,20 @@ class ResultReader:
         if not self._in_flight or self._in_flight[0] != step:
             expected = f"step {self._in_flight[0]} is next" if self._in_flight else "no step is in flight"
             raise RuntimeError(f"cannot take step {step}: {expected}")
-        if step not in self._landed:  # else it is complete, and the worker does not touch it any more
-            self._await_landed(step, deadline_s)
-        result, self.landed_at = self._landed.pop(step)
+        if self._ended_in_failure:
+            self._raise_failure()
+        try:
+            landed = self._landed.get(timeout=deadline_s)
+        except queue.Empty:
+            where = self._device.torch_device
+            raise TimeoutError(f"step {step}: no result after {deadline_s:g} s on {where}") from None
+        if landed is None:
+            self._ended_in_failure = True
+            self._raise_failure()
+        result, self.landed_at = landed
         self._in_flight.popleft()
         self._taken += 1
         return result
-
-    def _await_landed(self, step: int, deadline_s: float | None) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: step in self._landed or self._failure is not None, deadline_s):
-                raise TimeoutError(f"step {step}: no result after {deadline_s:g} s on {self._device.torch_device}")
-            if step not in self._landed:
-                self._raise_failure()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -224,13 +226,13 @@ class ResultReader:
         self._worker.join(deadline_s)
         if self._worker.is_alive():
             raise ResultError(f"steps {list(self._in_flight)} did not land within {deadline_s:g} s of close")
-        if not self._failure_raised:
+        if self._failure is not None and not self._failure_raised:
             self._raise_failure()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self._failure_raised = True
-            raise ResultError(str(self._failure)) from self._failure.__cause__
+    def _raise_failure(self) -> NoReturn:
+        assert self._failure is not None
+        self._failure_raised = True
+        raise ResultError(str(self._failure)) from self._failure.__cause__
 
     # ---- the worker ----
 
@@ -244,9 +246,8 @@ class ResultReader:
             except BaseException as error:
                 failure = ResultError(f"step {ticket.spec.step}: {error}")
                 failure.__cause__ = error
-                with self._changed:
-                    self._failure = failure
-                    self._changed.notify_all()
+                self._failure = failure
+                self._landed.put(None)
 
     def _land(self, ticket: Ticket) -> None:
         ticket.copied.synchronize()
@@ -254,9 +255,7 @@ class ResultReader:
         result = self._read(ticket)
         self._time(ticket, at, result)
         self.counters.landed += 1
-        with self._changed:
-            self._landed[ticket.spec.step] = result, at
-            self._changed.notify_all()
+        self._landed.put((result, at))
 
     def _read(self, ticket: Ticket) -> StepResult:
         """Copies out of the pinned entry: it may be overwritten once the step is taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -165,6 +166,25 @@ def test_take_blocks_until_the_step_has_landed(steps: Steps) -> None:
     steps.device.copy.resume()
     taker.join()
     assert taken == [[100]]
+
+
+def test_a_signal_reaches_a_loop_that_waits_for_a_hanging_device(steps: Steps) -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("asked to end")
+
+    steps.device.compute.pause()
+    steps.launch(decode_step(1, (1,)))
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    to_the_loop = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2))
+    to_the_loop.start()
+    try:
+        with pytest.raises(InterruptedError, match="asked to end"):
+            steps.landing.take(1, deadline_s=60)
+    finally:
+        to_the_loop.join()
+        signal.signal(signal.SIGUSR2, before)
+    steps.device.compute.resume()
+    assert steps.landing.take(1).tokens == [100], "nothing is lost"
 
 
 def test_steps_are_taken_in_order(steps: Steps) -> None:
