@@ -47,7 +47,8 @@ class BlockPool:
         self._trusted = bytearray(count + 1)
         self._prefix_id = [ROOT] * (count + 1)
         self._next_prefix_id = ROOT + 1
-        self.drops = 0  # references dropped so far: while it stands still, no request that did not fit fits now
+        self.drops = 0  # references dropped so far
+        self.entered = 0  # blocks that became findable so far
 
     @property
     def free_count(self) -> int:
@@ -136,6 +137,7 @@ class BlockPool:
         return self._prefix_id[block]
 
     def _enter(self, block: int, key: tuple[int, bytes], prefix_id: int) -> None:
+        self.entered += 1
         self._index[key] = block
         self._key[block] = key
         self._prefix_id[block] = prefix_id

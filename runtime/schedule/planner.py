@@ -38,6 +38,7 @@ from runtime.schedule.states import State, Trigger
 
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
 NOBODY = (-1, -1)
+_GROWING = (State.PREFILL, State.DECODE, State.STALLED, State.DRAINING)
 
 # A plan and the sequences of its rows.
 Planned = tuple[StepPlan, tuple[SequenceState, ...]]
@@ -260,9 +261,10 @@ class Planner:
 
     @property
     def _spare_blocks(self) -> int:
-        """Left to running rows, to grow."""
-        blocks = self.config.blocks
-        return 0 if self.resources.pool.free_count == blocks else 1 + blocks // 100
+        """Left to running rows, to grow. Where there are none, nobody would use them."""
+        by_state = self.resources.by_state
+        grows = any(by_state[state] for state in _GROWING)
+        return 1 + self.config.blocks // 100 if grows else 0
 
     def _defer(self, sequence: SequenceState, short: int) -> None:
         """The head is ``short`` blocks, or a slot, short. What is fenced is free soon, and running rows end by
@@ -288,6 +290,7 @@ class Planner:
         resources = self.resources
         if not sequence.prefill_begun:
             self._slot_writes.append(_slot_write(sequence))
+            resources.drop_slot_update(sequence)
             resources.counters.snapshot_missed_tokens += max(0, sequence.branch_at - sequence.prefilled)
         sequence.prefill_begun, sequence.resumes = True, False
         if sequence.restores:
@@ -344,6 +347,7 @@ class Planner:
             session.extends = False
             sequence.resumes, sequence.prefill_begun = True, False
             sequence.prefill_target, sequence.branch_at = sequence.landed_tokens, 0
+            resources.count_query(sequence, sequence.landed_tokens - sequence.prefilled)
             resources.move(sequence, Trigger.GOT_ROOM_TO_EXTEND)
 
     # ---- decode ----

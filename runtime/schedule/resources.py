@@ -77,6 +77,7 @@ class Resources:
         self._arrivals = 0
         self._requeued = 0  # of the requests that wait, those that held a slot before
         self._idled = 0  # times that a request became PAUSED or PARKED
+        self._prompt_blocks = 0  # that prompts have made findable so far
         # (slot, index) -> (slot, index, block), for the next step
         self._block_writes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._slot_updates: dict[int, SlotUpdate] = {}  # by slot, for the next step
@@ -241,8 +242,8 @@ class Resources:
         """For the plan to carry, with whose they are. Their slots are written, so they are not moved on besides."""
         taken = self._wanted_copies()
         self._copies.clear()
-        for copy, _ in taken:
-            self._slot_updates.pop(copy.slot, None)
+        for _, copied in taken:
+            self.drop_slot_update(copied)
         return taken
 
     def _wanted_copies(self) -> list[tuple[SlotCopy, SequenceState]]:
@@ -420,10 +421,10 @@ class Resources:
 
     @property
     def room_version(self) -> int:
-        """Changes whenever an admission that did not fit may fit: a block came back, or somebody paused or was parked,
-        who may be evicted for it.
+        """Changes whenever an admission that did not fit may fit: a block came back, or a prompt's can be found, or
+        somebody paused or was parked, who may be evicted for it.
         """
-        return self.pool.drops + self._idled
+        return self.pool.drops + self._prompt_blocks + self._idled
 
     def seat(self, sequence: SequenceState, hits: list[int], fresh: int) -> None:
         """Give a waiting sequence a slot, the cached blocks ``hits`` of its prefix, and ``fresh`` new ones.
@@ -437,10 +438,14 @@ class Resources:
         sequence.blocks += self.pool.take(fresh)
         self._write_blocks(sequence, 0)
         self.counters.admissions += 1
-        if self.sharing.looks_up(sequence):
-            self.counters.prefix_query_tokens += sequence.landed_tokens
+        self.count_query(sequence, sequence.landed_tokens)
         if sequence.answers and sequence.untouched:
             self._let_others_join(sequence)
+
+    def count_query(self, sequence: SequenceState, tokens: int) -> None:
+        """The index is asked for so many of its tokens, or will be."""
+        if self.sharing.looks_up(sequence):
+            self.counters.prefix_query_tokens += tokens
 
     # ---- forks ----
 
@@ -573,6 +578,11 @@ class Resources:
         """Have the device told where it ends now."""
         self._slot_updates[sequence.slot] = SlotUpdate(sequence.slot, sequence.max_length, revive)
 
+    def drop_slot_update(self, sequence: SequenceState) -> None:
+        """Its slot is written whole. An update may wait still: of a quantum that a stop id ended, behind which no plan
+        was made that could have carried it."""
+        self._slot_updates.pop(sequence.slot, None)
+
     def take_slot_updates(self) -> tuple[SlotUpdate, ...]:
         """For the plan to carry."""
         updates = tuple(self._slot_updates.values())
@@ -701,8 +711,10 @@ class Resources:
         if not plan.chunks:
             return
         prompts = rows[plan.decode_rows : len(rows) - len(plan.forks)]
+        entered = self.pool.entered
         for sequence in prompts:
             self.publish(sequence, sequence.prefilled)
+        self._prompt_blocks += self.pool.entered - entered
         if self.snapshots is not None:
             for row in self._saving.values():  # their writers have left, in the plan that they have chunks in
                 self.snapshots.give_back(row)
@@ -714,12 +726,12 @@ class Resources:
 
     def gained(self, sequence: SequenceState) -> None:
         """A token of it has landed: blocks that it filled behind its prompt are findable, and all can be trusted."""
+        if sequence.blocks and not sequence.trusted:  # also without caching: answers to one prompt share its blocks
+            sequence.trusted = True
+            self.pool.trust(sequence.blocks)
         if not self.config.prefix_caching or not sequence.blocks:
             sequence.publish_at = sequence.max_length
             return
-        if not sequence.trusted:
-            sequence.trusted = True
-            self.pool.trust(sequence.blocks)
         self._publish_landed(sequence)
         sequence.publish_at = (sequence.published_blocks + 1) * self.limits.block_size + self._early(sequence)
 

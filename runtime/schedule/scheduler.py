@@ -183,11 +183,12 @@ class Scheduler:
             if wide and i < decode_rows:
                 sequence.planned_tokens += count - width
                 sequence.uncertain_tokens -= width - 1
-                sequence.rounds += 1
-                sequence.accepted += max(0, count - 1)
-                gains.append(count)
-                if code:
-                    last_gains.append(count)
+                if count:  # a session's row stays a row behind the end of its quantum, and gains nothing there
+                    sequence.rounds += 1
+                    sequence.accepted += count - 1
+                    gains.append(count)
+                    if code:
+                        last_gains.append(count)
             if code and self._parks(sequence, FinishReason(code)):
                 assert sequence.session is not None
                 self.sessions.over(sequence, sequence.session, FinishReason(code))

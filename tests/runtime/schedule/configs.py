@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, cast
 
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, SnapshotPolicy, StepLimits
+from runtime.schedule.speculation import Speculation
 
 ROOMY = SchedulerConfig(
     StepLimits(rows=4, slots=8, block_size=4, max_model_len=64, max_prefill_tokens=64),
@@ -36,6 +37,7 @@ class Limits(TypedDict, total=False):
     max_sessions: int
     session_policy: SessionPolicy
     snapshots: SnapshotPolicy | None
+    speculation: Speculation | None
 
 
 def config_with(base: SchedulerConfig = ROOMY, **given: Unpack[Limits]) -> SchedulerConfig:

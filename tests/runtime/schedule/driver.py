@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Unpack
 
-from runtime.schedule.plan import Admit, Cancel, Finished, Pause, Resume, StepOutput, StepPlan
+from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
@@ -66,23 +66,27 @@ class Driver:
         priority: int = 0,
         n: int = 1,
         prompt_logprobs: int | None = None,
+        quantum: int = 0,
     ) -> None:
-        """``prompt`` is its tokens, or how many."""
+        """``prompt`` is its tokens, or how many. With a ``quantum`` it is a session that is kept."""
         tokens = prompt_of(prompt, request_id) if isinstance(prompt, int) else prompt
         stops = () if stop is None else (stop,)
         sampling = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs)
         request = Request(request_id, tokens, sampling, stops, priority)
         self._requests |= {answer.request_id: answer for answer in request.answers()}
-        self._ended(self.scheduler.submit(Admit(request)))
+        self.submit(Admit(request, quantum=quantum, keep=quantum > 0))
+
+    def submit(self, event: Event) -> None:
+        self._ended(self.scheduler.submit(event))
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        self._ended(self.scheduler.submit(Cancel(request_id, reason)))
+        self.submit(Cancel(request_id, reason))
 
     def pause(self, request_id: int) -> None:
-        self._ended(self.scheduler.submit(Pause(request_id)))
+        self.submit(Pause(request_id))
 
     def resume(self, request_id: int) -> None:
-        self._ended(self.scheduler.submit(Resume(request_id)))
+        self.submit(Resume(request_id))
 
     def _ended(self, ended: tuple[Finished, ...]) -> None:
         self.scheduler.check()

@@ -26,6 +26,18 @@ def fork_of(engine: Driver) -> StepPlan:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
+def test_an_answer_that_breaks_late_leaves_the_others_alone(prefix_caching: bool) -> None:
+    """They share the blocks of their prompt, over which tokens of all have landed: what broke is not in these."""
+    engine = forking(prefix_caching=prefix_caching, blocks=60)
+    engine.device.breaks_at = {1: 40}
+    engine.admit(0, 10, max_tokens=50, n=3)
+    engine.finish()
+    counters = engine.scheduler.counters
+    assert [engine.reason(i) for i in range(3)] == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+    assert (counters.distrusted, counters.admissions, counters.prefill_tokens) == (0, 3, 10)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
 def test_one_step_gives_every_answer_its_first_token(prefix_caching: bool) -> None:
     engine = forking(prefix_caching=prefix_caching)
     engine.admit(0, 10, n=4)

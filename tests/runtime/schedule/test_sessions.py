@@ -7,14 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Continue, Extend, Notice, Refused
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState, Session
 from runtime.schedule.sessions import Sessions
+from runtime.schedule.speculation import Speculation
+from runtime.schedule.states import State
+from tests.runtime.schedule import fake_device
 from tests.runtime.schedule.configs import config_with
+from tests.runtime.schedule.driver import Driver, ending_by_stop
 from tests.runtime.schedule.session_fuzz import SessionHang, WrongSession, check_seed, make_story, tell
 
 SEEDS = 1200
@@ -168,3 +172,77 @@ def test_with_the_policy_refuse_what_is_promised_fits() -> None:
         assert not engine.resources.arrive(Request(number, (1, 2), SamplingParams(max_tokens=31)), 1)
     (refused,) = engine.resources.arrive(Request(2, (1, 2), SamplingParams(max_tokens=1)), 1)
     assert "1 blocks, and 16 of 16 are promised to other sessions" in refused.detail
+
+
+@pytest.mark.parametrize("told", [State.DECODE, State.STALLED], ids=lambda state: str(state.value))
+def test_what_a_stop_id_overtook_does_not_meet_the_next_turn(told: State) -> None:
+    """Somebody continues a session early. No plan is made that could carry its new end: it has no block to go on with,
+    and its last row in flight draws a stop id. Then it is extended, and its slot is written whole."""
+    prompt, stop = ending_by_stop(1, 3, after=6)
+    engine = Driver(
+        rows=2,
+        slots=6,
+        blocks=11,
+        block_size=2,
+        depth=2,
+        max_sessions=2,
+        mixed=MixedSteps(),
+        prefix_caching=False,
+    )
+    engine.admit(2, 8, max_tokens=6)
+    engine.admit(1, prompt, max_tokens=20, stop=stop, quantum=10)
+    engine.turns({State.DECODE: 6, State.STALLED: 7}[told])
+    assert engine.state(1) is told
+    engine.submit(Continue(1, 1, 2))
+    engine.turns_until(State.PARKED, 1)
+    assert engine.scheduler.resources.tables_change, "its new end still waits for a plan"
+    engine.submit(Extend(1, 1, (3, 4), 5, 5))
+    engine.turns_until(State.DECODE, 1)
+    (plan,) = [plan for plan in engine.plans if plan is not None and plan.chunks][-1:]
+    assert [write.slot for write in plan.slot_writes] == [engine.sequence(1).slot]
+    assert not plan.slot_updates
+
+
+def test_windows_behind_the_end_of_a_quantum_are_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that may end a quantum has others in flight behind it, which gain nothing: neither the counters nor the
+    policy, which would turn speculation off for it, take them for guesses that were wrong."""
+    monkeypatch.setattr(fake_device, "accepted", lambda request_id, tokens, width, *, barren: width)
+    policy, found = Speculation(4, None, ((1, 1300),)), []
+    for quantum in (0, 4):
+        engine = Driver(rows=2, slots=6, blocks=60, depth=2, widths=(4,), max_sessions=4, speculation=policy)
+        engine.admit(1, 3, max_tokens=40, quantum=quantum)
+        while engine.state(1) not in (State.PARKED, State.ENDED):
+            engine.turn()
+            if engine.state(1) is State.PARKED and engine.sequence(1).landed_tokens < 43:
+                engine.submit(Continue(1, 1, 4))
+        counters, kept = engine.scheduler.counters, engine.scheduler.planner.speculation
+        assert kept is not None
+        found.append((counters.spec_num_drafts, counters.spec_num_accepted_tokens, dict(kept.off)))
+    assert found == [(10, 29, {})] * 2
+
+
+def test_with_the_policy_refuse_what_is_promised_is_admitted() -> None:
+    """Nothing is spared for others to grow where nobody runs: two sessions of 5 of 10 blocks, one of them parked."""
+    engine = Driver(rows=2, slots=6, blocks=10, block_size=4, depth=1, max_sessions=4, session_policy="refuse")
+    for session in (1, 2):
+        engine.admit(session, 18, max_tokens=2, quantum=1)
+        engine.turns_until(State.PARKED, session)
+    assert engine.scheduler.pool.free_count == 0
+    assert engine.scheduler.counters.evictions == 0
+
+
+def test_tokens_that_a_session_is_told_are_looked_up_too() -> None:
+    """Somebody else has computed them: hits never exceed queries."""
+    engine = Driver(rows=2, slots=6, blocks=60, block_size=4, max_model_len=128, depth=1, max_sessions=4)
+    engine.admit(1, 5, max_tokens=1, quantum=1)
+    engine.turns_until(State.PARKED, 1)
+    talk, document = tuple(engine.sequence(1).tokens), tuple((7 * i + 3) % 29 for i in range(64))
+    engine.admit(9, (*talk, *document), max_tokens=1)
+    engine.turns_until(State.ENDED, 9)
+    counters = engine.scheduler.counters
+    queries, hits = counters.prefix_query_tokens, counters.prefix_hit_tokens
+    engine.submit(Extend(1, 1, document, 1, 1))
+    engine.turn()
+    engine.turns_until(State.PARKED, 1)
+    assert counters.prefix_query_tokens - queries == 65, "what it is told, and its newest token"
+    assert 65 > counters.prefix_hit_tokens - hits >= 60

@@ -38,6 +38,22 @@ def computed(engine: Driver) -> int:
 # ---- found early, waited for ----
 
 
+@pytest.mark.parametrize("mixed", [MixedSteps(), None], ids=["mixed", "in turns"])
+def test_a_prompt_that_did_not_fit_is_looked_at_again_when_its_blocks_are_found(mixed: MixedSteps | None) -> None:
+    """Both come in the same turn. Beside the first there is no room for the whole of the second, but behind the step
+    that computes the first there is for what they have not in common; and for whoever is behind it in line."""
+    engine = sharing(blocks=60, max_model_len=400, max_prefill_tokens=512, depth=1, mixed=mixed)
+    document = tuple((7 * i * i + 3 * i) % 29 for i in range(160))
+    engine.admit(1, document, max_tokens=60)
+    engine.admit(2, (*document, 1, 2, 3), max_tokens=5)
+    engine.admit(3, 3, max_tokens=2)
+    engine.turns(2)
+    assert [engine.state(request_id) for request_id in (2, 3)] == [State.DECODE] * 2
+    assert engine.sequence(1).landed_tokens < 163, "the first has long to go"
+    engine.finish()
+    assert computed(engine) == 160 + 3 + 3
+
+
 def test_prompts_that_arrive_together_compute_their_common_beginning_once() -> None:
     """64 prompts of 2,048 tokens, of which 1,900 are common: 29 blocks of 64 are computed by the first alone."""
     engine = Driver(
