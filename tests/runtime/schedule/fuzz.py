@@ -128,7 +128,7 @@ def make_trace(seed: int) -> Trace:
     if draw.random() < 0.4:
         events, breaks_at, poisons = _with_answers(events, breaks_at, poisons, draw)
     if max(widths) > 1 and draw.random() < 0.5:
-        policy = _draw_policy(draw, max(widths))
+        policy = draw_policy(draw, max(widths))
         percent = (0, 100, 40)[seed % 3]  # other draws are what the same seed always gave
         config = replace(config, speculation=replace(policy, mixed_percent=percent))
         if seed % 4 == 1:  # windows are trees, of a few tokens more
@@ -145,7 +145,7 @@ def draw_snapshots(draw: random.Random) -> SnapshotPolicy:
     )
 
 
-def _draw_policy(draw: random.Random, width: int) -> Speculation:
+def draw_policy(draw: random.Random, width: int) -> Speculation:
     """Windows in every step, up to some rows, or where they pay: of the fake device's rounds half the width is kept."""
     costs = tuple((rows, draw.randrange(500 * width, 700 * width)) for rows in (1, 2, 4))
     return draw.choice((Speculation(width), Speculation(width, draw.randrange(5)), Speculation(width, None, costs)))

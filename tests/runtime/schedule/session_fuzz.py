@@ -33,7 +33,7 @@ from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
-from tests.runtime.schedule.fuzz import draw_snapshots
+from tests.runtime.schedule.fuzz import draw_policy, draw_snapshots
 
 MOST_STEPS = 3000
 FIRST_FORK = 100  # request ids of forks
@@ -135,6 +135,8 @@ def make_story(seed: int) -> Story:
         breaks_at[chosen] = draw.randrange(4, 16)
     if seed % 3 == 1:
         config = config_with(config, snapshots=draw_snapshots(draw))
+    if max(widths) > 1 and draw.random() < 0.7:
+        config = config_with(config, speculation=draw_policy(draw, max(widths)))
     return Story(
         seed, config, starts, plain, breaks_at, draw.random() < 0.2, draw.random() < 0.5, draw.choice((1, 3, 6))
     )
@@ -174,6 +176,8 @@ class _Telling:
         self.plain: dict[int, Request] = {}
         self.shown: dict[int, list[int]] = {}  # of plain requests
         self.in_flight: deque[int] = deque()
+        self.windows: deque[int] = deque()  # rows of windows of each of them
+        self.gains: dict[int, list[int]] = {}  # by request, of every window that gained something
         self.chance = random.Random(story.seed + 1)  # of what is said too early
         self.disturbed = False
         self.events: list[tuple[int, Event]] = []
@@ -203,7 +207,9 @@ class _Telling:
             raise AssertionError("everything has ended, but not every block and slot is free")
         if scheduler.resources.sessions:
             raise AssertionError("everything has ended, but there are sessions")
-        counters = scheduler.counters
+        counters, gains = scheduler.counters, [gain for found in self.gains.values() for gain in found]
+        if (counters.spec_num_drafts, counters.spec_num_accepted_tokens) != (len(gains), sum(gains) - len(gains)):
+            raise WrongSession(f"{counters}, but {len(gains)} windows gained {sum(gains)} tokens")
         return Told(
             {id_: (*client.transcript, *client.shown) for id_, client in self.clients.items()},
             {id_: client.ended.reason for id_, client in self.clients.items() if client.ended is not None},
@@ -330,14 +336,18 @@ class _Telling:
             self.scheduler.check()
         self.device.launch(plan)
         self.in_flight.append(self.scheduler.step - 1)
+        self.windows.append(plan.decode_rows if plan is not None and plan.width > 1 else 0)
         if len(self.in_flight) > self.config.limits.depth:
             self.land()
 
     def land(self) -> None:
         output = self.scheduler.land(self.in_flight.popleft(), self.device.land(self.scheduler.slots.epochs))
+        windows = self.windows.popleft()
         for row, (request_id, count) in enumerate(zip(output.request_ids, output.counts, strict=True)):
             if count and request_id >= 0:
                 new = output.tokens[row * output.width : row * output.width + count]
+                if row < windows:
+                    self.gains.setdefault(request_id, []).append(count)
                 client = self.clients.get(request_id)
                 if client is None:
                     self.shown.setdefault(request_id, []).extend(new)
@@ -384,6 +394,9 @@ class _Telling:
         client.due = self.scheduler.step + random.Random(f"{self.story.seed} {client.parks}").choice((0, 0, 1, 4, 12))
 
     def hear_end(self, finished: Finished) -> None:
+        gains = self.gains.get(finished.request_id, [])
+        if (finished.rounds, finished.accepted) != (len(gains), sum(gains) - len(gains)):
+            raise WrongSession(f"{finished}, but its windows gained {gains}")
         client = self.clients.get(finished.request_id)
         breaks = self.story.breaks_at.get(finished.request_id)
         if client is None:
