@@ -105,8 +105,16 @@ def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCo
     from runtime.execute.cache.sizing import CacheMemoryError
     from runtime.execute.step.row_graphs import CaptureError
     from runtime.frontend.tokenizer import TokenizerError
+    from runtime.speculative_config import SpeculativeConfigError
 
-    of_the_command_line = (UsageError, ConfigError, RendezvousError, TokenizerError, ResultsFileError)
+    of_the_command_line = (
+        UsageError,
+        ConfigError,
+        RendezvousError,
+        TokenizerError,
+        ResultsFileError,
+        SpeculativeConfigError,
+    )
     of_the_model = (ModelConfigError, WeightsError, CacheMemoryError, CaptureError)
     try:
         return _run_its_module(command)

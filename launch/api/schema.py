@@ -133,6 +133,8 @@ def sampling_params(
     Ranges are not checked here.
     """
     said = {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
+    if said.get("top_k") == -1:  # vLLM's old word for all tokens
+        said["top_k"] = 0
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     return replace(
         defaults,

@@ -96,12 +96,12 @@ class ServeApp:
             ],
             redirect_slashes=False,
         )
-        self._app: ASGIApp = self._router
-        if settings.allowed_origins:
+        self._app: ASGIApp = self._answer
+        if settings.allowed_origins:  # around everything: a browser shows no error that comes without these headers
             from starlette.middleware.cors import CORSMiddleware
 
             self._app = CORSMiddleware(
-                self._router,
+                self._answer,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "OPTIONS"],
                 allow_headers=["*"],
@@ -117,33 +117,45 @@ class ServeApp:
         began, status = time.monotonic(), 500
         scope["app"] = self  # so that Starlette raises, where it would else answer in plain text
         scope["request_id"] = request_id = _request_id(scope)
-        headed = False
 
         async def send_noted(message: Message) -> None:
-            nonlocal status, headed
+            nonlocal status
             if message["type"] == "http.response.start":
-                status, headed = message["status"], True
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
-            try:
-                self._admit(scope)
-                await self._app(scope, receive, send_noted)
-            except ApiError as error:
-                await error.response()(scope, receive, send_noted)
-            except HTTPException as error:
-                await _of_http(error)(scope, receive, send_noted)
-            except ClientDisconnect:
-                status = 499
-            except Exception:
-                log.exception("a request failed that should not have")
-                if headed:
-                    raise
-                failed = ApiError(500, "an internal error; the server's log has it", kind="internal_server_error")
-                await failed.response()(scope, receive, send_noted)
+            await self._app(scope, receive, send_noted)
+        except ClientDisconnect:
+            status = 499
         finally:
             self.metrics.http(scope["method"], _handler(scope), status, time.monotonic() - began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """By a route, or with what went wrong. Raises ClientDisconnect, and what fails in the middle of an answer."""
+        headed = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal headed
+            headed = headed or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            self._admit(scope)
+            await self._router(scope, receive, send_noted)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        except HTTPException as error:
+            await _of_http(error)(scope, receive, send)
+        except ClientDisconnect:
+            raise
+        except Exception:
+            log.exception("a request failed that should not have")
+            if headed:
+                raise
+            failed = ApiError(500, "an internal error; the server's log has it", kind="internal_server_error")
+            await failed.response()(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         """Raises ApiError 401 without a key that is one of ours. Takes as long for every wrong key."""
@@ -258,7 +270,7 @@ class ServeApp:
             ids = self._requests().tokens(body)
             strings = None
             if body.return_token_strs and self._tokenizer is not None:
-                strings = [self._tokenizer.decode([token]) for token in ids]
+                strings = [self._tokenizer.written(token) for token in ids]
             ready = self.engine.ready
             most = 0 if ready is None else ready.max_model_len
             row = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings}
@@ -279,7 +291,7 @@ class ServeApp:
                 ids = checked_prompt(body.tokens, ready.vocab_size, 1 << 31) if body.tokens else ()
             except RequestError as error:
                 raise bad_request(str(error), "tokens") from None
-            return msgspec.json.encode({"prompt": tokenizer.decode(ids)})
+            return msgspec.json.encode({"prompt": tokenizer.decode_all(ids)})
 
         return _json_bytes(prompt() if len(data) < _LONG_BODY else await asyncio.to_thread(prompt))
 

@@ -56,6 +56,7 @@ class Body(SamplingFields, kw_only=True, forbid_unknown_fields=False):
     lora_path: Any = None
     cache_salt: Any = None
     kv_transfer_params: Any = None
+    return_tokens_as_token_ids: Any = None
 
 
 class CompletionBody(Body, kw_only=True):
@@ -95,6 +96,7 @@ class ChatBody(Body, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     # Refused unless at their default (REFUSED).
+    echo: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -113,9 +115,13 @@ class TokenizeBody(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Refused unless at their default (REFUSED).
+    continue_final_message: Any = None
+    chat_template: Any = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -148,6 +154,7 @@ REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "lora_path": (),
     "cache_salt": (),
     "kv_transfer_params": (),
+    "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -155,7 +162,6 @@ REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
 }
@@ -169,12 +175,12 @@ def decode(data: bytes, kind: type[_Typed]) -> _Typed:
         raise undecodable(error) from None
 
 
-def refuse_unsupported(body: Body) -> None:
+def refuse_unsupported(body: Body | TokenizeBody) -> None:
     """Raises ApiError for the first field that this engine lacks and that is not at its default."""
     for name, neutral in REFUSED.items():
         value = getattr(body, name, None)
         if value is None or any(value == same and type(value) is type(same) for same in neutral):
             continue
-        if name == "best_of" and value == body.n:  # nothing would be thrown away
+        if name == "best_of" and isinstance(body, Body) and value == body.n:  # nothing would be thrown away
             continue
         raise unsupported(name)

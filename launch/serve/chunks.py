@@ -54,7 +54,7 @@ class ChunkWriter:
         if plain and index in self._begun:
             return self._head + self._middle[index] + _json(piece.text) + self._plain_end
         logprobs = self._logprobs(index, piece)
-        extra = {"token_ids": [piece.token_id]} if asked.token_ids else {}
+        extra = {"token_ids": [piece.token_id] if piece.token_id >= 0 else []} if asked.token_ids else {}
         if not asked.chat:
             return self._choice({"index": index, "text": self._text(index, piece.text), "logprobs": logprobs,
                                  "finish_reason": reason, **extra}, usage)  # fmt: skip
@@ -132,6 +132,7 @@ def whole(
 ) -> bytes:
     """The JSON of an answer that is not streamed. ``deltas``: of each choice's text, where there are tools."""
     choices = []
+    whole_prompt: Row = {}  # of a chat's one prompt, beside its choices, as in vLLM
     for index, answer in enumerate(answers):
         first = answers[index // asked.sampling.n * asked.sampling.n]  # of the prompt: it alone scored it
         scores = _prompt_scores(first) if asked.sampling.prompt_logprobs is not None else ()
@@ -139,11 +140,12 @@ def whole(
             row = _chat_choice(asked, index, answer, pieces[index], deltas[index], tokenizer)
         else:
             row = _completion_choice(asked, index, answer, pieces[index], scores, tokenizer)
+        of_prompt = whole_prompt if asked.chat else row
         if asked.token_ids:
             row["token_ids"] = answer.token_ids
-            row["prompt_token_ids"] = asked.prompt_of(index).token_ids
+            of_prompt["prompt_token_ids"] = asked.prompt_of(index).token_ids
         if asked.scored_prompt:
-            row["prompt_logprobs"] = response_logprobs.of_prompt(scores, tokenizer)
+            of_prompt["prompt_logprobs"] = response_logprobs.of_prompt(scores, tokenizer)
         choices.append(row)
     return _json(
         {
@@ -153,6 +155,7 @@ def whole(
             "model": asked.model,
             "choices": choices,
             "usage": usage_of(asked, answers),
+            **whole_prompt,
         }
     )
 

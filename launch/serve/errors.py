@@ -10,7 +10,7 @@ import re
 import msgspec
 from starlette.responses import Response
 
-_AT = re.compile(r" - at `\$((?:\.[\w]+|\[[^\]]*\])*)`")
+_AT = re.compile(r" - at (?:`\w+` in )?`\$((?:\.[\w]+|\[[^\]]*\])*)`")
 _JSON = "application/json"
 
 

@@ -32,7 +32,7 @@ from runtime.frontend.validation import (
     checked_text,
     stop_ids_of,
 )
-from runtime.schedule.request import SamplingParams
+from runtime.schedule.request import MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_SEQUENCES = 1024  # of one HTTP request: prompts x n
 _RANDOM = random.SystemRandom()
@@ -113,6 +113,14 @@ class RequestBuilder:
         """Raises ApiError."""
         name = self._common(body)
         tools = self._tools(body)
+        if body.echo:
+            raise unsupported("echo", "a chat's answer does not repeat its messages")
+        if body.add_generation_prompt is not None and body.add_generation_prompt is not True:
+            raise unsupported("add_generation_prompt", "what is generated is the assistant's answer")
+        if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise bad_request(
+                f"top_logprobs is {body.top_logprobs}, but must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs"
+            )
         if body.top_logprobs is not None and not body.logprobs and body.top_logprobs > 0:
             raise bad_request("top_logprobs is set, but logprobs is not true", "top_logprobs")
         if body.stream and body.prompt_logprobs is not None:
@@ -135,11 +143,14 @@ class RequestBuilder:
     def tokens(self, body: TokenizeBody) -> tuple[int, ...]:
         """Of /tokenize; as long as may be. Raises ApiError."""
         self.model_name(body.model)
+        refuse_unsupported(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is not None:
             tools = [_plain_tool(tool) for tool in body.tools or ()]
-            text = self._rendered(body.messages, tools, dict(body.chat_template_kwargs or {}), None)
+            variables = dict(body.chat_template_kwargs or {})
+            answers = body.add_generation_prompt is not False
+            text = self._rendered(body.messages, tools, variables, None, add_generation_prompt=answers)
             return self._encoded(text, add_special_tokens=bool(body.add_special_tokens))
         return self._encoded(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
@@ -184,12 +195,9 @@ class RequestBuilder:
                 ids = self._encoded(one, add_special_tokens=body.add_special_tokens is not False)
             else:
                 ids = tuple(one)
-            prompts.append(
-                Prompt(
-                    one if isinstance(one, str) else None,
-                    self._fitting(ids, body.truncate_prompt_tokens, "prompt"),
-                )
-            )
+            fitting = self._fitting(ids, body.truncate_prompt_tokens, "prompt")
+            whole = isinstance(one, str) and len(fitting) == len(ids)
+            prompts.append(Prompt(one if isinstance(one, str) and whole else None, fitting))
         return tuple(prompts)
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -249,14 +257,14 @@ class RequestBuilder:
             )
             if body.bad_words:
                 said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
-            if said.top_k == -1:  # vLLM's old word for all tokens
-                said = replace(said, top_k=0)
             sampling = checked_sampling(said, self._ready.vocab_size)
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
             priority = checked_priority(body.priority or 0)
         except RequestError as error:
             text = str(error)
             param = text.split(" ", 1)[0]
+            if param == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
+                param, text = "max_completion_tokens", text.replace("max_tokens", "max_completion_tokens", 1)
             raise bad_request(text, param if hasattr(body, param) else None) from None
         if sampling.stop and self._tokenizer is None:
             raise bad_request("stop strings need a tokenizer, and the model folder has none", "stop")
@@ -299,6 +307,8 @@ class RequestBuilder:
         tools: list[dict[str, Any]],
         variables: dict[str, Any],
         documents: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         if self._chat is None:
             raise bad_request(
@@ -313,7 +323,7 @@ class RequestBuilder:
         if documents:
             variables["documents"] = documents
         try:
-            return self._chat.render(plain, variables)
+            return self._chat.render(plain, variables, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:
             raise bad_request(str(error), "messages") from None
 

@@ -66,8 +66,15 @@ class ChatTemplate:
         texts = {key: text for key in _SPECIAL_TOKENS if (text := _token_text(names.get(key))) is not None}
         return cls(_read_text(Path(file)), texts)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt up to where the assistant answers. ``variables`` are the template's own, such as enable_thinking.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt up to where the assistant answers; without ``add_generation_prompt`` up to the last message's end.
+        ``variables`` are the template's own, such as enable_thinking.
 
         Raises ChatTemplateError when the template refuses the messages or fails on them.
         """
@@ -76,7 +83,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat_template_kwargs sets {taken[0]!r}, which the template gets from the request")
         values: dict[str, Any] = {**self._special_tokens, **(variables or {})}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **values)
+            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # a template can fail in any way on messages that it did not foresee
             raise ChatTemplateError(f"the chat template fails on these messages: {error}") from error
 

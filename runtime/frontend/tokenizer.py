@@ -18,6 +18,7 @@ _REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (y
 _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an answer starts with a space
 _LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
 _OPEN_TOKENS: Final = 16  # of those, the last that stay open
+_LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has more bytes
 
 
@@ -65,14 +66,29 @@ class Tokenizer:
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; with ``add_special_tokens`` also what the tokenizer puts around a text, such as BOS."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Ids of ``text``; with ``add_special_tokens`` also what the tokenizer puts around a text, such as BOS.
+
+        Other threads go on while a long text is tokenised: of the library's calls only that for several texts lets go
+        of the interpreter.
+        """
+        if len(text) <= _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str:
         """Text of ``token_ids`` without special tokens, as it reads after ``context`` (the end of the prompt)."""
         before = self._usable_context(context)
         text = self._backend.decode([*before, *token_ids], skip_special_tokens=True)
         return text[len(self._backend.decode(before, skip_special_tokens=True)) :] if before else text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens by name."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def written(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, which may not be text; nothing for an id that it has not."""
+        return self._backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int) -> bytes:
         """What a token adds to a text's bytes, of a tokenizer that is ``context_free``; nothing for a special one."""

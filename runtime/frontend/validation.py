@@ -291,7 +291,7 @@ def _integer(name: str, value: object) -> int:
 def _whole(name: str, value: object, low: int, high: int) -> int:
     number = _integer(name, value)
     if not low <= number <= high:
-        legal = f"at least {low}" if high >= 2**31 - 1 else f"{low} to {high}"
+        legal = f"at least {low}" if number < low and high >= 2**31 - 1 else f"{low} to {high}"
         raise RequestError(f"{name} is {_shown(number)}, but must be {legal}")
     return number
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -50,19 +51,26 @@ def test_a_wrong_world_is_refused_without_torch() -> None:
     assert "SLURM_STEP_NUM_TASKS is 2, but WORLD_SIZE is 1" in ended.stderr
 
 
-def test_a_graph_that_does_not_fit_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "kind", "said"),
+    [
+        (
+            "runtime.execute.step.row_graphs",
+            "CaptureError",
+            "capturing the decode graph of 256 rows failed: out of memory. Lower --max-num-seqs",
+        ),
+        ("runtime.speculative_config", "SpeculativeConfigError", "token_map is 99999, but the vocabulary has 384 ids"),
+    ],
+)
+def test_what_an_engine_cannot_be_opened_with_is_one_line(
+    module: str, kind: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from runtime.execute.step.row_graphs import CaptureError
+    error = getattr(importlib.import_module(module), kind)
 
-    def full(*_: object) -> int:
-        raise CaptureError("capturing the decode graph of 256 rows failed: out of memory. Lower --max-num-seqs")
+    def refused(*_: object) -> int:
+        raise error(said)
 
-    monkeypatch.setattr("launch.generate.command.run", full)
+    monkeypatch.setattr("launch.generate.command.run", refused)
     monkeypatch.setattr(entry, "_end_with_launcher", lambda: None)
     assert entry.main(GENERATE) == 2
-    said = capfd.readouterr().err
-    assert said == (
-        "lockstride generate: error: capturing the decode graph of 256 rows failed: out of memory. Lower "
-        "--max-num-seqs\n"
-    )
+    assert capfd.readouterr().err == f"lockstride generate: error: {said}\n"

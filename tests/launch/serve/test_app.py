@@ -303,6 +303,81 @@ def test_models_and_tokens() -> None:
     run(body)
 
 
+def test_tokens_are_shown_whole_and_without_the_answer_s_beginning_where_that_is_asked() -> None:
+    async def body(client: Client) -> None:
+        text = "<|im_start|>é<|im_end|>"
+        shown = (await client.post("/tokenize", {"prompt": text, "return_token_strs": True})).json
+        assert (shown["token_strs"][0], shown["token_strs"][-1]) == ("<|im_start|>", "<|im_end|>")
+        assert "\ufffd" not in "".join(shown["token_strs"]), "pieces of the vocabulary"
+        assert (await client.post("/detokenize", {"tokens": shown["tokens"]})).json == {"prompt": text}
+        chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+        assert (await client.post("/tokenize", chat)).json["tokens"] == TOKENIZER.encode("<user>x")
+        for field, value in (("continue_final_message", True), ("chat_template", "x")):
+            refused = await client.post("/tokenize", {**chat, field: value})
+            assert (refused.status, refused.error["param"]) == (400, field)
+
+    run(body)
+
+
+def test_a_browser_may_read_errors_too() -> None:
+    async def body(client: Client) -> None:
+        for path, headers, status in (
+            ("/v1/completions", {"authorization": "Bearer key"}, 400),
+            ("/v1/completions", {}, 401),
+            ("/nowhere", {"authorization": "Bearer key"}, 404),
+        ):
+            reply = await client.post(path, {}, origin="http://a.com", **headers)
+            assert reply.status == status
+            assert reply.headers["access-control-allow-origin"] == "http://a.com"
+            assert reply.headers["x-request-id"]
+        other = await client.post("/v1/completions", {}, origin="http://b.com", authorization="Bearer key")
+        assert "access-control-allow-origin" not in other.headers
+
+    run(body, allowed_origins=("http://a.com",), api_keys=("key",))
+
+
+def test_what_vllm_says_of_a_chat_s_prompt_stands_beside_the_choices() -> None:
+    async def body(client: Client) -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "seed": 1, "ignore_eos": True}
+        reply = (await client.post("/v1/chat/completions", {**asked, "return_token_ids": True, "n": 2})).json
+        assert reply["prompt_token_ids"] == TOKENIZER.encode("<user>x<a>")
+        assert [len(choice["token_ids"]) for choice in reply["choices"]] == [3, 3]
+        assert all("prompt_token_ids" not in choice for choice in reply["choices"])
+
+    run(body)
+
+
+def test_an_echo_is_of_the_tokens_that_a_cut_prompt_has() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": "abcdefgh", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 2, "seed": 1}
+        (choice,) = (await client.post("/v1/completions", asked)).json["choices"]
+        kept = TOKENIZER.encode("abcdefgh")[-2:]
+        assert choice["text"].startswith(TOKENIZER.decode(kept))
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"echo": True}, "echo", "echo is not supported"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "is not supported"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "is not supported"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21, but must be 0 to 20"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, but must be"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "Expected `int`"),
+    ],
+)
+def test_a_chat_s_error_names_the_field_that_was_sent(fields: dict[str, Any], param: str, words: str) -> None:
+    async def body(client: Client) -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}], "seed": 1, **fields}
+        reply = await client.post("/v1/chat/completions", asked)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert words in reply.error["message"]
+
+    run(body)
+
+
 def test_a_body_that_is_too_long_is_413_however_it_comes() -> None:
     async def body(client: Client) -> None:
         data = json.dumps({"prompt": "a" * 3000}).encode()

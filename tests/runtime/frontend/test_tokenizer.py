@@ -46,6 +46,16 @@ def test_encode_and_decode_round_trip(kind: Callable[[], Tokenizer]) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_has_the_ids_of_a_short_one(kind: Callable[[], Tokenizer], special: bool) -> None:
+    """The library's other call, which lets other threads go on."""
+    tokenizer, text = kind(), "hello the end. " * 400
+    assert len(text) > 4000
+    ids = tokenizer._backend.encode(text, add_special_tokens=special).ids
+    assert tokenizer.encode(text, add_special_tokens=special) == ids
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @few
