@@ -163,6 +163,7 @@ def settings_of(
         allowed_origins=tuple(options.allowed_origins or ()),
         root_path=options.root_path.rstrip("/"),
         max_body_bytes=options.max_body_bytes,
+        max_queued=options.max_queued_requests,
         keep_alive=options.timeout_keep_alive,
         comment_seconds=options.sse_comment_seconds,
         ssl_certfile=None if options.ssl_certfile is None else str(options.ssl_certfile),

@@ -266,6 +266,12 @@ class RequestBuilder:
             if param == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
                 param, text = "max_completion_tokens", text.replace("max_tokens", "max_completion_tokens", 1)
             raise bad_request(text, param if hasattr(body, param) else None) from None
+        if (answers := len(prompts) * sampling.n) > self._settings.max_queued:
+            raise bad_request(
+                f"{answers} answers of one request, but at most {self._settings.max_queued} may wait "
+                "(--max-queued-requests): send several",
+                "n" if len(prompts) == 1 else "prompt",
+            )
         if sampling.stop and self._tokenizer is None:
             raise bad_request("stop strings need a tokenizer, and the model folder has none", "stop")
         options = body.stream_options

@@ -197,7 +197,7 @@ async def served(
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with tempfile.TemporaryDirectory() as folder:
-        made = ServerSettings(model="none", names=("m",), metrics=folder, **settings)
+        made = ServerSettings(model="none", names=("m",), metrics=folder, max_queued=max_queued, **settings)
         chat = None if template is None else ChatTemplate(template)
         app = ServeApp(made, engine, Metrics(Path(folder), 0), tokenizer or small_tokenizers.byte_level(), chat)
         client = Client(app, engine, fake, server)

@@ -396,16 +396,26 @@ def test_a_full_queue_is_503_with_retry_after_and_ready_says_so() -> None:
         await asyncio.sleep(0.05)
         client.fake.hold.clear()
         client.fake.pause = 0.3
-        refused = [await client.post("/v1/completions", {**asked, "n": 8})]
-        for reply in refused:
-            assert (reply.status, reply.error["code"]) == (503, "queue_full")
-            assert reply.headers["retry-after"] == "1"
+        reply = await client.post("/v1/completions", {**asked, "n": 4})
+        assert (reply.status, reply.error["code"]) == (503, "queue_full")
+        assert reply.headers["retry-after"] == "1"
         client.fake.pause = 0.0
         assert {reply.status for reply in await asyncio.gather(*first)} <= {200, 503}
         await client.until(lambda: client.server.live == 0)
         assert (await client.post("/v1/completions", asked)).status == 200
 
     run(body, ServedFake(rows=2), max_queued=4)
+
+
+def test_a_request_that_no_queue_would_ever_hold_is_a_400() -> None:
+    async def body(client: Client) -> None:
+        for asked, param in (({"prompt": "a", "n": 5}, "n"), ({"prompt": ["a"] * 5}, "prompt")):
+            reply = await client.post("/v1/completions", {"max_tokens": 1, "seed": 1, **asked})
+            assert (reply.status, reply.error["param"]) == (400, param)
+            assert "5 answers of one request, but at most 4 may wait" in reply.error["message"]
+        assert (await client.post("/v1/completions", {"prompt": "a", "n": 4, "max_tokens": 1})).status == 200
+
+    run(body, max_queued=4)
 
 
 def test_health_is_progress_and_metrics_answer_while_it_is_missing() -> None:
