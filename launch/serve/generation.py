@@ -57,7 +57,7 @@ class Generation:
         ]
         self._pieces: list[list[Piece]] = [[] for _ in asked.sequences]
         self._deltas: list[list[Delta]] = [[] for _ in asked.sequences]
-        self._tools = [ToolCallStream() for _ in asked.sequences] if asked.tools else []
+        self._tools = [ToolCallStream(asked.most_calls) for _ in asked.sequences] if asked.tools else []
         self._keep_pieces = asked.sampling.logprobs is not None and not asked.stream
         self._open = len(asked.sequences)
         self._watch = _Stopwatch(metrics, asked, arrived_at)

@@ -67,6 +67,7 @@ class Asked:
     scored_prompt: bool = False  # vLLM's prompt_logprobs were asked for
     tools: bool = False
     token_ids: bool = False
+    most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
 
     @property
     def prompt_tokens(self) -> int:
@@ -290,6 +291,7 @@ class RequestBuilder:
             scored,
             tools,
             bool(body.return_token_ids),
+            1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None,
         )
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:

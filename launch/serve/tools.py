@@ -23,9 +23,13 @@ Delta = dict[str, Any]
 
 
 class ToolCallStream:
-    """Text in, deltas of a chat's choice out: ``{"content": ...}`` and ``{"tool_calls": [...]}``, in order."""
+    """Text in, deltas of a chat's choice out: ``{"content": ...}`` and ``{"tool_calls": [...]}``, in order.
 
-    def __init__(self) -> None:
+    ``most``: calls that are told, the first ones; None tells all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._buffer = ""
         self._call: _Call | None = None
         self.calls = 0  # that began
@@ -36,7 +40,7 @@ class ToolCallStream:
         found: list[Delta] = []
         while self._advance(found):
             pass
-        return found
+        return self._told(found)
 
     def finish(self) -> list[Delta]:
         """No text follows: a call that is cut off ends where it is."""
@@ -47,7 +51,12 @@ class ToolCallStream:
         elif self._buffer:
             found.append({"content": self._buffer})
         self._buffer = ""
-        return found
+        return self._told(found)
+
+    def _told(self, found: list[Delta]) -> list[Delta]:
+        if self._most is None:
+            return found
+        return [delta for delta in found if all(call["index"] < self._most for call in delta.get("tool_calls", ()))]
 
     def _advance(self, found: list[Delta]) -> bool:
         """One mark, or what stands before one; whether there may be another."""

@@ -60,3 +60,15 @@ def test_arguments_are_told_as_they_are_written() -> None:
     assert first[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
     assert first[1] == {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]}
     assert stream.push("5") == [{"tool_calls": [{"index": 0, "function": {"arguments": "5"}}]}]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_one_call_at_most(step: int) -> None:
+    """Of two the first is told, whole, in whatever pieces they come; content stays."""
+    calls = [f'<tool_call>{{"name": "f", "arguments": {{"x": {number}}}}}</tool_call>' for number in (1, 2)]
+    text, stream = f"so {calls[0]} and {calls[1]}", ToolCallStream(1)
+    deltas = [delta for at in range(0, len(text), step) for delta in stream.push(text[at : at + step])]
+    content, found = merged([*deltas, *stream.finish()])
+    assert content is not None
+    assert content.split() == ["so", "and"]
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == [("f", '{"x": 1}')]
