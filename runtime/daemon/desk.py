@@ -284,6 +284,8 @@ class Desk:
         old = connection.sessions.get(command.request)
         if parent.phase is Phase.RUNNING or parent.drained:
             raise BadLine("the parent is running: only a session whose quantum is over can be forked")
+        if command.place is not None and (old is None or command.place != old.place):
+            self._new_place(command.place)  # or it raises, before anything is closed
         if old is not None:
             self._close(old, "restored from another session")
         return self._fork(connection, command)

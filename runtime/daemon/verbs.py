@@ -9,6 +9,8 @@ Knows: the grammar, and what each verb is for. Does not know: sessions, engines,
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -113,8 +115,11 @@ class _Words:
 
 
 def _read_ids(path: Path) -> tuple[int, ...]:
+    """Of a regular file: opening or reading another may wait for whoever writes it."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadLine(f"{path} is no regular file: name one of int32 ids")
             packed_ids = file.read(MAX_PROMPT_BYTES + 1)
     except (OSError, ValueError) as error:
         raise BadLine(f"the prompt file cannot be read: {error}") from error
@@ -178,7 +183,7 @@ def _options(words: _Words) -> dict[str, Any]:
         value = words.value()
         try:
             found[name] = OPTIONS[name][0](value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadLine(f"option {name} is {value[:40]!r}, which it cannot be") from None
     return found
 

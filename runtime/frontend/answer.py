@@ -82,6 +82,8 @@ class Answer:
         if text is None or end.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return Gain(pieces)  # the rest of one that was cut short tells no end
         rest = text.finish()
+        if text.stopped:  # its last characters were held until the end, and complete a stop string
+            self.reason = FinishReason.STOP
         if not pieces:
             return Gain(pieces, rest=rest)
         pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + rest)

@@ -18,6 +18,7 @@ Does not know: where requests come from, threads (async_engine.py has one), file
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,6 +154,9 @@ class EngineClient:
         """
         prepared = request if isinstance(request, PreparedPrompt) else self.prepare(request)
         asked, sampling = prepared.request, prepared.sampling
+        _check_of_nobody_else(asked)
+        while asked.key is None and self._outputs.next_id in self._answers:
+            self._outputs.next_id += 1  # somebody chose this number for a key
         key = self._outputs.next_id if asked.key is None else asked.key
         if key in self._answers:
             raise RequestError(f"key {key!r} is in use by a request that has not ended")
@@ -316,3 +320,14 @@ def capacity_of(engine: EngineProtocol) -> int:
     """Sequences to keep with the engine: those that run, and as many as may take over from them."""
     config = engine.config
     return config.data_parallel * (config.max_num_seqs + min(config.max_num_seqs, config.max_waiting))
+
+
+def _check_of_nobody_else(request: PromptRequest) -> None:
+    """What is used in the engine's own thread. Raises RequestError."""
+    try:
+        hash(request.key)
+    except TypeError:
+        raise RequestError(f"key is a {type(request.key).__name__}, but must be hashable") from None
+    at = request.arrived_at
+    if at is not None and (isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at)):
+        raise RequestError(f"arrived_at is {at!r:.80}, but must be a time in seconds")

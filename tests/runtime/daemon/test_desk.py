@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +96,29 @@ def test_a_slot_in_use_is_never_overwritten() -> None:
     assert listed == {
         "request": 1, "slot": 4, "phase": "parked", "remaining": 6, "emitted": 3, "quantum": 1, "epoch": 1, "tokens": 8
     }  # fmt: skip
+
+
+def test_a_refused_restore_changes_nothing() -> None:
+    client = Listener(ScriptedEngine())
+    for session in (1, 2, 3):
+        client.ask(f"REQ {session} SLOT {session} START {PROMPT} 9 1")
+    client.run_until_idle()
+    assert client.refused("REQ 2 SLOT 3 RESTORE 1") == "SLOT 3 is taken: a slot in use is never overwritten"
+    assert [listed["request"] for listed in client.ask("LIST_REQUESTS")["requests"]] == [1, 2, 3]
+    assert client.ask("REQ 2 SLOT 2 RESTORE 1")["place"] == 2, "its own place is free for it"
+
+
+def test_no_prompt_file_and_no_option_stops_the_others(tmp_path: Path) -> None:
+    """A pipe would wait for its writer; lists within lists go deeper than the reader, at a depth nobody knows."""
+    client = Listener(ScriptedEngine())
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert "is no regular file" in client.refused(f"REQ 1 START {path} 4 2")
+    for depth in range(900, 1010):
+        nested = "[" * depth + "]" * depth
+        for option in ("stop_ids", "stop"):
+            assert client.refused(f"REQ 1 START {PROMPT} 8 2 {option}={nested}")
+    assert client.ask("LIST_SLOTS")["taken"] == {}
 
 
 def test_a_fork_and_a_restore() -> None:

@@ -264,6 +264,8 @@ def test_a_bad_request_is_refused_before_the_engine_hears_of_it() -> None:
         (replace(good, prompt=(360,)), "prompt token 0 is 360"),
         (replace(good, sampling={}), "the sampling parameters are of type dict"),
         (replace(good, priority=None), "priority is None"),
+        (replace(good, key=["a"]), "key is a list, but must be hashable"),
+        (replace(good, arrived_at="now"), "arrived_at is 'now', but must be a time"),
         ("the dog", "the request is a str, but must be a PromptRequest"),
     ):
         with pytest.raises(RequestError, match=words):
@@ -280,6 +282,15 @@ def test_a_bad_request_is_refused_before_the_engine_hears_of_it() -> None:
     assert outputs(turns(client)).keys() == {"k"}
     assert client.submit(replace(good, key="k")) == "k", "it has ended: the key is free again"
     assert len(engine.added) == 1
+
+
+def test_who_names_no_key_gets_one_that_nobody_has() -> None:
+    client = client_of(fake())
+    assert client.submit(replace(asked(1), key=1)) == 1
+    assert client.submit(replace(asked(2), key=3)) == 3
+    given = [client.submit(replace(asked(3 + number), key=None)) for number in range(2)]
+    assert len({1, 3, *given}) == 4
+    assert outputs(turns(client)).keys() == {1, 3, *given}
 
 
 def test_lengths_are_cut_and_seeds_are_drawn_from_the_key() -> None:

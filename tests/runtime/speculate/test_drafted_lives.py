@@ -51,12 +51,12 @@ def drafter_of(kind: str, width: int, folder: Path, top_k: int = 0) -> Drafter:
 
 def lived(kind: str, width: int, depth: int, seed: int, folder: Path, *, tree: bool = False) -> tuple[Life, Life]:
     """A life with windows, or trees, and the serial one. With the fewest blocks that serve a request. Of even seeds
-    rows beside chunks have windows, too."""
+    rows beside chunks have windows, too, but for trees over recurrent layers."""
     one, drafter = drawn(seed), drafter_of(kind, width, folder, top_k=4 if tree else 0)
     size, tokens = one.limits["block_size"], TREES[width] if tree else width
     how: dict[str, Any] = {
         "proposer": drafter,
-        "speculation": Speculation(width, mixed_percent=0 if seed % 2 else 100),
+        "speculation": Speculation(width, mixed_percent=0 if seed % 2 or (tree and kind == "own mtp") else 100),
         "blocks": -(-(128 + width * depth + tokens) // size) + 1,
         "shape": SHAPE,
         **({"tree": tokens} if tree else {}),
