@@ -63,6 +63,7 @@ class _Desk:
         self._reader = FrameReader()
         self._expected = 0
         self.answers: deque[Frame] = deque()  # ACK, STATS, and ERROR of a line
+        self._unheard = 0  # answers to come that nobody waits for any more; they come in the order of the lines
         self.of_sessions: dict[int, deque[Frame]] = {}
         self.loose: deque[Frame] = deque()  # of sessions that nobody here has
         self.next_request = 1
@@ -76,10 +77,20 @@ class _Desk:
                 raise BadFrame(f"frame {frame.sequence} came where {self._expected} was due: one is lost")
             self._expected = (frame.sequence + 1) % (1 << 32)
             if frame.kind in (Kind.ACK, Kind.STATS) or (frame.kind is Kind.ERROR and not frame.epoch):
-                self.answers.append(frame)
+                if self._unheard:
+                    self._unheard -= 1
+                else:
+                    self.answers.append(frame)
             else:
                 self.of_sessions.get(frame.request, self.loose).append(frame)
         return found
+
+    def give_up(self) -> None:
+        """Whoever said the latest line does not wait for its answer any more."""
+        if self.answers:
+            self.answers.clear()
+        else:
+            self._unheard += 1
 
     def new_request(self) -> int:
         request, self.next_request = self.next_request, self.next_request + 1
@@ -192,10 +203,19 @@ class SlotClient:
         return SlotSession(self, request, quantum, answer)
 
     def command(self, line: str) -> dict[str, Any]:
-        """Say any line of the protocol, and wait for its answer. Raises SlotError."""
-        self._socket.sendall(line.encode() + b"\n")
-        while not self.desk.answers:
-            self.read()
+        """Say any line of the protocol, and wait for its answer. Raises SlotError, and TimeoutError: what the line asks
+        for may be done all the same, and its answer is nobody's. A connection that takes no whole line is closed."""
+        try:
+            self._socket.sendall(line.encode() + b"\n")
+        except BaseException:
+            self._socket.close()
+            raise
+        try:
+            while not self.desk.answers:
+                self.read()
+        except BaseException:
+            self.desk.give_up()
+            raise
         return _answer_of(self.desk.answers.popleft())
 
     def read(self) -> list[Frame]:
@@ -316,12 +336,17 @@ class AsyncSlotClient:
         return AsyncSlotSession(self, request, quantum, await self.command(line))
 
     async def command(self, line: str) -> dict[str, Any]:
+        """As SlotClient's. What a line asks for is done also where its task is cancelled while it waits."""
         assert self._writer is not None, "connect first"
         async with self._saying:
             self._writer.write(line.encode() + b"\n")
-            await self._writer.drain()
-            while not self.desk.answers:
-                await self.wait()
+            try:
+                await self._writer.drain()
+                while not self.desk.answers:
+                    await self.wait()
+            except BaseException:
+                self.desk.give_up()
+                raise
             return _answer_of(self.desk.answers.popleft())
 
     async def close(self) -> None:

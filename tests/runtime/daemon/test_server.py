@@ -96,6 +96,36 @@ def test_tasks_share_a_connection(tmp_path: Path) -> None:
     assert found == [(first, alone(first - 1, (first, 2), 12)) for first in range(1, 6)]
 
 
+def test_a_late_answer_is_not_the_next_line_s(tmp_path: Path) -> None:
+    """Of tasks that are cancelled and of calls that time out, before and after their answer has come."""
+    path = tmp_path / "slots.sock"
+
+    async def cancelled() -> None:
+        async with AsyncSlotClient(path) as client:
+            for pauses in range(6):
+                given_up = asyncio.ensure_future(client.command("LIST_REQUESTS"))
+                for _ in range(1 + pauses):
+                    await asyncio.sleep(0)
+                given_up.cancel()
+                await asyncio.gather(given_up, return_exceptions=True)
+                assert (await client.command("LIST_SLOTS"))["verb"] == "LIST_SLOTS"
+
+    with served(path):
+        asyncio.run(cancelled())
+        with SlotClient(path, timeout=PATIENCE_S) as client:
+            read = client.read
+
+            def late() -> list[Frame]:
+                raise TimeoutError("timed out")
+
+            for _ in range(3):
+                client.read = late  # type: ignore[method-assign]
+                with pytest.raises(TimeoutError):
+                    client.command("LIST_REQUESTS")
+                client.read = read  # type: ignore[method-assign]
+                assert client.command("LIST_SLOTS")["verb"] == "LIST_SLOTS"
+
+
 def test_a_client_that_is_killed_takes_its_sessions_with_it(tmp_path: Path) -> None:
     path, engine = tmp_path / "slots.sock", ScriptedEngine(max_model_len=4000, blocks=2000)
     with served(path, engine) as server, SlotClient(path, timeout=PATIENCE_S) as other:
