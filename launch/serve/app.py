@@ -270,7 +270,7 @@ class ServeApp:
             ids = self._requests().tokens(body)
             strings = None
             if body.return_token_strs and self._tokenizer is not None:
-                strings = [self._tokenizer.written(token) for token in ids]
+                strings = [self._tokenizer.id_to_token(token) for token in ids]
             ready = self.engine.ready
             most = 0 if ready is None else ready.max_model_len
             row = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings}
@@ -291,7 +291,7 @@ class ServeApp:
                 ids = checked_prompt(body.tokens, ready.vocab_size, 1 << 31) if body.tokens else ()
             except RequestError as error:
                 raise bad_request(str(error), "tokens") from None
-            return msgspec.json.encode({"prompt": tokenizer.decode_all(ids)})
+            return msgspec.json.encode({"prompt": tokenizer.decode_with_special_tokens(ids)})
 
         return _json_bytes(prompt() if len(data) < _LONG_BODY else await asyncio.to_thread(prompt))
 

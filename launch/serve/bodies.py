@@ -95,15 +95,16 @@ class ChatBody(Body, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    # Refused unless at their default (REFUSED).
+    # Other routes have these; a chat takes their defaults only (requests.py).
     echo: bool | None = None
+    add_generation_prompt: Any = None
+    # Refused unless at their default (REFUSED).
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    add_generation_prompt: Any = None
     continue_final_message: Any = None
     chat_template: Any = None
 

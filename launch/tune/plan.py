@@ -20,7 +20,8 @@ IN_LAYERS_UP_TO = 256  # rows; beyond, products are nearly all of a step, and on
 _POWER_LIMITED = 64  # rows; from about here on a step's clock follows its power (docs/measurements/power.md)
 _FIRST = (1, 8, 32, 128, 256, 64, 16, 2, 4)  # of the decode ladder: where engines are most often
 _TFLOP_PER_S = 500.0
-# By the journal of a run on an H100: 8B, 74 choices, 426 s, 77 of them of compiling, 127 of finalists' turns.
+# Of a run on an H100 (docs/measurements/h100.md): 8B, 74 choices, 426 s, 77 of them of compiling. Finalists' turns are
+# 127 s by their number and length; the rest is the brief round's.
 _LAYER_SECONDS = 0.045  # of a candidate's result, capture and replays inside layers
 _COMPILE_SECONDS = 1.7  # of a whole search, where nothing is on disk yet
 _CANDIDATES = 95  # of a whole search, about: 80 to 105

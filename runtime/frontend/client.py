@@ -154,7 +154,7 @@ class EngineClient:
         """
         prepared = request if isinstance(request, PreparedPrompt) else self.prepare(request)
         asked, sampling = prepared.request, prepared.sampling
-        _check_of_nobody_else(asked)
+        _check_key_and_arrival(asked)
         while asked.key is None and self._outputs.next_id in self._answers:
             self._outputs.next_id += 1  # somebody chose this number for a key
         key = self._outputs.next_id if asked.key is None else asked.key
@@ -322,7 +322,7 @@ def capacity_of(engine: EngineProtocol) -> int:
     return config.data_parallel * (config.max_num_seqs + min(config.max_num_seqs, config.max_waiting))
 
 
-def _check_of_nobody_else(request: PromptRequest) -> None:
+def _check_key_and_arrival(request: PromptRequest) -> None:
     """What is used in the engine's own thread. Raises RequestError."""
     try:
         hash(request.key)

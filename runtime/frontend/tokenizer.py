@@ -18,8 +18,8 @@ _REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (y
 _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an answer starts with a space
 _LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
 _OPEN_TOKENS: Final = 16  # of those, the last that stay open
-_LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has more bytes
+_LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 
 
 class TokenizerError(ValueError):
@@ -82,11 +82,11 @@ class Tokenizer:
         text = self._backend.decode([*before, *token_ids], skip_special_tokens=True)
         return text[len(self._backend.decode(before, skip_special_tokens=True)) :] if before else text
 
-    def decode_all(self, token_ids: Sequence[int]) -> str:
+    def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens by name."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
-    def written(self, token_id: int) -> str:
+    def id_to_token(self, token_id: int) -> str:
         """A token as the vocabulary writes it, which may not be text; nothing for an id that it has not."""
         return self._backend.id_to_token(token_id) or ""
 
