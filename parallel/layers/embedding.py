@@ -8,7 +8,6 @@ Shape letters: T tokens, R rows that need logits, N hidden size, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.comm.collectives import Collectives
@@ -69,11 +68,8 @@ def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -
 
 def _rows(weight_VN: Tensor, vocab: VocabShard, token_ids_T: Tensor, placement: ShardContext) -> Tensor:
     """[T, N], of a matrix with a row a token id, of which each rank has some."""
-    if vocab.size == 1:
-        return F.embedding(token_ids_T, weight_VN)
-    return placement.collectives.all_reduce(
-        placement.kernels.vocab_rows(weight_VN, token_ids_T, vocab.start, vocab.rows)
-    )
+    held_TN = placement.kernels.vocab_rows(weight_VN, token_ids_T, vocab.start, vocab.rows)
+    return held_TN if vocab.size == 1 else placement.collectives.all_reduce(held_TN)
 
 
 def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> nn.Parameter:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 
 class DraftKernels(NamedTuple):
-    """Entry points of draft_triton.py."""
+    """Entry points of draft_triton.py and likeliest_triton.py."""
 
     lay_out: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
     choose: Callable[[Tensor, Tensor | None, int], Tensor]
-    rank: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+    shortlist: Callable[..., Tensor]
+    ranked: Callable[[Tensor, int, Tensor | None, int], tuple[Tensor, Tensor]]
     keep: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     script: Callable[..., Tensor]
 
@@ -33,9 +34,14 @@ def kernels_for(tensor: Tensor) -> DraftKernels | None:
 def triton_kernels() -> DraftKernels | None:
     """The Triton kernels, None without Triton."""
     try:
-        from runtime.speculate import draft_triton
+        from runtime.speculate import draft_triton, likeliest_triton
     except ImportError:
         return None
     return DraftKernels(
-        draft_triton.lay_out, draft_triton.choose, draft_triton.rank, draft_triton.keep, draft_triton.script
+        lay_out=draft_triton.lay_out,
+        choose=draft_triton.choose,
+        shortlist=likeliest_triton.shortlist,
+        ranked=likeliest_triton.ranked,
+        keep=draft_triton.keep,
+        script=draft_triton.script,
     )

@@ -1,7 +1,8 @@
-"""What a drafter does beside its layers, in Triton, one launch each: rows laid out, a token chosen, candidates ranked,
-a state kept, a round's script drawn.
+"""What a drafter does beside its layers, in Triton, one launch each: rows laid out, a token chosen, a state kept, a
+round's script drawn.
 
-Knows: the arithmetic of draft_rows.py, likeliest.py, newest_state.py and synthetic.py, which hold the torch references.
+Knows: the arithmetic of draft_rows.py, likeliest.chosen, newest_state.py and synthetic.py, which hold the torch
+references.
 Does not know: drafters, which words of a record mean what (columns come as tensors, strides included).
 
 All are plain launches, without programmatic dependent launch, as those of step_io_triton.py.
@@ -19,11 +20,9 @@ from torch import Tensor
 from runtime.execute.sampling.draw_triton import (
     EXACT,
     PURPOSE_STEP,
-    ordered,
     random_words,
     row_key,
     uniform,
-    unordered,
 )
 
 _PAGES = 1024  # of a row's page table that one program copies
@@ -97,36 +96,6 @@ def _choose_kernel(keys_ptr, ids_ptr, token_ptr, parts, size, MAPPED: tl.constex
     if MAPPED:
         token = tl.load(ids_ptr + token)
     tl.store(token_ptr + row, token)
-
-
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["score_ptr", "id_ptr", "total_ptr"])
-def _rank_kernel(
-    score_ptr,
-    id_ptr,
-    total_ptr,
-    map_ptr,
-    out_id_ptr,
-    out_logprob_ptr,
-    size,
-    MAPPED: tl.constexpr,
-    COUNT: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """A lane's place is the number of candidates before it: those with a larger key, which are all different."""
-    row = tl.program_id(0)
-    lane = tl.arange(0, LANES)
-    inside = lane < COUNT
-    score = tl.load(score_ptr + row * COUNT + lane, mask=inside, other=0.0).to(tl.float32)
-    token = tl.load(id_ptr + row * COUNT + lane, mask=inside, other=0)
-    key = (ordered(score).to(tl.int64) << 32) | (0x7FFFFFFF - token)
-    key = tl.where(inside, key, -9223372036854775808)
-    place = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
-    logprob = unordered((key >> 32).to(tl.int32)) - tl.load(total_ptr + row)
-    token = tl.minimum(token, size - 1)
-    if MAPPED:
-        token = tl.load(map_ptr + token, mask=inside, other=0)
-    tl.store(out_id_ptr + row * COUNT + place, token, mask=inside)
-    tl.store(out_logprob_ptr + row * COUNT + place, logprob, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["last_ptr", "gained_ptr"])
@@ -221,28 +190,6 @@ def choose(keys_RP: Tensor, ids_V: Tensor | None, size: int) -> Tensor:
         num_warps=1,
     )
     return token_R
-
-
-def rank(score_RC: Tensor, id_RC: Tensor, total_R1: Tensor, ids_V: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
-    """(ids int64, log-probabilities float32), [R, C] each, best first: likeliest.ranked_in_torch of C different ids
-    (int64), their scores (any float) and the float32 logarithms of what those of all ids sum up to. C at most 64."""
-    rows, count = score_RC.shape
-    ids_RC = torch.empty(rows, count, dtype=torch.int64, device=score_RC.device)
-    logprobs_RC = torch.empty(rows, count, dtype=torch.float32, device=score_RC.device)
-    _rank_kernel[(rows,)](
-        score_RC.contiguous(),
-        id_RC.contiguous(),
-        total_R1.contiguous(),
-        ids_RC if ids_V is None else ids_V,
-        ids_RC,
-        logprobs_RC,
-        size,
-        MAPPED=ids_V is not None,
-        COUNT=count,
-        LANES=triton.next_power_of_2(count),
-        num_warps=1,
-    )
-    return ids_RC, logprobs_RC
 
 
 def keep(bank_SN: Tensor, state_TN: Tensor, rows_B: Tensor, last_B: Tensor, gained_B: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.drafters.draft_head import DraftHead
 from runtime.execute.sampling.kernels import kernels_for as sampling_kernels
-from runtime.execute.sampling.packed_argmax import pack, unpack
+from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.speculate.draft_kernels import kernels_for
 
 
@@ -56,26 +56,33 @@ def likeliest_few(head: DraftHead, hidden_RN: Tensor, count: int) -> tuple[Tenso
 
     With several ranks one all-gather of 8 * (count + 1) bytes a row and rank.
     """
-    local_RV, collectives = head.logits(hidden_RN), head.collectives
-    score_RC, id_RC = local_RV.topk(min(count, local_RV.shape[1]))
-    total_R1 = local_RV.float().logsumexp(1, keepdim=True)
-    if collectives.size == 1 and (kernels := kernels_for(score_RC)) is not None:
-        return kernels.rank(score_RC, id_RC, total_R1, head.ids_V, head.size)
-    keys_RC = pack(score_RC.float(), id_RC + head.vocab.start)
+    logits_RV, collectives = head.logits(hidden_RN), head.collectives
+    kernels = kernels_for(logits_RV)
+    if kernels is None:
+        records_RX = shortlist_in_torch(logits_RV, head.vocab.start, count)
+    else:
+        records_RX = kernels.shortlist(logits_RV, head.vocab.start, count, merged=collectives.size > 1)
     if collectives.size > 1:
-        total_key_R1 = pack(total_R1, torch.zeros_like(id_RC[:, :1]))
-        shares_RX = collectives.all_gather_keys(torch.cat((keys_RC, total_key_R1), 1))
-        shares_RSX = shares_RX.view(len(shares_RX), collectives.size, -1)
-        keys_RC = shares_RSX[:, :, :-1].flatten(1)
-        total_R1 = unpack(shares_RSX[:, :, -1])[0].logsumexp(1, keepdim=True)
-    return ranked_in_torch(keys_RC, total_R1, count, head.ids_V, head.size)
+        records_RX = collectives.all_gather_keys(records_RX)
+    return (ranked_in_torch if kernels is None else kernels.ranked)(records_RX, count, head.ids_V, head.size)
 
 
-def ranked_in_torch(
-    keys_RC: Tensor, total_R1: Tensor, count: int, ids_V: Tensor | None, size: int
-) -> tuple[Tensor, Tensor]:
-    """(ids, log-probabilities) of the ``count`` largest keys; the reference of draft_triton.rank, which one rank runs
-    over all candidates that it has."""
-    scores_RC, ids_RC = unpack(keys_RC.topk(count).values)
+def shortlist_in_torch(logits_RV: Tensor, vocab_start: int, count: int) -> Tensor:
+    """int64 [R, count + 1]: keys of the ``count`` likeliest ids, from ``vocab_start`` on, best first, then that of
+    (the logarithm of what all ids' weights sum up to, id 0). Where there are fewer ids, NO_CANDIDATE."""
+    rows, vocab = logits_RV.shape
+    scores_RV = logits_RV.float()
+    ids_V = torch.arange(vocab_start, vocab_start + vocab, device=logits_RV.device)
+    keys_RC = pack(scores_RV, ids_V).topk(min(count, vocab)).values
+    missing_RX = keys_RC.new_full((rows, count - keys_RC.shape[1]), NO_CANDIDATE)
+    total_R1 = scores_RV.logsumexp(1, keepdim=True)
+    return torch.cat((keys_RC, missing_RX, pack(total_R1, torch.zeros_like(keys_RC[:, :1]))), 1)
+
+
+def ranked_in_torch(records_RX: Tensor, count: int, ids_V: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
+    """(ids, log-probabilities) of the ``count`` best of all ids, from records of parts of them, side by side."""
+    records_RPX = records_RX.view(len(records_RX), -1, count + 1)
+    total_R1 = unpack(records_RPX[:, :, -1])[0].logsumexp(1, keepdim=True)
+    scores_RC, ids_RC = unpack(records_RPX[:, :, :-1].flatten(1).topk(count).values)
     ids_RC = torch.clamp(ids_RC, max=size - 1)
     return ids_RC if ids_V is None else ids_V[ids_RC], scores_RC - total_R1

@@ -27,7 +27,7 @@ from runtime.speculate.draft_rows import (
     chain_rows,
     chain_rows_in_torch,
 )
-from runtime.speculate.likeliest import best_keys, chosen, chosen_in_torch, ranked_in_torch
+from runtime.speculate.likeliest import best_keys, chosen, chosen_in_torch, ranked_in_torch, shortlist_in_torch
 from runtime.speculate.newest_state import keep_newest, keep_newest_in_torch
 from runtime.speculate.synthetic import kept_by_script, kept_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same
@@ -133,23 +133,36 @@ def test_an_id_of_padding_becomes_the_last_one(mapped: bool) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ranks", "vocab"), [(1, 40), (1, 4100), (2, 2050), (3, 20)])
 @pytest.mark.parametrize("count", [1, 8, 33])
-def test_candidates_are_ranked_as_in_torch(count: int, dtype: torch.dtype, mapped: bool) -> None:
-    """Few different scores, so that ids decide; -inf, -0.0 and NaN among them, and ids of padding."""
+def test_candidates_and_their_logprobs_are_those_of_torch(
+    count: int, ranks: int, vocab: int, dtype: torch.dtype, mapped: bool
+) -> None:
+    """Few different scores, so that ids decide what is left out, too; rows with infinities and NaN; fewer ids on a rank
+    than are wanted; ids of padding. With several ranks each has a record of its own."""
     torch.manual_seed(count)
     kernels = triton_kernels()
     assert kernels is not None
-    score_RC = torch.randint(-2, 3, (6, count)).to(dtype) * 0.5
-    score_RC[0, -1], score_RC[1, 0], score_RC[2, 0] = float("-inf"), float("nan"), -0.0
-    id_RC = torch.rand(6, 70).argsort(1)[:, :count]
-    total_R1, size = torch.rand(6, 1), 66
+    logits_RV = torch.randint(-2, 3, (6, ranks * vocab)).to(dtype) * 0.5
+    logits_RV[0, 5], logits_RV[1, 3], logits_RV[2, 7] = float("-inf"), float("nan"), float("inf")
+    logits_RV[3], logits_RV[4, :] = float("-inf"), -0.0
+    logits_RV[4, 11], logits_RV[5, -1] = 0.0, 3.0
+    size = ranks * vocab - 3
     ids_V = torch.randperm(size) + 5 if mapped else None
-    found = kernels.rank(
-        *(score_RC.to(DEVICE), id_RC.to(DEVICE), total_R1.to(DEVICE), None if ids_V is None else ids_V.to(DEVICE), size)
-    )
-    expected = ranked_in_torch(pack(score_RC.float(), id_RC), total_R1, count, ids_V, size)
-    same(found[0], expected[0], "ids")
-    same(found[1].nan_to_num(nan=7.0), expected[1].nan_to_num(nan=7.0), "log-probabilities")
+    shares = logits_RV.split(vocab, 1)
+    found = [
+        kernels.shortlist(share.to(DEVICE), rank * vocab, count, merged=ranks > 1) for rank, share in enumerate(shares)
+    ]
+    expected = [shortlist_in_torch(share, rank * vocab, count) for rank, share in enumerate(shares)]
+    if ranks > 1:
+        for one, other in zip(found, expected, strict=True):
+            same(one[:, :-1], other[:, :-1], "keys of a rank")
+    ids, logprobs = kernels.ranked(torch.cat(found, 1), count, None if ids_V is None else ids_V.to(DEVICE), size)
+    wanted_ids, wanted_logprobs = ranked_in_torch(torch.cat(expected, 1), count, ids_V, size)
+    same(ids, wanted_ids, "ids")
+    torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5, equal_nan=True)
+    whole = logits_RV[4:].float().log_softmax(1).topk(count).values
+    torch.testing.assert_close(wanted_logprobs[4:], whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -49,13 +49,14 @@ class ProposerFeed:
         Of a tree those of the path that was drawn, whose entries lie where a chain's would.
         """
         width = len(shown.slots_T) // len(window.rows_B)
+        seen_TN = hidden_TN if self.reads_hidden else None
         if shown.path_T is not None:
             inputs = _along_path(inputs, window, shown, width)
-            hidden_TN = hidden_TN.index_select(0, shown.path_T)
+            seen_TN = None if seen_TN is None else seen_TN.index_select(0, shown.path_T)
             features_TF = None if features_TF is None else features_TF.index_select(0, shown.path_T)
         advanced = Advanced(window.rows_B, shown.last_B, shown.gained_B, width)
         own = shown.slots_T, shown.next_T, shown.kept_T, shown.kept_kv_slots_T
-        self._show(Observed(inputs, *own, hidden_TN, features_TF, advanced))
+        self._show(Observed(inputs, *own, seen_TN, features_TF, advanced))
 
     def show_rows(
         self,

@@ -45,7 +45,7 @@ from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton
 from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.prefill import shorter_prefills
-from runtime.speculate import draft_triton
+from runtime.speculate import draft_triton, likeliest_triton
 from runtime.speculate.tree_triton import grow_trees
 from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
@@ -157,8 +157,9 @@ def windows(driver: CompilingDriver) -> None:
     draft_triton.lay_out(numbers, last, length, finished, table, width, mask_token=151669, **how)
     draft_triton.choose(made(rows, 75), None, 151936)
     draft_triton.choose(made(rows, 75), made(32768), 32768)
-    few_ids = made(120, 8)
-    draft_triton.rank(made(120, 8, dtype=torch.bfloat16), few_ids, made(120, 1, dtype=torch.float32), None, 151936)
+    for ids, logits in ((None, made(120, 151936, dtype=torch.bfloat16)), (made(32768), made(120, 16384))):
+        for merged in (False, True):
+            likeliest_triton.ranked(likeliest_triton.shortlist(logits, 0, 8, merged=merged), 8, ids, 32768)
     draft_triton.script(last, length, made(width, dtype=torch.float32), purpose=1)
     state = made(rows, 4096, dtype=torch.bfloat16)
     draft_triton.keep(state, state, numbers, numbers, made(rows, dtype=torch.bool))
