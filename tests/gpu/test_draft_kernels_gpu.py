@@ -149,7 +149,7 @@ def test_candidates_and_their_logprobs_are_those_of_torch(
     logits_RV[4, 11], logits_RV[5, -1] = 0.0, 3.0
     size = ranks * vocab - 3
     ids_V = torch.randperm(size) + 5 if mapped else None
-    shares = logits_RV.split(vocab, 1)
+    shares = torch.split(logits_RV, vocab, 1)
     found = [
         kernels.shortlist(share.to(DEVICE), rank * vocab, count, merged=ranks > 1) for rank, share in enumerate(shares)
     ]
