@@ -72,11 +72,10 @@ def _of_dflash(draft: DFlashConfig, ids: int) -> DrafterShape:
     return DrafterShape(
         dense=sizes.layers * (_attention(sizes, hidden) + 3 * hidden * sizes.intermediate_size),
         head=ids * hidden,
-        shown=sizes.layers * hidden * _entry(sizes),
+        shown=hidden * (len(draft.target_layer_ids) * hidden + sizes.layers * _entry(sizes)),
         kv_heads=sizes.kv_heads,
         kv_per_head=2 * sizes.head_dim,
         query_values=sizes.heads * sizes.head_dim,
-        shown_whole=len(draft.target_layer_ids) * hidden * hidden,
         views=tuple(view.window for view in draft.views),
         block=True,
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.cache_layout import CacheLayout
 from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import DFlashConfig
-from models.drafters.parts import Projection
+from models.drafters.parts import SplitProjection
 from models.inputs import DecodeAttention, StepInputs
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
@@ -44,7 +44,8 @@ LAYER_NAMES = {
 
 
 class DFlashDraft(CheckpointParts):
-    """Attention heads and MLPs are split over ranks as the target's are; ``fc`` is whole on each."""
+    """Attention heads and MLPs are split over ranks as the target's are, and ``fc`` by features, which every rank holds
+    whole."""
 
     checkpoint_names: ClassVar = {
         "fc": ("fc", "model.fc", "encoder.fc"),
@@ -65,7 +66,8 @@ class DFlashDraft(CheckpointParts):
         self.dtype = context.dtype
         self.kernels = context.kernels
         self.cos_sin_LR = cos_sin_cache(sizes.rope, sizes.rotary_dim, sizes.max_length)
-        self.fc = Projection(len(config.target_layer_ids) * hidden, hidden, context)
+        features = len(config.target_layer_ids) * hidden
+        self.fc = SplitProjection(features, hidden, context, "features (layers read * hidden_size)")
         self.hidden_norm = norm(hidden)
         self.layers = nn.ModuleList(
             DecoderLayer(

@@ -1,6 +1,7 @@
 """What drafters have beside decoder layers.
 
-Knows: a product that every rank computes in full. Does not know: what is multiplied.
+Knows: products of what every rank holds whole, computed in full by each or in shares. Does not know: what is
+multiplied.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from models.layers.context import ModelContext
+from parallel.comm.collectives import PendingAllReduce
+from parallel.layers.linear import RowParallel
 from parallel.layers.shard import Shard, ShardedModule, whole
 
 
@@ -24,3 +27,15 @@ class Projection(ShardedModule):
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": whole(self.weight)}
+
+
+class SplitProjection(RowParallel):
+    """Projection of which each rank holds and multiplies its share of the inputs' columns, and one all-reduce adds the
+    parts up. ``what`` as in RowParallel; the inputs [T, inputs] are whole on every rank.
+    """
+
+    def __init__(self, inputs: int, outputs: int, context: ModelContext, what: str) -> None:
+        super().__init__(inputs, outputs, context, what=what)
+
+    def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
+        return super().forward(x_TI.narrow(1, self.placement.rank * self.local_inputs, self.local_inputs))

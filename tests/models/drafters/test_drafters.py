@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError
 from models.config import ModelConfig, ModelConfigError
+from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import BlockView, DFlashConfig, MTPConfig, default_layer_ids
 from models.drafters.load import load_dflash, load_mtp, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.inputs import DecodeAttention, StepInputs
+from models.kernels.deterministic_reference import DeterministicReferenceKernels
+from models.kernels.interface import Kernels, Rotation
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
-from parallel.comm.collectives import SingleRank
+from parallel.comm.collectives import Collectives, SingleRank
 from tests.models.drafters import serial_oracle
 from tests.models.drafters.tiny_drafters import (
     SIZES,
@@ -32,16 +36,22 @@ from tests.models.drafters.tiny_drafters import (
     own_mtp_config,
     write,
 )
+from tests.models.tiny_checkpoint import RankOf
 from tests.models.tiny_delta import FAMILIES
+from tests.runtime.engine.tensor_ranks import LateSums, Meeting, MetCollectives, PushedSums, PushingKernels
 
 PAGE = 4
 TARGET = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": False}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def target(keys: dict[str, Any] = TARGET) -> Decoder:
-    config = ModelConfig.from_dict(keys)
-    return load_model(config, None, load_format="dummy", collectives=SingleRank(), kernels=ReferenceKernels(), seed=3)
+def target(
+    keys: dict[str, Any] = TARGET, collectives: Collectives | None = None, kernels: Kernels | None = None
+) -> Decoder:
+    """By default of one rank."""
+    config, of_group = ModelConfig.from_dict(keys), collectives or SingleRank()
+    used = kernels or ReferenceKernels()
+    return load_model(config, None, load_format="dummy", collectives=of_group, kernels=used, seed=3)
 
 
 def paged(layout: Any, rows: int) -> tuple[list[Tensor], Tensor]:
@@ -89,6 +99,123 @@ def test_a_block_is_what_the_oracle_computes(tmp_path: Path, changes: dict[str, 
     for row, context in enumerate(features):
         expected = serial_oracle.dflash_block(tensors, config, context, embedded[row])
         torch.testing.assert_close(found[row], expected, rtol=2e-4, atol=2e-4)
+
+
+def entries(draft: DFlashDraft, features_TF: Tensor) -> list[Tensor]:
+    """What ``append_context`` writes of tokens 0 to T - 1 of one row, a layer: [2, T, K, D]."""
+    caches, table_BP = paged(draft.cache_layout, 1)
+    positions = torch.arange(len(features_TF))
+    slots = kv_slots(table_BP, 0, positions)
+    draft.append_context(features_TF, positions, slots, caches)
+    return [kv.flatten(1, 2)[:, slots] for kv in caches]
+
+
+def entries_by_definition(
+    tensors: dict[str, Tensor], config: dict[str, Any], draft: DFlashDraft, features_TF: Tensor
+) -> list[Tensor]:
+    """The same of all heads: ``fc`` at once, and of each layer a product for its keys and one for its values."""
+    kernels, found = ReferenceKernels(), []
+    context_TN = kernels.rms_norm(features_TF @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], 1e-6)
+    positions = torch.arange(len(features_TF))
+    for number in range(config["num_hidden_layers"]):
+        part = f"layers.{number}.self_attn."
+        kv_TX = torch.cat(
+            [
+                context_TN @ tensors[f"{part}{name}.weight"].T + tensors.get(f"{part}{name}.bias", torch.zeros(()))
+                for name in ("k_proj", "v_proj")
+            ],
+            1,
+        )
+        norm_D = tensors[f"{part}k_norm.weight"]
+        kv = torch.zeros(2, 1, len(features_TF), config["num_key_value_heads"], config["head_dim"])
+        turn = Rotation(norm_D, norm_D, 1e-6, draft.cos_sin_LR, positions, positions)
+        kernels.rope_and_cache(kv_TX, 0, kv, turn)
+        found.append(kv[:, 0])
+    return found
+
+
+def biased(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the biases of ``attention_bias``."""
+    generator = torch.Generator().manual_seed(9)
+    widths = {
+        "q": config["num_attention_heads"],
+        "k": config["num_key_value_heads"],
+        "v": config["num_key_value_heads"],
+    }
+    sizes = {f"{name}_proj": heads * config["head_dim"] for name, heads in widths.items()}
+    sizes["o_proj"] = config["hidden_size"]
+    return tensors | {
+        f"layers.{number}.self_attn.{name}.bias": torch.randn(size, generator=generator)
+        for number in range(config["num_hidden_layers"])
+        for name, size in sizes.items()
+    }
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("size", "sums"), [(1, MetCollectives), (2, MetCollectives), (4, LateSums), (2, PushedSums)], ids=str
+)
+def test_entries_are_those_of_whole_products_whatever_the_ranks(
+    size: int, sums: type[MetCollectives], bias: bool, tmp_path: Path
+) -> None:
+    """Each rank reads its share of ``fc`` and of the heads; four ranks have two key/value heads twice."""
+    config = dflash_config(attention_bias=bias)
+    tensors = dflash_tensors(config)
+    if bias:
+        tensors = biased(config, tensors)
+    folder, meeting = write(tmp_path, config, tensors), Meeting(size)
+    features = [torch.randn(n, 48, generator=torch.Generator().manual_seed(n)) for n in (1, 7, 30)]
+
+    def of_rank(rank: int) -> tuple[DFlashDraft, list[list[Tensor]]]:
+        collectives = sums(meeting, rank) if size > 1 else None
+        kernels = _Pushing() if sums is PushedSums else None
+        draft = load_dflash(target(collectives=collectives, kernels=kernels), DFlashConfig.from_dict(config), folder)
+        return draft, [entries(draft, some) for some in features]
+
+    with ThreadPoolExecutor(size) as threads:
+        ranks = list(threads.map(of_rank, range(size)))
+    for rank, (draft, found) in enumerate(ranks):
+        assert torch.equal(draft.fc.weight, tensors["fc.weight"].chunk(size, 1)[rank]), "its share of the columns"
+        heads = slice(rank * 2 // size, rank * 2 // size + max(1, 2 // size))
+        for some, layers in zip(features, found, strict=True):
+            expected = entries_by_definition(tensors, config, draft, some)
+            assert len(layers) == len(expected) == 2
+            for layer, whole in zip(layers, expected, strict=True):
+                torch.testing.assert_close(layer, whole[:, :, heads], rtol=2e-5, atol=2e-5)
+
+
+class _Pushing(ReferenceKernels):
+    """As tensor_ranks.PushingKernels, in float32."""
+
+    linear_push = PushingKernels.linear_push
+
+
+def test_an_entry_of_the_deterministic_mode_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    config = dflash_config()
+    folder = write(tmp_path, config, dflash_tensors(config))
+    draft = load_dflash(target(kernels=DeterministicReferenceKernels()), DFlashConfig.from_dict(config), folder)
+    features = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
+    for some, few in zip(entries(draft, features), entries(draft, features[:4]), strict=True):
+        assert torch.equal(some[:, :4], few)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dummy_features_are_projected_by_pieces_of_one_weight(size: int) -> None:
+    config = DFlashConfig.from_dict(dflash_config())
+    whole, *parts = (
+        load_dflash(target(collectives=group), config, None, load_format="dummy", seed=5).fc.weight
+        for group in (None, *(RankOf(rank, size) for rank in range(size)))
+    )
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_features_that_ranks_cannot_share_are_refused_with_what_to_type() -> None:
+    """Heads would be split over four ranks, 2 * 27 features are not."""
+    sizes = {"hidden_size": 27}
+    model = target({**TARGET, **sizes}, RankOf(1, 4))
+    config = DFlashConfig.from_dict(dflash_config(**sizes))
+    with pytest.raises(ValueError, match=r"54 features .* over 4 tensor-parallel ranks; .* out of \[1, 2, 3, 6"):
+        load_dflash(model, config, None, load_format="dummy")
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_zero_centered": True, "attn_output_gate": True}], ids=str)
