@@ -42,7 +42,8 @@ def _of_mtp(draft: MTPConfig, ids: int) -> DrafterShape:
     hidden, experts = sizes.hidden_size, sizes.experts
     kinds = draft.blocks[1:] if draft.blocks else ("mlp" if experts is None else "moe",)
     gated = 2 if draft.blocks else 3  # matrices of an MLP: of blocks it has no gate
-    dense = _attention(sizes, hidden, gates=int(draft.output_gate))
+    fc = 2 * hidden * hidden
+    dense = fc + _attention(sizes, hidden, gates=int(draft.output_gate))
     dense += kinds.count("mlp") * gated * hidden * sizes.intermediate_size
     expert = 0
     sparse = kinds.count("moe")
@@ -54,12 +55,10 @@ def _of_mtp(draft: MTPConfig, ids: int) -> DrafterShape:
     return DrafterShape(
         dense=dense,
         head=ids * hidden,
-        shown=hidden * _entry(sizes),
+        shown=fc + hidden * _entry(sizes),
         kv_heads=sizes.kv_heads,
         kv_per_head=2 * sizes.head_dim,
         query_values=sizes.heads * sizes.head_dim,
-        whole=2 * hidden * hidden,
-        shown_whole=2 * hidden * hidden,
         expert=expert,
         experts=experts.count if experts is not None and sparse else 0,
         experts_per_token=experts.per_token if experts is not None and sparse else 0,

@@ -22,7 +22,7 @@ from models.cache_layout import CacheLayout
 from models.drafters.dflash import LAYER_NAMES
 from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import MTPConfig
-from models.drafters.parts import Projection
+from models.drafters.parts import SplitProjection
 from models.inputs import DecodeAttention, StepInputs
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
@@ -31,6 +31,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
+from parallel.comm.collectives import PendingAllReduce
 
 MakeNorm = Callable[[int], RMSNorm]
 
@@ -48,8 +49,8 @@ SPARSE_NAMES = {
 
 
 class MTPDraft(CheckpointParts):
-    """One layer, split over ranks as its layers are; ``fc`` is whole on each. Under other names, and of other blocks:
-    mtp_layouts.py."""
+    """One layer, split over ranks as its layers are, and ``fc`` by its inputs, which every rank has whole. Under other
+    names, and of other blocks: mtp_layouts.py."""
 
     checkpoint_names: ClassVar = {
         "fc": "mtp.fc",
@@ -70,7 +71,7 @@ class MTPDraft(CheckpointParts):
         self.cos_sin_LR = self._positions(config)
         self.embedding_norm = norm(hidden)
         self.hidden_norm = norm(hidden)
-        self.fc = Projection(2 * hidden, hidden, context)
+        self.fc = SplitProjection(2 * hidden, hidden, context, "inputs of fc (2 * hidden_size)")
         self.layers = nn.ModuleList(self._layers(config, context, norm))
         self.norm = norm(hidden)
 
@@ -136,11 +137,11 @@ class MTPDraft(CheckpointParts):
         found_TN = self(embedded_TN, hidden_TN, inputs, kv_layer)
         return found_TN, found_TN
 
-    def _joined(self, embedded_TN: Tensor, hidden_TN: Tensor) -> Tensor:
+    def _joined(self, embedded_TN: Tensor, hidden_TN: Tensor) -> Tensor | PendingAllReduce:
         """The embedding first, the hidden state second, as in every known checkpoint."""
         first, second = self.embedding_norm, self.hidden_norm
         pairs_TX = self.kernels.joined_norms(embedded_TN, first.weight, hidden_TN, second.weight, first.eps)
-        joined_TN: Tensor = self.fc(pairs_TX)
+        joined_TN: Tensor | PendingAllReduce = self.fc(pairs_TX)
         return joined_TN
 
     @property
