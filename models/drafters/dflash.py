@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from models.cache_layout import CacheLayout
@@ -45,7 +46,7 @@ LAYER_NAMES = {
 
 class DFlashDraft(CheckpointParts):
     """Attention heads and MLPs are split over ranks as the target's are, and ``fc`` by features, which every rank holds
-    whole."""
+    whole. Call ``gather_entry_rows`` when the parameters are filled."""
 
     checkpoint_names: ClassVar = {
         "fc": ("fc", "model.fc", "encoder.fc"),
@@ -87,6 +88,17 @@ class DFlashDraft(CheckpointParts):
             for view in config.views
         )
         self.norm = norm(hidden)
+        self.entry_weight_XN: Tensor | None
+        self.entry_bias_X: Tensor | None
+        self.register_buffer("entry_weight_XN", None, persistent=False)
+        self.register_buffer("entry_bias_X", None, persistent=False)
+
+    def gather_entry_rows(self) -> None:
+        """Copies the weights of every layer's keys and values, one layer after the other, so that one product makes the
+        entries of all layers."""
+        weights, biases = zip(*(attention.entry_rows for attention in self._attention), strict=True)
+        self.entry_weight_XN = torch.cat(weights)
+        self.entry_bias_X = None if biases[0] is None else torch.cat(biases)
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -97,9 +109,12 @@ class DFlashDraft(CheckpointParts):
         self, features_TF: Tensor, positions_T: Tensor, kv_slots_T: Tensor, caches: Sequence[Tensor]
     ) -> None:
         """Writes every layer's entries of tokens with such features, at their positions (int64, as in StepInputs)."""
+        assert self.entry_weight_XN is not None, "gather_entry_rows was not called"
         context_TN = self.hidden_norm.add(self.fc(features_TF), None)[0]
-        for attention, kv_layer in zip(self._attention, caches, strict=True):
-            attention.append(context_TN, positions_T, kv_slots_T, kv_layer)
+        kv_TX = self.kernels.linear(context_TN, self.entry_weight_XN, self.entry_bias_X)
+        of_layers = kv_TX.chunk(len(self.layers), 1)
+        for attention, kv_layer, own_TX in zip(self._attention, caches, of_layers, strict=True):
+            attention.write(own_TX, positions_T, kv_slots_T, kv_layer)
 
     def forward(self, embedded_TN: Tensor, inputs: StepInputs, caches: Sequence[Tensor]) -> Tensor:
         """Final-normed hidden states [T, N] of blocks of W tokens a row, for the target's head.

@@ -47,7 +47,9 @@ def load_dflash(
     """
     config.check_target(target.config)
     lengths = for_lengths(config, target.config.max_length)
-    return _filled(target, lambda context: DFlashDraft(lengths, context), folder, load_format, seed)
+    draft = _filled(target, lambda context: DFlashDraft(lengths, context), folder, load_format, seed)
+    draft.gather_entry_rows()
+    return draft
 
 
 def load_mtp(

@@ -198,6 +198,7 @@ class Kernels(Protocol):
         halves over the first R dims), writes k and v into ``kv_layer`` [2, pages, S, K, D]; returns q [T, H, D].
 
         ``heads`` is H, this rank's query heads, or 0: packed keys and values alone. K and D are those of ``kv_layer``.
+        ``qkv`` may be columns of a wider tensor.
         """
         ...
 

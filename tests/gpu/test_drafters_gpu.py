@@ -119,6 +119,9 @@ def test_keys_and_values_alone_are_written_as_beside_queries(tokens: int) -> Non
     kernels.rope_and_cache(qkv[:, heads * dim :].contiguous(), 0, alone, turn)
     assert beside.count_nonzero() > 0
     assert torch.equal(alone, beside)
+    alone.zero_()
+    kernels.rope_and_cache(qkv[:, heads * dim :], 0, alone, turn)
+    assert torch.equal(alone, beside), "columns of a wider tensor"
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -181,6 +181,23 @@ def test_the_form_follows_tokens_and_heads(
     made = Case.random(tokens, 3, 1, dim, rotary, True, torch.float32)
     made.check(made.run(chosen))
     assert asked == ["rope_prefill" if many else "rope_decode"]
+
+
+@pytest.mark.parametrize("form", [rope_prefill.rope_and_cache, rope_decode.rope_and_cache])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (37, torch.bfloat16), (37, torch.float32)])
+def test_columns_of_a_wider_tensor_are_rotated_as_if_they_were_alone(
+    form: Any, tokens: int, dtype: torch.dtype
+) -> None:
+    """Keys and values of one layer among those of several, as a drafter's entries are made."""
+    made = Case.random(tokens, 0, 8, 128, 128, True, dtype)
+    wide = torch.full((tokens, 3 * made.qkv.shape[1]), torch.nan).to(DEVICE, dtype)
+    columns = wide.chunk(3, 1)[1]
+    columns.copy_(made.qkv)
+    assert tokens == 1 or not columns.is_contiguous()
+    found = replace(made, qkv=columns).run(form)
+    made.check(found)
+    for one, other in zip(found, made.run(form), strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def test_no_tokens() -> None:

@@ -93,6 +93,7 @@ def _rope_and_cache_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,  # elements from a token's qkv to the next one's
     BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr,
     HEADS: tl.constexpr,  # heads of one kind that a program takes
@@ -111,7 +112,7 @@ def _rope_and_cache_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    qkv_row = qkv_ptr + token * (H + 2 * K) * D
+    qkv_row = qkv_ptr + token * ROW
     cos, sin = angles(cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY, BLOCK_D, ROTARY)
     if block < q_blocks:
         q_heads = block * HEADS + tl.arange(0, HEADS)
@@ -170,6 +171,7 @@ def rope_and_cache(
         H=heads,
         K=kv_heads,
         D=head_dim,
+        ROW=qkv_TX.stride(0),
         BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=rotation.cos_sin_LR.shape[1],
         HEADS=heads_a_program,

@@ -107,6 +107,7 @@ def _rope_and_cache_many_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
+    ROW: tl.constexpr,  # elements from a token's qkv to the next one's
     TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,  # of a program; divides H
     KV_HEADS: tl.constexpr,  # divides K
@@ -135,7 +136,7 @@ def _rope_and_cache_many_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row_ptr = qkv_ptr + (token * ((H + 2 * K) * D))[:, None]
+    row_ptr = qkv_ptr + (token * ROW)[:, None]
     # Heads are loaded before any position or slot is needed: whatever depends on one comes after.
     if block < q_blocks:
         position = tl.load(positions_ptr + token, mask=here, other=0)
@@ -191,6 +192,7 @@ def rope_and_cache(
         H=heads,
         K=kv_heads,
         HALF=half,
+        ROW=qkv_TX.stride(0),
         TOKENS=a_program,
         Q_HEADS=q_heads,
         KV_HEADS=k_heads,

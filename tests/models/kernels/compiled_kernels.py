@@ -290,6 +290,11 @@ def rotation(driver: CompilingDriver) -> None:
             for norm in (True, False):
                 driver.where = f"{dtype}, heads of {dim}, norm {norm}"
                 bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(rope_prefill.rope_and_cache)
+    driver.where = "keys and values, columns of a wider tensor"
+    wide = bench_rotation.Prefill("8B", 512)
+    wide.heads, wide.qkv = 0, torch.empty(512, 5 * 2 * 8 * 128, dtype=torch.bfloat16, device=META)[:, 2048:4096]
+    for run in bench_rotation.VARIANTS.values():
+        wide.run(run)
 
 
 def pushing(driver: CompilingDriver) -> None:

@@ -272,6 +272,9 @@ def rotation(kernels: InterpretedKernels) -> None:
         without = cache.kv.clone()
         kernels.rope_and_cache(qkv[:, heads * dim :].contiguous(), 0, without, turn)
         assert torch.equal(without.nan_to_num(), alone.nan_to_num()), "keys and values alone"
+        columns = cache.kv.clone()
+        kernels.rope_and_cache(qkv[:, heads * dim :], 0, columns, turn)
+        assert torch.equal(columns.nan_to_num(), alone.nan_to_num()), "columns of a wider tensor"
         scale, inputs = dim**-0.5, cache.inputs(1)
         expected = REFERENCE.decode_attention(q, written, inputs, scale)
         check(
