@@ -338,7 +338,7 @@ class Desk:
         return (session for session in ordered if session.runnable and not session.drained)
 
     def _drain(self, connection: Connection, command: Command) -> dict[str, Any] | None:
-        connection.draining = True
+        connection.drains.append(command.request or 0)
         for session in self._from_cursor(connection):
             self._let_run(session)
         for session in connection.sessions.values():
@@ -371,11 +371,12 @@ class Desk:
             self._ring.remove(session)
 
     def _drained_to_the_end(self, connection: Connection) -> None:
-        """Answer a SCHED_DRAIN whose sessions have spent their budgets."""
+        """Answer every SCHED_DRAIN, once all sessions have spent their budgets."""
         if connection.draining and not any(session.drained for session in connection.sessions.values()):
-            connection.draining = False
-            connection.send(Kind.ACK, None, pack_json({"verb": "SCHED_DRAIN"}))
-            connection.end_command()
+            drains, connection.drains = connection.drains, []
+            for request in drains:
+                connection.send(Kind.ACK, None, pack_json({"verb": "SCHED_DRAIN"}), request)
+                connection.end_command()
 
     def _proceed(self, session: SlotSession, tokens: int) -> None:
         tokens = min(tokens, session.budget - session.wanted)
@@ -454,7 +455,7 @@ class Desk:
         if not chosen:
             raise BadLine(f"there is nothing to probe, or no room: {room} sessions can be forked twice")
         parents = [(session.engine_id, min(2, session.left)) for session in chosen]
-        self._probes.append(Probe(connection, self._engine, parents, self._take_id))
+        self._probes.append(Probe(connection, command.request or 0, self._engine, parents, self._take_id))
         return None
 
     # ---- outputs of the engine ----

@@ -17,17 +17,20 @@ from runtime.schedule.plan import Evicted, Finished, Parked, Refused
 
 
 class Probe:
-    """``parents``: engine ids of parked sessions, and how many tokens of each are compared. Each is forked twice at
-    once; the first forks go on together, the others one after the other."""
+    """``request``: the id before its line, or 0, which its answer has, too. ``parents``: engine ids of parked sessions,
+    and how many tokens of each are compared. Each is forked twice at once; the first forks go on together, the others
+    one after the other."""
 
     def __init__(
         self,
         connection: Connection,
+        request: int,
         engine: SessionEngine,
         parents: Sequence[tuple[int, int]],
         take_id: Callable[[], int],
     ) -> None:
         self.connection = connection
+        self._request = request
         self._engine = engine
         self._wanted: dict[int, int] = {}
         self._pairs: list[tuple[int, int]] = []
@@ -102,9 +105,9 @@ class Probe:
         connection = self.connection
         if self._failed is not None:
             self.close()
-            connection.send(Kind.ERROR, None, f"SCHED_PROBE: {self._failed}".encode())
+            connection.send(Kind.ERROR, None, f"SCHED_PROBE: {self._failed}".encode(), self._request)
         else:
-            connection.send(Kind.ACK, None, pack_json({"verb": "SCHED_PROBE", **self._found()}))
+            connection.send(Kind.ACK, None, pack_json({"verb": "SCHED_PROBE", **self._found()}), self._request)
         connection.end_command()
 
     def _found(self) -> dict[str, int | float | None]:

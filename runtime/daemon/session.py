@@ -92,13 +92,17 @@ class Connection:
         self.lost: str | None = None
         self.quits = False
         self.auto = False
-        self.draining = False  # a SCHED_DRAIN is to be acknowledged
+        self.drains: list[int] = []  # of each SCHED_DRAIN that is to be acknowledged, the id before it, or 0
         self.sessions: dict[int, SlotSession] = {}
         self.epochs: dict[int, int] = {}  # by request: the last that was given
         self.cursor = -1  # the place that SCHED_* served last
         self.unread = bytearray()
         self.lines = 0
         self._sequence = 0
+
+    @property
+    def draining(self) -> bool:
+        return bool(self.drains)
 
     @property
     def behind(self) -> bool:

@@ -215,6 +215,29 @@ def test_a_new_session_is_let_in_during_a_drain() -> None:
     assert client.connection.draining
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_every_line_that_drains_gets_its_answer(running: bool) -> None:
+    client = Listener(ScriptedEngine())
+    if running:
+        client.ask(f"REQ 1 START {PROMPT} 9 3")
+    client.say("SCHED_DRAIN")
+    client.say("REQ 7 SCHED_BATCH_DRAIN")
+    client.run_until_idle()
+    client.say("SCHED_DRAIN")
+    answers = [(f.kind, f.request, f.answer) for f in client.frames[-3:]]
+    assert answers == [(Kind.ACK, request, {"verb": "SCHED_DRAIN"}) for request in (0, 7, 0)]
+
+
+def test_late_answers_have_the_id_of_their_line() -> None:
+    client = Listener(ScriptedEngine())
+    client.ask(f"REQ 1 START {PROMPT} 9 3")
+    client.run_until_idle()
+    client.say("REQ 5 SCHED_PROBE")
+    client.say("REQ 6 SCHED_PROBE")
+    client.run_until_idle()
+    assert [(f.request, f.answer["sessions"]) for f in client.frames[-2:]] == [(5, 1), (6, 1)]
+
+
 def test_auto_runs_until_budgets_end() -> None:
     client = Listener(ScriptedEngine())
     client.ask("MODE auto")
