@@ -170,6 +170,7 @@ class Desk:
 
     def _begin_turn(self, session: SlotSession, token_ids: tuple[int, ...]) -> None:
         session.phase, session.shown, session.leaving = Phase.RUNNING, 0, False
+        session.owed += 1
         session.wanted = session.boundary = min(session.quantum, session.budget)
         session.drained = session.connection.auto or session.connection.draining
         session.known += token_ids
@@ -202,6 +203,7 @@ class Desk:
             raise BadLine("its answer is complete: EXTEND or CANCEL it")
         if session.wanted >= session.budget:
             raise BadLine("all of its budget was asked for")
+        session.owed += 1
         self._proceed(session, command.quantum)
         return {"epoch": session.epoch, "left": session.budget - session.wanted}
 
@@ -304,6 +306,7 @@ class Desk:
         """Now, for its client; the engine hears of it next. What is in flight of it is dropped."""
         session.epoch = self._next_epoch(session.connection, session.request)
         session.connection.send(Kind.CLOSED, session, why.encode())
+        self._end_commands(session)
         self._end(session)
         self._drained_to_the_end(session.connection)
 
@@ -312,6 +315,7 @@ class Desk:
     def _step(self, connection: Connection, command: Command) -> dict[str, Any]:
         for session in self._from_cursor(connection):
             connection.cursor = session.place
+            session.owed += 1
             self._proceed(session, session.quantum)
             return {"requests": [session.request]}
         return {"idle": True}
@@ -320,6 +324,7 @@ class Desk:
         chosen = self._batch(connection, command)
         for session in chosen:
             connection.cursor = session.place
+            session.owed += 1
             self._proceed(session, 1)
         return {"requests": [session.request for session in chosen]} if chosen else {"idle": True}
 
@@ -543,7 +548,7 @@ class Desk:
                 self._ring.append(session)
             else:
                 connection.send(Kind.QUANTUM_DONE, session, pack_count(session.shown))
-                connection.end_command()
+                self._end_commands(session)
 
     def _refused(self, session: SlotSession, notice: Refused) -> None:
         """By the engine, when it came to it: for want of memory, or because a stop id was on its way."""
@@ -554,13 +559,20 @@ class Desk:
         elif notice.verb == "Branch":
             self._close(session, f"the fork was refused: {notice.detail}")
 
+    @staticmethod
+    def _end_commands(session: SlotSession) -> None:
+        """To a plain stream: one end for each command, also where several ended together or a drain took over."""
+        for _ in range(session.owed):
+            session.connection.end_command()
+        session.owed = 0
+
     def _go_back(self, session: SlotSession) -> None:
         """To where it was before an EXTEND that is refused."""
         session.go_back()
         session.text = self._text_of(session)
         session.connection.epochs[session.request] = session.epoch
         session.drained = False
-        session.connection.end_command()
+        self._end_commands(session)
         self._drained_to_the_end(session.connection)
 
     def _complete(self, session: SlotSession, reason: FinishReason) -> None:
@@ -572,8 +584,7 @@ class Desk:
             if session.text.stopped:  # by the rest of a character that never became whole
                 reason = FinishReason.STOP
         connection.send(Kind.DONE, session, pack_done(reason, session.shown))
-        if not session.drained:
-            connection.end_command()
+        self._end_commands(session)
         session.drained = False
         self._drained_to_the_end(connection)
 
@@ -594,8 +605,7 @@ class Desk:
         if finished.reason is FinishReason.REJECTED:
             connection.send(Kind.ERROR, session, f"START: {why}".encode())
         connection.send(Kind.CLOSED, session, why.encode())
-        if session.phase is Phase.RUNNING and not session.drained:
-            connection.end_command()
+        self._end_commands(session)
         session.drained = False
         self._drained_to_the_end(connection)
 

@@ -29,6 +29,7 @@ class SlotSession:
     what it was granted is its last for now: another gets its row. ``before``: what to go back to when an EXTEND is
     refused. ``asked``: what it was begun with. ``known``: all its token ids, where ``text`` is made of them; the prompt
     of this turn is all but the last ``shown``. ``let_go``: it came to a stop string, and the engine has it no more.
+    ``owed``: commands of its client that granted it tokens, and whose end is not told yet.
     """
 
     connection: Connection
@@ -53,6 +54,7 @@ class SlotSession:
     leaving: bool = False
     forking: bool = False
     let_go: bool = False
+    owed: int = 0
     before: tuple[Phase, int, int, int, int, int, int, int] | None = None
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.daemon.desk import Desk
-from runtime.daemon.frames import Kind
+from runtime.daemon.frames import END_OF_COMMAND, Kind, unpack_ids
 from runtime.daemon.session import Connection
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener
@@ -334,6 +334,32 @@ def test_the_plain_stream() -> None:
     first, second, third = (token.to_bytes(4, "little") for token in alone(0, IDS, 3))
     end = b"\xff\xff\xff\xff"
     assert told == [first + second + end, third + end, end, end, end]
+
+
+@pytest.mark.parametrize(
+    ("lines", "tokens"),
+    [
+        ([f"START {PROMPT} 6 2", "SCHED_DRAIN"], 6),
+        ([f"START {PROMPT} 6 2", "SCHED_DRAIN", "SCHED_DRAIN"], 6),
+        (["MODE auto", f"START {PROMPT} 6 2"], 6),
+        ([f"START {PROMPT} 6 2", "MODE auto", "MODE client"], 2),
+        ([f"START {PROMPT} 6 2", "CONTINUE 1", "CONTINUE 1"], 4),
+        ([f"START {PROMPT} 6 2", "CANCEL"], 0),
+    ],
+)
+def test_a_plain_stream_has_an_end_for_each_command(lines: list[str], tokens: int) -> None:
+    """Of lines that all came before the engine took a turn."""
+    engine = ScriptedEngine()
+    desk, plain = Desk(engine), Connection()
+    desk.connect(plain)
+    for line in lines:
+        desk.line(plain, line)
+    desk.grant()
+    while engine.has_work:
+        desk.output(engine.step())
+        desk.grant()
+    assert unpack_ids(bytes(plain.unread)).count(END_OF_COMMAND) == len(lines)
+    assert len(unpack_ids(bytes(plain.unread))) == len(lines) + tokens
 
 
 @pytest.mark.parametrize(
