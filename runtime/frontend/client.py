@@ -112,8 +112,9 @@ class EngineClient:
         self._model = engine.model_config
         self._clock = clock
         self._outputs = OutputProcessor(self.tokenizer, clock)
-        self._queue: list[tuple[int, int, CheckedRequest]] = []  # a heap: not with the engine yet
-        self._queued = 0  # answers of those
+        self._waiting: dict[int, CheckedRequest] = {}  # by its first answer's id: not with the engine yet
+        self._queue: list[tuple[int, int]] = []  # a heap of their priorities and ids, and of some that were cancelled
+        self._queued = 0  # answers of those that wait
         self._most_not_begun = engine.config.max_waiting
         self._answers: dict[Hashable, range] = {}  # request ids of each unfinished request's answers
         self._cancelled: list[Finished] = []  # before the engine heard of them
@@ -175,13 +176,14 @@ class EngineClient:
         )
         self._answers[key] = opened.answer_ids
         self._queued += opened.sampling.n
-        heapq.heappush(self._queue, (opened.priority, opened.request_id, opened))
+        self._waiting[opened.request_id] = opened
+        heapq.heappush(self._queue, (opened.priority, opened.request_id))
         return key
 
     def cancel(self, *keys: Hashable, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End requests soon, as CANCELLED, or as STOP where a caller that has the text found a stop string in it.
 
-        Their outputs come in later turns; unknown and ended keys are ignored. Many at once cost little more than one.
+        Their outputs come in later turns; unknown and ended keys are ignored. Costs the same however many others wait.
         """
         self._cancel([part for key in keys for part in self._answers.get(key, ())], reason)
 
@@ -192,12 +194,14 @@ class EngineClient:
     def _cancel(self, request_ids: Iterable[int], reason: FinishReason = FinishReason.CANCELLED) -> None:
         wanted = set(request_ids)
         waiting: set[int] = set()  # of a request that waits here all answers are wanted, or none
-        for _, first, request in self._queue:
-            if first in wanted:
+        for request_id in wanted:
+            request = self._waiting.pop(request_id, None)
+            if request is not None:
                 waiting.update(request.answer_ids)
         if waiting:
-            self._queue = [entry for entry in self._queue if entry[1] not in waiting]
-            heapq.heapify(self._queue)
+            if len(self._queue) > 2 * len(self._waiting):  # rarely: each sweep has as much to drop as it keeps
+                self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
+                heapq.heapify(self._queue)
             self._queued -= len(waiting)
             self._cancelled += [Finished(each, reason, ()) for each in sorted(waiting)]
         for request_id in sorted(wanted - waiting):
@@ -232,7 +236,7 @@ class EngineClient:
         """
         if not self._answers:
             return True
-        return not self._queue and self._outputs.live + sequences <= self.capacity
+        return not self._waiting and self._outputs.live + sequences <= self.capacity
 
     # ---- turns ----
 
@@ -264,7 +268,10 @@ class EngineClient:
         while queue and outputs.live - self._queued < self.capacity:
             if outputs.waiting - self._queued >= self._most_not_begun:
                 return
-            _, request_id, request = heapq.heappop(queue)
+            _, request_id = heapq.heappop(queue)
+            request = self._waiting.pop(request_id, None)
+            if request is None:  # cancelled
+                continue
             self._queued -= request.sampling.n
             outputs.handed_over(request_id)
             self.engine.add(request)
@@ -286,7 +293,7 @@ class EngineClient:
             if not self._answers:
                 return
             yield self.turn()
-            if self._answers and not (self._queue or self._cancelled or self.engine.has_work):
+            if self._answers and not (self._waiting or self._cancelled or self.engine.has_work):
                 raise EngineIdle(f"the engine is idle, but {self.live} requests have not ended")
 
     def drain(self) -> None:

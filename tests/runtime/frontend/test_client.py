@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
 
+import runtime.frontend.client as client_module
 from runtime.config import EngineConfig
 from runtime.frontend.client import EngineClient, EngineIdle, PromptRequest, Turn
 from runtime.frontend.output_processor import OutputProcessor
@@ -213,6 +216,54 @@ def test_everything_or_what_has_no_token_can_be_cancelled() -> None:
     done = outputs(turns(client))
     assert len(done) == 6
     assert all(output.failed is not None for output in done.values())
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_cancels_one_by_one_cost_the_same_however_many_wait(backwards: bool) -> None:
+    """Counted in lines of client.py that run."""
+    many = 10_000
+    client = EngineClient(fake(rows=1, max_waiting=1), text=False)
+    for number in range(many):
+        client.submit(PromptRequest((1,), SamplingParams(seed=0), key=number, priority=number % 3))
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != client_module.__file__:
+            return None
+        lines += event == "line"
+        if lines > 40 * many:
+            raise AssertionError("a cancel looks at all that waits")
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for number in range(many)[:: -1 if backwards else 1]:
+            client.cancel(number)
+    finally:
+        sys.settrace(before)
+    assert (client.waiting, client.has_room(), client.live) == (0, False, many)
+    assert len(client.turn().finished) == many
+    assert client.live == 0
+
+
+def test_others_go_on_in_order_between_those_that_are_cancelled() -> None:
+    engine = fake(rows=1, max_waiting=1)
+    client = client_of(engine)
+    for number in range(40):
+        client.submit(asked(number, key=number, priority=number % 3, sampling={"n": 1 + number % 2}))
+    for number in range(0, 40, 4):
+        client.cancel(number)
+    for number in range(1, 40, 4):
+        client.cancel(number)
+    assert client.waiting == 30
+    done = outputs(turns(client))
+    left = {number for number in range(40) if number % 4 > 1}
+    assert {key for key, output in done.items() if output.failed is None} == left
+    in_order = sorted(left, key=lambda number: (number % 3, number))
+    seeds = [number + answer for number in in_order for answer in range(1 + number % 2)]
+    assert [request.sampling.seed for request in engine.added] == seeds
 
 
 def test_a_scheduler_s_refusal_is_an_output_with_its_reason() -> None:
