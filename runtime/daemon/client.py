@@ -22,6 +22,7 @@ import json
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -91,6 +92,11 @@ class _Desk:
             self.answers.clear()
         else:
             self._unheard += 1
+
+    def abandon(self, request: int) -> None:
+        """A CANCEL of this session was said behind a line that was given up: nobody hears what comes of either."""
+        self._unheard += 1
+        self.of_sessions[request] = deque(maxlen=0)
 
     def new_request(self) -> int:
         request, self.next_request = self.next_request, self.next_request + 1
@@ -167,7 +173,7 @@ class SlotSession(_Session):
     def fork(self) -> SlotSession:
         """Another session that knows what this one knows."""
         request = self._client.desk.new_request()
-        answer = self._client.command(_line("FORK", request, None, self.request))
+        answer = self._client.command(_line("FORK", request, None, self.request), opens=request)
         return SlotSession(self._client, request, self.quantum, answer)
 
     def close(self) -> None:
@@ -199,24 +205,32 @@ class SlotClient:
     ) -> SlotSession:
         """A new session. ``options``: keep, text, seed, temperature, stop and the others of the verb START."""
         request = self.desk.new_request()
-        answer = self.command(_line("START", request, slot, _prompt(prompt), max_tokens, quantum, **options))
-        return SlotSession(self, request, quantum, answer)
+        line = _line("START", request, slot, _prompt(prompt), max_tokens, quantum, **options)
+        return SlotSession(self, request, quantum, self.command(line, opens=request))
 
-    def command(self, line: str) -> dict[str, Any]:
+    def command(self, line: str, *, opens: int | None = None) -> dict[str, Any]:
         """Say any line of the protocol, and wait for its answer. Raises SlotError, and TimeoutError: what the line asks
-        for may be done all the same, and its answer is nobody's. A connection that takes no whole line is closed."""
-        try:
-            self._socket.sendall(line.encode() + b"\n")
-        except BaseException:
-            self._socket.close()
-            raise
+        for may be done all the same, and its answer is nobody's. A connection that takes no whole line is closed.
+        ``opens``: the session that the line opens; it is closed again where the wait for the answer is given up."""
+        self._say(line)
         try:
             while not self.desk.answers:
                 self.read()
         except BaseException:
             self.desk.give_up()
+            if opens is not None:
+                with suppress(OSError):  # then the connection is closed, and its sessions with it
+                    self._say(_line("CANCEL", opens))
+                self.desk.abandon(opens)
             raise
         return _answer_of(self.desk.answers.popleft())
+
+    def _say(self, line: str) -> None:
+        try:
+            self._socket.sendall(line.encode() + b"\n")
+        except BaseException:
+            self._socket.close()
+            raise
 
     def read(self) -> list[Frame]:
         """Wait for more, and deal it out. Raises SlotError where the daemon is gone."""
@@ -275,7 +289,7 @@ class AsyncSlotSession(_Session):
 
     async def fork(self) -> AsyncSlotSession:
         request = self._client.desk.new_request()
-        answer = await self._client.command(_line("FORK", request, None, self.request))
+        answer = await self._client.command(_line("FORK", request, None, self.request), opens=request)
         return AsyncSlotSession(self._client, request, self.quantum, answer)
 
     async def close(self) -> None:
@@ -303,7 +317,11 @@ class AsyncSlotClient:
         """Raises OSError where nobody listens."""
         reader, self._writer = await asyncio.open_unix_connection(self._path)
         self._reading = asyncio.ensure_future(self._read(reader))
-        self.facts = await self.command("TAGGED 1")
+        try:
+            self.facts = await self.command("TAGGED 1")
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -333,9 +351,9 @@ class AsyncSlotClient:
     ) -> AsyncSlotSession:
         request = self.desk.new_request()
         line = _line("START", request, slot, _prompt(prompt), max_tokens, quantum, **options)
-        return AsyncSlotSession(self, request, quantum, await self.command(line))
+        return AsyncSlotSession(self, request, quantum, await self.command(line, opens=request))
 
-    async def command(self, line: str) -> dict[str, Any]:
+    async def command(self, line: str, *, opens: int | None = None) -> dict[str, Any]:
         """As SlotClient's. What a line asks for is done also where its task is cancelled while it waits."""
         assert self._writer is not None, "connect first"
         async with self._saying:
@@ -346,6 +364,9 @@ class AsyncSlotClient:
                     await self.wait()
             except BaseException:
                 self.desk.give_up()
+                if opens is not None:
+                    self._writer.write(_line("CANCEL", opens).encode() + b"\n")
+                    self.desk.abandon(opens)
                 raise
             return _answer_of(self.desk.answers.popleft())
 

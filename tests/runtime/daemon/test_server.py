@@ -8,14 +8,15 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.client_socket import listen
-from runtime.daemon.client import AsyncSlotClient, SlotClient, SlotError
+from runtime.daemon.client import AsyncSlotClient, AsyncSlotSession, SlotClient, SlotError
 from runtime.daemon.frames import Frame, FrameReader, Kind, unpack_ids
 from runtime.daemon.server import Endpoint, SlotServer
 from runtime.daemon.session import Connection
@@ -124,6 +125,82 @@ def test_a_late_answer_is_not_the_next_line_s(tmp_path: Path) -> None:
                     client.command("LIST_REQUESTS")
                 client.read = read  # type: ignore[method-assign]
                 assert client.command("LIST_SLOTS")["verb"] == "LIST_SLOTS"
+
+
+@pytest.mark.parametrize("pauses", range(5))
+def test_a_session_whose_start_is_cancelled_is_closed(tmp_path: Path, pauses: int) -> None:
+    """Of START and FORK, before and after the daemon has answered; the connection goes on."""
+    path = tmp_path / "slots.sock"
+
+    async def cancel(opening: Coroutine[Any, Any, AsyncSlotSession]) -> None:
+        task = asyncio.ensure_future(opening)
+        for _ in range(1 + pauses):
+            await asyncio.sleep(0)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:  # it was quicker
+            await (await task).close()
+
+    async def talk() -> None:
+        async with AsyncSlotClient(path) as client:
+            await cancel(client.start(IDS, max_tokens=9, quantum=9, keep=True))
+            kept = await client.start(IDS, max_tokens=9, quantum=9, keep=True)
+            assert len(await kept.tokens()) == 9
+            await cancel(kept.fork())
+            found = (await client.command("LIST_REQUESTS"))["requests"]
+            assert [listed["request"] for listed in found] == [kept.request]
+
+    with served(path) as server:
+        asyncio.run(talk())
+        until(lambda: server.desk.sessions == 0)
+
+
+def test_a_start_that_is_cancelled_in_line_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+
+    async def talk() -> None:
+        async with AsyncSlotClient(path) as client:
+            first = asyncio.ensure_future(client.command("LIST_SLOTS"))
+            second = asyncio.ensure_future(client.start(IDS, max_tokens=9, quantum=9))
+            await asyncio.sleep(0)
+            second.cancel()
+            assert (await first)["verb"] == "LIST_SLOTS"
+            assert (await client.command("LIST_REQUESTS"))["requests"] == []
+
+    with served(path):
+        asyncio.run(talk())
+
+
+def test_a_session_whose_start_timed_out_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "slots.sock"
+    with served(path), SlotClient(path, timeout=PATIENCE_S) as client:
+        read = client.read
+
+        def late() -> list[Frame]:
+            raise TimeoutError("timed out")
+
+        client.read = late  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            client.start(IDS, max_tokens=9, quantum=9)
+        client.read = read  # type: ignore[method-assign]
+        assert client.command("LIST_REQUESTS")["requests"] == []
+        assert len(client.start(IDS, max_tokens=9, quantum=9).tokens()) == 9
+
+
+def test_a_connect_that_is_cancelled_closes_its_connection(tmp_path: Path) -> None:
+    listener = listen(tmp_path / "slots.sock", 8)  # nobody answers
+
+    async def connect() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(AsyncSlotClient(tmp_path / "slots.sock").connect(), 0.1)
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(PATIENCE_S)
+            assert peer.recv(100) + peer.recv(100) == b"TAGGED 1\n"
+
+    with listener:
+        asyncio.run(connect())
 
 
 def test_a_client_that_is_killed_takes_its_sessions_with_it(tmp_path: Path) -> None:
