@@ -16,14 +16,15 @@ from runtime.number_text import integer_from, is_whole_number, number_from
 
 def whole_number(text: str) -> int:
     """From 0. Raises ArgumentTypeError."""
-    if not is_whole_number(text):
-        raise ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+    value = integer(text)
+    if value < 0:
+        raise ArgumentTypeError(f"{text} is not at least 0")
+    return value
 
 
 def at_least_one(text: str) -> int:
     """Raises ArgumentTypeError."""
-    value = whole_number(text)
+    value = integer(text)
     if value < 1:
         raise ArgumentTypeError(f"{text} is not at least 1")
     return value
@@ -49,7 +50,7 @@ def integer(text: str) -> int:
     try:
         return integer_from(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number") from None
+        raise ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def number(text: str) -> float:
@@ -66,13 +67,21 @@ def variable(environ: Mapping[str, str], *names: str) -> int:
 
 
 def bounded(read: Callable[[str], Any], low: float, high: float = sys.float_info.max) -> Callable[[str], Any]:
-    """``read``, then from ``low`` to ``high``; what is no number at all is refused as well."""
+    """``read``, then from ``low`` to ``high``; what is no number at all is refused as well.
+
+    ``read`` takes numbers of any sign (``integer``, ``number``), so that each one out of range is told the range.
+    """
 
     def checked(text: str) -> Any:
         value = read(text)
         if not low <= value <= high:
-            limit = f"at least {low:g}" if high == sys.float_info.max else f"{low:g} to {high:g}"
+            limit = f"at least {_plain(low)}" if high == sys.float_info.max else f"{_plain(low)} to {_plain(high)}"
             raise ArgumentTypeError(f"{text} is not {limit}")
         return value
 
     return checked
+
+
+def _plain(bound: float) -> str:
+    """Whole numbers with all their digits."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from launch.bench.option_adder import OptionAdder
-from launch.values import at_least_one, bounded, counts, number, whole_number
+from launch.values import at_least_one, bounded, counts, integer, number, whole_number
 
 DatasetName = Literal["mixed", "random", "prefix", "long", "burst", "trace", "sharegpt", "jsonl"]
 OF_A_FILE = ("trace", "sharegpt", "jsonl")
@@ -192,5 +192,5 @@ def add_serve_options(add: OptionAdder) -> None:
     text = "--base-url: the model's name in requests"
     add.value("--served-model-name", text, "name", str, "the server's first")
     text = "--base-url: processes that ask the server and take times; one spends some 30 us on an event"
-    add.value("--client-processes", text, "processes", bounded(whole_number, 0, 64), "0: a thread of this one")
+    add.value("--client-processes", text, "processes", bounded(integer, 0, 64), "0: a thread of this one")
     add.value("--label", "--base-url: what results call the server", "name", str, "openai")

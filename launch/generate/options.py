@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.engine_options import add_engine_options
-from launch.values import at_least_one, bounded, number, whole_number
+from launch.values import at_least_one, bounded, integer, number, whole_number
 from runtime.config import EngineConfig
 
 
@@ -95,7 +95,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--top-p", silent + "top-p, the probability mass to sample from", "share", bounded(number, 1e-9, 1), None, "1.0"
     )
-    option("--top-k", silent + "top-k, 0 is all tokens", "tokens", bounded(whole_number, 0, 2**31 - 1), None, "0")
+    option("--top-k", silent + "top-k, 0 is all tokens", "tokens", bounded(integer, 0, 2**31 - 1), None, "0")
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),
@@ -111,4 +111,4 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         bounded(number, 0),
         20.0,
     )
-    option("--max-line-bytes", "maximum length of an input line", "bytes", bounded(whole_number, 1, 1 << 30), 1 << 24)
+    option("--max-line-bytes", "maximum length of an input line", "bytes", bounded(integer, 1, 1 << 30), 1 << 24)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from launch.engine_options import add_engine_options
 from launch.serve.settings import MAX_BODY_BYTES, ToolParser
-from launch.values import at_least_one, bounded, number, whole_number
+from launch.values import at_least_one, bounded, integer, number
 from runtime.config import EngineConfig
 
 
@@ -91,10 +91,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
     option("--host", "address to listen on; beyond loopback only with --api-key or --insecure", "address", str,
            "127.0.0.1")  # fmt: skip
-    option("--port", "port to listen on; 0 takes a free one", "port", bounded(whole_number, 0, 65535), 8000)
+    option("--port", "port to listen on; 0 takes a free one", "port", bounded(integer, 0, 65535), 8000)
     option("--uds", "Unix socket to listen on instead of a port", "file", Path, None, "none")
     option("--api-processes", "processes for HTTP, templates, tokenizing and JSON", "processes",
-           bounded(at_least_one, 1, 64), 1)  # fmt: skip
+           bounded(integer, 1, 64), 1)  # fmt: skip
     several("--api-key", "keys that clients must send; better in --api-key-file: others may see command lines", "key",
             "LOCKSTRIDE_API_KEY, else none")  # fmt: skip
     option("--api-key-file", "file with such keys, one a line", "file", Path, None, "none")
@@ -116,13 +116,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     option("--max-queued-requests", "answers that may wait for their first step; more are refused with 503", "answers",
            at_least_one, 4096)  # fmt: skip
     option("--max-body-bytes", "longest body of a request; longer ones are refused with 413", "bytes",
-           bounded(whole_number, 1, 1 << 30), MAX_BODY_BYTES)  # fmt: skip
+           bounded(integer, 1, 1 << 30), MAX_BODY_BYTES)  # fmt: skip
     silent = "default for requests without one: "
     option("--max-tokens", silent + "maximum number of output tokens", "tokens", at_least_one, None,
            "16; chats: what fits")  # fmt: skip
     option("--temperature", silent + "sampling temperature, 0 is greedy", "number", bounded(number, 0), None, "1.0")
     option("--top-p", silent + "top-p", "share", bounded(number, 1e-9, 1), None, "1.0")
-    option("--top-k", silent + "top-k, 0 is all tokens", "tokens", bounded(whole_number, 0, 2**31 - 1), None, "0")
+    option("--top-k", silent + "top-k, 0 is all tokens", "tokens", bounded(integer, 0, 2**31 - 1), None, "0")
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),

@@ -37,9 +37,13 @@ def test_numbers_are_read() -> None:
 @pytest.mark.parametrize(
     ("read", "text", "said"),
     [
+        (whole_number, "-1", "-1 is not at least 0"),
+        (whole_number, "a", "'a' is not a whole number"),
         (at_least_one, "0", "0 is not at least 1"),
+        (at_least_one, "-1", "-1 is not at least 1"),
         (counts, "2,2", "2,2 names a number twice"),
-        (bounded(whole_number, 0, 9), "10", "10 is not 0 to 9"),
+        (bounded(integer, 0, 9), "10", "10 is not 0 to 9"),
+        (bounded(integer, 0, 9), "-1", "-1 is not 0 to 9"),
         (bounded(number, 0), "-0.5", "-0.5 is not at least 0"),
         (bounded(number, 0), "nan", "nan is not at least 0"),
         (bounded(number, 0), "inf", "inf is not at least 0"),
@@ -49,6 +53,23 @@ def test_a_number_out_of_range_is_refused(read: Callable[[str], Any], text: str,
     with pytest.raises(ArgumentTypeError) as refused:
         read(text)
     assert str(refused.value) == said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("serve --model m --port -1", "argument --port: -1 is not 0 to 65535"),
+        ("serve --model m --api-processes 0", "argument --api-processes: 0 is not 1 to 64"),
+        ("serve --model m --max-body-bytes -5", "argument --max-body-bytes: -5 is not 1 to 1073741824"),
+        ("generate --model m --input i --output o --top-k -1", "argument --top-k: -1 is not 0 to 2147483647"),
+        ("generate --model m --input i --output o --show -1", "argument --show: -1 is not at least 0"),
+        ("bench serve --model m --client-processes 65", "argument --client-processes: 65 is not 0 to 64"),
+    ],
+)
+def test_an_option_out_of_range_names_its_range(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(line.split())
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
