@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 _AT = re.compile(r" - at (?:`\w+` in )?`\$((?:\.[\w]+|\[[^\]]*\])*)`")
+_MISSING = re.compile(r"missing required field `(\w+)`$")
 _JSON = "application/json"
 
 
@@ -72,7 +73,8 @@ def undecodable(error: Exception) -> ApiError:
     path = found.group(1).lstrip(".") if found else ""
     if path:
         return bad_request(f"{path}: {_AT.sub('', text)}", path.split(".")[0].split("[")[0])
-    return bad_request(f"the body is no JSON that this route takes: {text}")
+    missing = _MISSING.search(text)
+    return bad_request(f"the body is no JSON that this route takes: {text}", missing and missing.group(1))
 
 
 def refused_by_engine(detail: str, retry_after: int) -> ApiError:

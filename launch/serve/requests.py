@@ -25,6 +25,7 @@ from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import (
+    MAX_CHOICES,
     RequestError,
     checked_priority,
     checked_prompt,
@@ -130,7 +131,7 @@ class RequestBuilder:
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         text = self._rendered(body.messages, tools, variables, body.documents)
-        ids = self._encoded(text, add_special_tokens=bool(body.add_special_tokens))  # the template wrote them
+        ids = self._encoded(text, "messages", bool(body.add_special_tokens))  # the template wrote them
         ids = self._fitting(ids, body.truncate_prompt_tokens, "messages")
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         otherwise = self._ready.max_model_len if self._settings.max_tokens is None else self._settings.max_tokens
@@ -152,8 +153,8 @@ class RequestBuilder:
             variables = dict(body.chat_template_kwargs or {})
             answers = body.add_generation_prompt is not False
             text = self._rendered(body.messages, tools, variables, None, add_generation_prompt=answers)
-            return self._encoded(text, add_special_tokens=bool(body.add_special_tokens))
-        return self._encoded(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            return self._encoded(text, "messages", bool(body.add_special_tokens))
+        return self._encoded(body.prompt or "", "prompt", body.add_special_tokens is not False)
 
     def model_name(self, asked: str | None) -> str:
         """The name that the answer carries. Raises ApiError 404 for one that is not served."""
@@ -186,14 +187,18 @@ class RequestBuilder:
             each = list(given)
         if not each:
             raise bad_request("the prompt is empty: give at least one", "prompt")
-        if len(each) * (body.n or 1) > MAX_SEQUENCES:
-            raise bad_request(f"more than {MAX_SEQUENCES} answers of one request: send several", "prompt")
+        n = 1 if body.n is None else body.n
+        if len(each) * max(1, min(n, MAX_CHOICES)) > MAX_SEQUENCES:  # before they are tokenised
+            raise bad_request(
+                f"{len(each)} prompts with n {n} are more than {MAX_SEQUENCES} answers of one request: send several",
+                "n" if n > MAX_CHOICES else "prompt",
+            )
         prompts = []
         for one in each:
             if isinstance(one, int):
                 raise bad_request("the prompt mixes token ids with texts or lists", "prompt")
             if isinstance(one, str):
-                ids = self._encoded(one, add_special_tokens=body.add_special_tokens is not False)
+                ids = self._encoded(one, "prompt", body.add_special_tokens is not False)
             else:
                 ids = tuple(one)
             fitting = self._fitting(ids, body.truncate_prompt_tokens, "prompt")
@@ -201,19 +206,20 @@ class RequestBuilder:
             prompts.append(Prompt(one if isinstance(one, str) and whole else None, fitting))
         return tuple(prompts)
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encoded(self, text: str, param: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """``param``: what the text was made from."""
         if self._tokenizer is None:
-            raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", "prompt")
+            raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", param)
         try:
             if not checked_text("the prompt", text):
-                raise bad_request("the prompt is empty: give at least one character", "prompt")
+                raise bad_request("the prompt is empty: give at least one character", param)
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except RequestError as error:
-            raise bad_request(str(error), "prompt") from None
+            raise bad_request(str(error), param) from None
         except ApiError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise bad_request(f"the prompt cannot be tokenised: {error}", "prompt") from error
+            raise bad_request(f"the prompt cannot be tokenised: {error}", param) from error
 
     def _fitting(self, ids: tuple[int, ...], truncate: int | None, param: str) -> tuple[int, ...]:
         """Checked; the last ``truncate`` of them, or as many as leave room for an answer for -1."""
@@ -262,11 +268,10 @@ class RequestBuilder:
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
             priority = checked_priority(body.priority or 0)
         except RequestError as error:
-            text = str(error)
-            param = text.split(" ", 1)[0]
+            text, param = str(error), error.field
             if param == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
                 param, text = "max_completion_tokens", text.replace("max_tokens", "max_completion_tokens", 1)
-            raise bad_request(text, param if hasattr(body, param) else None) from None
+            raise bad_request(text, param) from None
         if (answers := len(prompts) * sampling.n) > self._settings.max_queued:
             raise bad_request(
                 f"{answers} answers of one request, but at most {self._settings.max_queued} may wait "
@@ -333,7 +338,7 @@ class RequestBuilder:
         try:
             return self._chat.render(plain, variables, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:
-            raise bad_request(str(error), "messages") from None
+            raise bad_request(str(error), error.field) from None
 
 
 def _sequences(

@@ -18,8 +18,14 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tu
 
     Only these token ids in a row are kept apart: the same letters may still come of other tokens.
     """
-    if not words:
-        return ()
+    try:
+        return _token_ids(words, tokenizer) if words else ()
+    except RequestError as error:
+        error.field = "bad_words"
+        raise
+
+
+def _token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
     if tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and the model folder has no tokenizer.json")
     if len(words) > MAX_BAD_WORDS:

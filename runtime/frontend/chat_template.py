@@ -27,7 +27,11 @@ _RESERVED = ("messages", "add_generation_prompt", *_SPECIAL_TOKENS)
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be rendered with this template."""
+    """These messages cannot be rendered with this template. ``field``: of the request, the one to blame."""
+
+    def __init__(self, text: str, field: str = "messages") -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class ChatTemplate:
@@ -80,7 +84,10 @@ class ChatTemplate:
         """
         taken = [name for name in variables or {} if name in _RESERVED]
         if taken:
-            raise ChatTemplateError(f"chat_template_kwargs sets {taken[0]!r}, which the template gets from the request")
+            raise ChatTemplateError(
+                f"chat_template_kwargs sets {taken[0]!r}, which the template gets from the request",
+                "chat_template_kwargs",
+            )
         values: dict[str, Any] = {**self._special_tokens, **(variables or {})}
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)

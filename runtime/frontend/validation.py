@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from operator import attrgetter
@@ -65,7 +65,14 @@ _values_of = attrgetter(*_ORDER)
 
 
 class RequestError(ValueError):
-    """A request cannot be served as it stands; the text names the field, its value and what is legal."""
+    """A request cannot be served as it stands; the text names the field, its value and what is legal.
+
+    ``field``: of SamplingParams, or ``bad_words`` or ``priority``, where one is to blame.
+    """
+
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ def checked_request(request: Request, model: ModelFacts) -> CheckedRequest:
     sampling = checked_sampling(request.sampling, model.vocab_size)
     if sampling.seed is None:
         raise RequestError(f"request {request_id} has no seed: draw one, so that the answer can be repeated")
-    stops = _stop_token_ids("stop_token_ids of the request", request.stop_token_ids, model.vocab_size)
+    stops = _stop_token_ids(request.stop_token_ids, model.vocab_size, "stop_token_ids of the request")
     sampling = replace(fitted(sampling, len(prompt), model), stop=())
     return CheckedRequest(request_id, packed(prompt), sampling, stops, checked_priority(request.priority), model)
 
@@ -141,23 +148,28 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
     """
     if not isinstance(sampling, SamplingParams):
         raise RequestError(f"the sampling parameters are {_shown(sampling)}, but must be SamplingParams")
-    given = _values_of(sampling)
-    plain: dict[str, Any] = {}
-    for name, value in zip(_ORDER, given, strict=True):
-        if name in _WHOLE:
-            plain[name] = _whole(name, value, *_WHOLE[name])
-        elif name in _NUMBERS:
-            plain[name] = _number(name, value, *_NUMBERS[name], above=name in _ABOVE)
-        else:
-            plain[name] = None if value is None else _whole(name, value, *_WHOLE_OR_NONE[name])
-    _whole("min_tokens", plain["min_tokens"], 0, plain["max_tokens"])
-    if not isinstance(sampling.ignore_eos, bool):
-        raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")
-    stop = _stop_strings(sampling.stop)
-    stop_token_ids = _stop_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    named = (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words_token_ids)
-    edits = {} if all(type(value) is tuple and not value for value in named) else _edits(*named, vocab_size)
-    return replace(sampling, **plain, **edits, stop=stop, stop_token_ids=stop_token_ids)
+    name, plain = "", dict[str, Any]()
+    try:
+        for name, value in zip(_ORDER, _values_of(sampling), strict=True):
+            if name in _WHOLE:
+                plain[name] = _whole(name, value, *_WHOLE[name])
+            elif name in _NUMBERS:
+                plain[name] = _number(name, value, *_NUMBERS[name], above=name in _ABOVE)
+            else:
+                plain[name] = None if value is None else _whole(name, value, *_WHOLE_OR_NONE[name])
+        name = "min_tokens"
+        _whole(name, plain[name], 0, plain["max_tokens"])
+        name = "ignore_eos"
+        if not isinstance(sampling.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")
+        for name, checked in _LISTS.items():
+            value = getattr(sampling, name)
+            if type(value) is not tuple or value:  # mostly they are empty
+                plain[name] = checked(value, vocab_size)
+    except RequestError as error:
+        error.field = name
+        raise
+    return replace(sampling, **plain)
 
 
 def fitted(sampling: SamplingParams, prompt_tokens: int, model: ModelFacts) -> SamplingParams:
@@ -177,7 +189,7 @@ def checked_priority(priority: object) -> int:
     """Raises RequestError unless it is a whole number within MAX_PRIORITY of 0."""
     number = _integer("priority", priority)
     if not -MAX_PRIORITY <= number <= MAX_PRIORITY:
-        raise RequestError(f"priority is {_shown(number)}, but must lie within {MAX_PRIORITY} of 0")
+        raise RequestError(f"priority is {_shown(number)}, but must lie within {MAX_PRIORITY} of 0", "priority")
     return number
 
 
@@ -200,12 +212,13 @@ def stop_ids_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tup
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
             f"{len(ids)} stop token ids, the model's {len(eos_token_ids)} eos ids included, but at most "
-            f"{MAX_STOP_TOKEN_IDS} are allowed"
+            f"{MAX_STOP_TOKEN_IDS} are allowed",
+            "stop_token_ids",
         )
     return ids
 
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
+def _stop_strings(stop: object, _vocab_size: int) -> tuple[str, ...]:
     if isinstance(stop, str):  # a sequence of texts, too, but of single letters
         raise RequestError(f"stop is the text {stop[:40]!r}, but must be a sequence of texts: give ({stop[:40]!r},)")
     strings = _sequence("stop", stop, "texts")  # sizes are looked at before anything is copied
@@ -218,7 +231,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _stop_token_ids(name: str, stop_token_ids: object, vocab_size: int) -> tuple[int, ...]:
+def _stop_token_ids(stop_token_ids: object, vocab_size: int, name: str = "stop_token_ids") -> tuple[int, ...]:
     ids = _sequence(name, stop_token_ids, "token ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(f"{name} has {len(ids)} ids, but at most {MAX_STOP_TOKEN_IDS} are allowed")
@@ -228,8 +241,8 @@ def _stop_token_ids(name: str, stop_token_ids: object, vocab_size: int) -> tuple
     return tuple(map(int, ids))
 
 
-def _edits(logit_bias: object, allowed: object, bad_words: object, vocab_size: int) -> dict[str, Any]:
-    """logit_bias, allowed_token_ids and bad_words_token_ids as they are in SamplingParams: ids once, ascending."""
+def _logit_bias(logit_bias: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """As in SamplingParams: ids once, ascending."""
     given = tuple(logit_bias.items()) if isinstance(logit_bias, Mapping) else logit_bias
     pairs = _sequence("logit_bias", given, "pairs of a token id and a number")
     if len(pairs) > MAX_LOGIT_BIAS:
@@ -242,15 +255,20 @@ def _edits(logit_bias: object, allowed: object, bad_words: object, vocab_size: i
         if token in biases:
             raise RequestError(f"logit_bias names token {token} twice")
         biases[token] = _number(f"logit_bias of token {token}", pair[1], -MAX_BIAS, MAX_BIAS)
+    return tuple(sorted(biases.items()))
+
+
+def _allowed_token_ids(allowed: object, vocab_size: int) -> tuple[int, ...]:
+    """As in SamplingParams: ids once, ascending."""
     ids = _sequence("allowed_token_ids", allowed, "token ids")
+    return tuple(sorted({_token("allowed_token_ids", token, vocab_size) for token in ids}))
+
+
+def _bad_words(bad_words: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     words = _sequence("bad_words_token_ids", bad_words, "lists of token ids")
     if len(words) > MAX_BAD_WORDS:
         raise RequestError(f"bad_words_token_ids has {len(words)} words, but at most {MAX_BAD_WORDS} are allowed")
-    return {
-        "logit_bias": tuple(sorted(biases.items())),
-        "allowed_token_ids": tuple(sorted({_token("allowed_token_ids", token, vocab_size) for token in ids})),
-        "bad_words_token_ids": tuple(_bad_word(word, vocab_size) for word in words),
-    }
+    return tuple(_bad_word(word, vocab_size) for word in words)
 
 
 def _bad_word(word: object, vocab_size: int) -> tuple[int, ...]:
@@ -260,6 +278,15 @@ def _bad_word(word: object, vocab_size: int) -> tuple[int, ...]:
             f"a word of bad_words_token_ids has {len(ids)} tokens, but may have 1 to {MAX_BAD_WORD_TOKENS}"
         )
     return tuple(_token("bad_words_token_ids", token, vocab_size) for token in ids)
+
+
+_LISTS: Final[Mapping[str, Callable[[object, int], tuple[Any, ...]]]] = {
+    "stop": _stop_strings,
+    "stop_token_ids": _stop_token_ids,
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words_token_ids": _bad_words,
+}
 
 
 def _token(name: str, value: object, vocab_size: int) -> int:
