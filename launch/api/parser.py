@@ -14,8 +14,20 @@ from typing import TypeVar
 
 import msgspec
 
+from launch.api.body_rules import (
+    REFUSED,
+    REFUSED_IN_CHATS,
+    SERVED_ONLY_CHATS,
+    SERVED_ONLY_COMPLETIONS,
+    Neutral,
+    as_sent,
+    chat_logprobs,
+    plain_messages,
+    refuse,
+)
 from launch.api.schema import (
     BatchLine,
+    Body,
     ChatBody,
     CompletionBody,
     LinePeek,
@@ -158,7 +170,7 @@ class RequestParser:
         if Form(line.url) is Form.CHAT:
             return self._chat_request(number, line_id, _decode(line.body, ChatBody))
         body = _decode(line.body, CompletionBody)
-        _refuse_stream(body.stream)
+        _refuse_unsupported(body, REFUSED, served_only=SERVED_ONLY_COMPLETIONS)
         ids, echo = self._encode(body.prompt), bool(body.echo)
         if echo and body.prompt_logprobs is None:
             body.prompt_logprobs = body.logprobs  # the prompt's tokens stand among the answer's
@@ -168,18 +180,19 @@ class RequestParser:
         return PreparedRequest(number, line_id, form, prompt, ids, sampling, priority, body.model, echo)
 
     def _chat_request(self, number: int, line_id: LineId, body: ChatBody) -> PreparedRequest:
-        _refuse_stream(body.stream)
+        if body.tool_choice == "none":
+            body.tools = None  # the model may not call any: it is told of none
+        _refuse_unsupported(body, REFUSED, REFUSED_IN_CHATS, served_only=SERVED_ONLY_CHATS)
         if self._chat is None:
             raise RequestError("the model folder has no chat template: add chat_template.jinja, or send a prompt")
-        if not body.messages:
-            raise RequestError("messages is empty: give at least one message")
-        if body.top_logprobs is not None and not body.logprobs:
-            raise RequestError("top_logprobs is set, but logprobs is not true")
-        prompt = self._chat.render([message.plain() for message in body.messages], body.chat_template_kwargs)
+        logprobs = chat_logprobs(body)
+        prompt = self._chat.render(plain_messages(body.messages, strict=True), body.chat_template_kwargs)
         ids = self._encode(prompt, add_special_tokens=False)  # the template wrote them
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, ids)
+        try:
+            sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, ids)
+        except RequestError as error:
+            raise as_sent(error, body) from None
         return PreparedRequest(number, line_id, Form.CHAT, prompt, ids, sampling, _priority(body), body.model)
 
     def _encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -229,9 +242,13 @@ def _decode(data: bytes | msgspec.Raw, kind: type[_Typed]) -> _Typed:
     return msgspec.json.decode(data, type=kind)
 
 
-def _refuse_stream(stream: bool | None) -> None:
-    if stream:
+def _refuse_unsupported(body: Body, *lacking: Neutral, served_only: Neutral) -> None:
+    """Raises RequestError for the first field that batches lack and that is not at its default."""
+    if body.stream:
         raise RequestError("stream is true, but a batch can only do without: leave it out")
+    for table in lacking:
+        refuse(body, table)
+    refuse(body, served_only, "only `serve` has it")
 
 
 def _priority(fields: SamplingFields) -> int:

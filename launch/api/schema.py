@@ -1,7 +1,7 @@
 """The lines that `generate` accepts, as typed structures: the simple form and the OpenAI batch form.
 
-Knows: field names and types of each form. Does not know: legal ranges (runtime/frontend/validation.py), files,
-tokenizers.
+Knows: field names and types of each form, of bodies also those that `serve` takes. Does not know: legal ranges
+(runtime/frontend/validation.py), which values are refused (body_rules.py), files, tokenizers.
 
 Decoding is strict: no conversion between types, and an unknown field is an error, because a misspelt parameter that is
 silently dropped gives wrong results. A field that is null is the same as one that is left out.
@@ -50,52 +50,115 @@ class SimpleLine(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
-class CompletionBody(SamplingFields, kw_only=True):
-    """Body of a `/v1/completions` line: one prompt, as text or as token ids.
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(SamplingFields, kw_only=True):
+    """What all bodies of OpenAI's two routes have, in lines of `generate` and over HTTP."""
+
+    model: str | None = None
+    stream: bool | None = None
+    # Only `serve` has them; `generate` takes their defaults (body_rules.SERVED_ONLY).
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    # Whatever they hold, no answer depends on it.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    # Refused unless at their default (body_rules.REFUSED).
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    logits_processors: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    structural_tag: Any = None
+    prompt_embeds: Any = None
+    lora_path: Any = None
+    cache_salt: Any = None
+    kv_transfer_params: Any = None
+    return_tokens_as_token_ids: Any = None
+
+
+class CompletionFields(Body, kw_only=True):
+    """Of `/v1/completions`, but for the prompt.
 
     ``echo`` puts the prompt before the answer, in the text and, where ``logprobs`` are asked for, in those.
     """
 
-    model: str | None = None
-    prompt: str | list[int]
     logprobs: int | None = None
     echo: bool | None = None
-    stream: bool | None = None
-    user: str | None = None
+    suffix: Any = None  # refused unless at its default
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message's content. Only text is understood."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn of a chat."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """As chat templates want it: content is one text."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+class Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class ChatBody(SamplingFields, kw_only=True):
-    """Body of a `/v1/chat/completions` line."""
+class Tool(msgspec.Struct):
+    """A function that the model may call."""
 
-    model: str | None = None
-    messages: list[Message]
+    type: Literal["function"]
+    function: Function
+
+
+class ChatFields(Body, kw_only=True):
+    """Of `/v1/chat/completions`. What a message is, says body_rules.py."""
+
+    messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    stream: bool | None = None
-    user: str | None = None
+    # Only `serve` has them; `generate` takes what does without (body_rules.SERVED_ONLY_CHATS).
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    # Other routes have these; a chat takes their defaults only (body_rules.REFUSED_IN_CHATS).
+    echo: bool | None = None
+    add_generation_prompt: Any = None
+    # Refused unless at their default (body_rules.REFUSED).
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+
+
+class CompletionBody(CompletionFields, kw_only=True):
+    """Body of a `/v1/completions` line: one prompt, as text or as token ids."""
+
+    prompt: str | list[int]
+
+
+class ChatBody(ChatFields, kw_only=True):
+    """Body of a `/v1/chat/completions` line."""
 
 
 class BatchLine(msgspec.Struct, forbid_unknown_fields=True):

@@ -8,15 +8,15 @@ Everything here may be called in a worker thread: a long prompt takes long to to
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
+from launch.api.body_rules import REFUSED_IN_CHATS, Neutral, as_sent, chat_logprobs, plain_messages
 from launch.api.parser import COMPLETION_MAX_TOKENS
-from launch.api.schema import SamplingFields, sampling_params
-from launch.serve.bodies import Body, ChatBody, CompletionBody, TokenizeBody, Tool, refuse_unsupported
+from launch.api.schema import Body, Tool, sampling_params
+from launch.serve.bodies import ChatBody, CompletionBody, TokenizeBody, refuse_unsupported
 from launch.serve.errors import ApiError, bad_request, unsupported
 from launch.serve.settings import ServerSettings
 from runtime.frontend.bad_words import bad_words_token_ids
@@ -33,7 +33,7 @@ from runtime.frontend.validation import (
     checked_text,
     stop_ids_of,
 )
-from runtime.schedule.request import MAX_TOP_LOGPROBS, SamplingParams
+from runtime.schedule.request import SamplingParams
 
 MAX_SEQUENCES = 1024  # of one HTTP request: prompts x n
 _RANDOM = random.SystemRandom()
@@ -113,18 +113,12 @@ class RequestBuilder:
 
     def chat(self, body: ChatBody) -> Asked:
         """Raises ApiError."""
-        name = self._common(body)
+        name = self._common(body, REFUSED_IN_CHATS)
         tools = self._tools(body)
-        if body.echo:
-            raise unsupported("echo", "a chat's answer does not repeat its messages")
-        if body.add_generation_prompt is not None and body.add_generation_prompt is not True:
-            raise unsupported("add_generation_prompt", "what is generated is the assistant's answer")
-        if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise bad_request(
-                f"top_logprobs is {body.top_logprobs}, but must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs"
-            )
-        if body.top_logprobs is not None and not body.logprobs and body.top_logprobs > 0:
-            raise bad_request("top_logprobs is set, but logprobs is not true", "top_logprobs")
+        try:
+            logprobs = chat_logprobs(body)
+        except RequestError as error:
+            raise bad_request(str(error), error.field) from None
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("stream is true: log-probabilities of the prompt come with whole answers only", "stream")
         variables = dict(body.chat_template_kwargs or {})
@@ -135,7 +129,6 @@ class RequestBuilder:
         ids = self._fitting(ids, body.truncate_prompt_tokens, "messages")
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         otherwise = self._ready.max_model_len if self._settings.max_tokens is None else self._settings.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
         parsed = bool(tools) and self._settings.tool_call_parser == "hermes"
         scored = body.prompt_logprobs is not None
         return self._asked(
@@ -170,9 +163,9 @@ class RequestBuilder:
 
     # ---- parts ----
 
-    def _common(self, body: Body) -> str:
+    def _common(self, body: Body, *lacking: Neutral) -> str:
         name = self.model_name(body.model)
-        refuse_unsupported(body)
+        refuse_unsupported(body, *lacking)
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options are set, but stream is not true", "stream_options")
         return name
@@ -259,19 +252,15 @@ class RequestBuilder:
     ) -> Asked:
         try:
             max_tokens = given if given is not None else max(otherwise, body.min_tokens or 0)
-            said = sampling_params(
-                cast(SamplingFields, body), self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs
-            )
+            said = sampling_params(body, self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs)
             if body.bad_words:
                 said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
             sampling = checked_sampling(said, self._ready.vocab_size)
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
             priority = checked_priority(body.priority or 0)
         except RequestError as error:
-            text, param = str(error), error.field
-            if param == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
-                param, text = "max_completion_tokens", text.replace("max_tokens", "max_completion_tokens", 1)
-            raise bad_request(text, param) from None
+            named = as_sent(error, body)
+            raise bad_request(str(named), named.field) from None
         if (answers := len(prompts) * sampling.n) > self._settings.max_queued:
             raise bad_request(
                 f"{answers} answers of one request, but at most {self._settings.max_queued} may wait "
@@ -328,16 +317,14 @@ class RequestBuilder:
                 "the model folder has no chat template: start with --chat-template FILE, or use /v1/completions",
                 "messages",
             )
-        if not messages:
-            raise bad_request("messages is empty: give at least one message", "messages")
-        plain = [_plain_message(at, message) for at, message in enumerate(messages)]
         if tools:
             variables["tools"] = tools
         if documents:
             variables["documents"] = documents
         try:
+            plain = plain_messages(messages)
             return self._chat.render(plain, variables, add_generation_prompt=add_generation_prompt)
-        except ChatTemplateError as error:
+        except (RequestError, ChatTemplateError) as error:
             raise bad_request(str(error), error.field) from None
 
 
@@ -365,51 +352,3 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
     function = tool.function
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-
-
-def _plain_message(at: int, message: dict[str, Any]) -> dict[str, Any]:
-    """As chat templates want it: content is one text, arguments of tool calls are objects. Raises ApiError."""
-    where = f"messages[{at}]"
-    if not isinstance(message.get("role"), str):
-        raise bad_request(f"{where} has no role", "messages")
-    plain = {name: value for name, value in message.items() if value is not None}
-    content = message.get("content")
-    if isinstance(content, list):
-        plain["content"] = "".join(_part_text(where, part) for part in content)
-    elif content is None:
-        if message["role"] != "assistant":
-            raise bad_request(f"{where} has no content", "messages")
-        plain["content"] = ""
-    elif not isinstance(content, str):
-        raise bad_request(f"{where}.content must be a text, or a list of text parts", "messages")
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [_plain_call(where, call) for call in _listed(where, plain["tool_calls"])]
-    return plain
-
-
-def _listed(where: str, calls: object) -> list[Any]:
-    if not isinstance(calls, list):
-        raise bad_request(f"{where}.tool_calls must be a list", "messages")
-    return calls
-
-
-def _part_text(where: str, part: object) -> str:
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text") and isinstance(part.get("text"), str):
-        return cast(str, part["text"])
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise bad_request(f"{where}.content has a part of type {kind!r}, but only text is understood", "messages")
-
-
-def _plain_call(where: str, call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise bad_request(f"{where}.tool_calls has an entry without a function", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"{where}.tool_calls has arguments that are not JSON: {error}", "messages") from None
-    return {**call, "function": {**function, "arguments": arguments}}

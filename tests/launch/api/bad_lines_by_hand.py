@@ -82,10 +82,10 @@ MORE: list[tuple[bytes, str]] = [
     (batch(prompt=[5] * 64), "64 tokens"),
     (batch(prompt=[-(2**63)]), str(-(2**63))),
     (batch(model=7), "$.model"),
-    (batch(user=7), "$.user"),
+    (batch(add_special_tokens=False), "add_special_tokens is not supported as false"),
     (batch(stream="no"), "$.stream"),
     (batch(logprobs=True), "$.logprobs"),
-    (batch(suffix="a"), "unknown field `suffix`"),
+    (batch(suffix="a"), "suffix is not supported as"),
     (batch(prompt_token_ids=[1]), "unknown field"),
     # chats
     (chat(messages=None), "$.messages"),
@@ -95,7 +95,7 @@ MORE: list[tuple[bytes, str]] = [
     (chat(messages=[{"content": "a"}]), "role"),
     (chat(messages=[{"role": "user", "content": None}]), "content"),
     (chat(messages=[{"role": 1, "content": "a"}]), "role"),
-    (chat(messages=[{"role": "user", "content": ["a"]}]), "content[0]"),
+    (chat(messages=[{"role": "user", "content": ["a", 7]}]), "content[1]"),
     (chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), "text"),
     (chat(messages=[{"role": "user", "content": [{"text": "a"}]}]), "type"),
     (chat(messages=[{"role": "tool", "content": "a"}]), "unknown role"),
@@ -103,10 +103,14 @@ MORE: list[tuple[bytes, str]] = [
     (chat(messages=[{"role": "user", "content": "a"}] * 9), "64"),
     (chat(messages=[{"role": "user", "content": "a", "name": 1}]), "name"),
     (chat(prompt="a"), "unknown field `prompt`"),
-    (chat(response_format={"type": "json_object"}), "unknown field"),
+    (
+        chat(response_format={"type": "json_object"}),
+        'response_format is not supported as {"type": "json_object"}: this engine does not have it; leave it out, or '
+        'send {"type": "text"}',
+    ),
     (chat(logprobs=False, top_logprobs=1), "logprobs is not true"),
     (chat(logprobs=True, top_logprobs=-1), "-1"),
-    (chat(max_completion_tokens=0), "max_tokens is 0"),
+    (chat(max_completion_tokens=0), "max_completion_tokens is 0"),
     (chat(stream=True), "stream is true"),
     (chat(chat_template_kwargs=[]), "$.chat_template_kwargs"),
     # sampling: extremes and types

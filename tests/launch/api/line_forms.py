@@ -5,6 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+# Fields of OpenAI's bodies at values that change no answer.
+NEUTRAL: dict[str, Any] = {
+    "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
+    "prompt_cache_key": "k", "response_format": {"type": "text"}, "best_of": 1, "skip_special_tokens": True,
+    "stream": False, "stream_options": None, "logit_bias": {}, "bad_words": [],
+}  # fmt: skip
+NEUTRAL_IN_CHATS: dict[str, Any] = {
+    "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "functions": [], "function_call": "none",
+    "modalities": ["text"], "audio": None, "echo": False, "add_generation_prompt": True, "top_logprobs": 0,
+    "logprobs": False, "documents": [],
+}  # fmt: skip
+
 
 def simple(**fields: Any) -> bytes:
     return json.dumps({"id": "x", "prompt": "the dog"} | fields).encode()

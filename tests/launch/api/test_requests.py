@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.api import body_rules
 from launch.api.parser import BadLine, Form, PreparedRequest, RequestParser
+from launch.api.schema import ChatFields, CompletionFields
 from launch.generate.input_file import FinishedRows, count_lines, read_lines, read_requests
+from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.output_processor import drawn_seed
 from runtime.schedule.request import SamplingParams
-from tests.launch.api import bad_lines
+from tests.launch.api import bad_lines, line_forms
+from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
 from tests.launch.generate import batches
 from tests.launch.generate.fake_engine import FakeModel
 from tests.runtime.frontend import small_tokenizers
@@ -60,6 +65,55 @@ def test_a_chat_line_is_rendered_and_may_use_what_fits() -> None:
     assert request.sampling.max_tokens == 64 - len(request.prompt_token_ids)
     assert request.sampling.logprobs == 4
     assert request.prompt_token_ids[0] == 1, "special tokens of the template are single tokens"
+
+
+@pytest.mark.parametrize("made", [line_forms.batch, line_forms.chat])
+def test_fields_at_their_default_change_nothing(made: Callable[..., bytes]) -> None:
+    fields = NEUTRAL | (NEUTRAL_IN_CHATS if made is line_forms.chat else {"suffix": "", "echo": False})
+    assert batches.prepared(made(**fields)) == batches.prepared(made())
+    for name, value in fields.items():
+        assert batches.prepared(made(**{name: value})) == batches.prepared(made()), name
+
+
+def test_every_rule_is_of_a_field() -> None:
+    tables = [body_rules.REFUSED, body_rules.SERVED_ONLY_COMPLETIONS, body_rules.SERVED_ONLY_CHATS]
+    names = {name for table in [*tables, body_rules.REFUSED_IN_CHATS] for name in table}
+    assert names <= {*CompletionFields.__struct_fields__, *ChatFields.__struct_fields__}
+
+
+def test_tools_that_the_model_may_not_call_are_left_out() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert batches.prepared(line_forms.chat(tools=tools, tool_choice="none")) == batches.prepared(line_forms.chat())
+
+
+def test_messages_are_those_that_serve_takes() -> None:
+    """What an OpenAI client dumps of an answer with a tool call is the next request's message."""
+    template = ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    dumped = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "annotations": None,
+        "tool_calls": [call],
+    }
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, "b"], "name": "n"},
+        dumped,
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    parser = RequestParser(FakeModel(max_model_len=1000), small_tokenizers.byte_level(), template)
+    line = line_forms.chat(messages=messages)
+    request = parser.parse(1, line, parser.peek(1, line))
+    assert isinstance(request, PreparedRequest)
+    called = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    rendered = [
+        {"role": "user", "content": "ab", "name": "n"},
+        {"role": "assistant", "tool_calls": [called], "content": ""},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    assert request.prompt == "".join(map(json.dumps, rendered))
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:

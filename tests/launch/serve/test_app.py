@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
 from runtime.schedule.request import FinishReason, Request, SamplingParams
+from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
 from tests.launch.generate.fake_engine import FakeModel, serial_answer
 from tests.launch.serve.rig import Client, Reply, ServedFake, served
 from tests.runtime.engine.rig import request as request_of
@@ -196,10 +197,12 @@ def test_fields_at_their_default_change_nothing() -> None:
             "logit_bias": {}, "bad_words": [], "allowed_token_ids": [], "best_of": 1, "use_beam_search": False,
             "response_format": {"type": "text"}, "skip_special_tokens": True, "spaces_between_special_tokens": True,
             "suffix": "", "logprobs": None, "stream": None, "stop": None, "user": "u", "metadata": {"a": 1},
-            "top_k": -1,
+            "top_k": -1, **NEUTRAL,
         }  # fmt: skip
         reply = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **neutral})
         assert reply.status == 200
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **NEUTRAL, **NEUTRAL_IN_CHATS}
+        assert (await client.post("/v1/chat/completions", chat)).status == 200
 
     run(body)
 

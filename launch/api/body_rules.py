@@ -1,0 +1,182 @@
+"""What `generate` and `serve` agree on for OpenAI's bodies: refused fields, a chat's messages, names in errors.
+
+Knows: which values of a field that is not there change nothing, what a message may hold. Does not know: legal ranges
+(runtime/frontend/validation.py), fields' types (schema.py), how an error is told.
+
+Everything here raises RequestError, with the field to blame.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from launch.api.schema import ChatFields
+from runtime.frontend.validation import RequestError
+from runtime.schedule.request import MAX_TOP_LOGPROBS
+
+# Each table: field -> the values, null and absence aside, that change nothing.
+Neutral = Mapping[str, tuple[Any, ...]]
+REFUSED: Final[Neutral] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # of slow tokenizers only; this one is fast
+    "logits_processors": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "structural_tag": (),
+    "prompt_embeds": ([],),
+    "lora_path": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "return_tokens_as_token_ids": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+}
+REFUSED_IN_CHATS: Final[Neutral] = {"echo": (False,), "add_generation_prompt": (True,)}  # other routes have these
+SERVED_ONLY: Final[Neutral] = {"stream_options": (), "truncate_prompt_tokens": (), "return_token_ids": (False,)}
+SERVED_ONLY_COMPLETIONS: Final[Neutral] = {**SERVED_ONLY, "add_special_tokens": (True,)}
+SERVED_ONLY_CHATS: Final[Neutral] = {
+    **SERVED_ONLY,
+    "add_special_tokens": (False,),
+    "documents": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "reasoning_effort": (),
+}
+# What a message of a batch may have. Over HTTP there may be more: a template may know it.
+_IN_MESSAGES: Final = {
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal", "annotations",
+}  # fmt: skip
+_WHY: Final = {
+    "echo": "a chat's answer does not repeat its messages",
+    "add_generation_prompt": "what is generated is the assistant's answer",
+    "tool_choice": "a batch has no tools",
+}
+_LONGEST_SHOWN: Final = 80  # characters of a value
+
+
+def refuse(body: object, lacking: Neutral, why: str = "this engine does not have it") -> None:
+    """Raises RequestError for the first field of ``lacking`` whose value would change the answer."""
+    for name, neutral in lacking.items():
+        value = getattr(body, name, None)
+        if value is None or any(value == same and type(value) is type(same) for same in neutral):
+            continue
+        if name == "best_of" and value == getattr(body, "n", None):  # nothing would be thrown away
+            continue
+        or_send = f", or send {json.dumps(neutral[0])}" if neutral else ""
+        raise RequestError(
+            f"{name} is not supported as {_shown(value)}: {_WHY.get(name, why)}; leave it out{or_send}", name
+        )
+
+
+def chat_logprobs(body: ChatFields) -> int | None:
+    """How many likely tokens stand beside each of a chat's answer; None: no log-probabilities."""
+    top = body.top_logprobs
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"top_logprobs is {_shown(top)}, but must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
+    if top and not body.logprobs:
+        raise RequestError("top_logprobs is set, but logprobs is not true", "top_logprobs")
+    return (top or 0) if body.logprobs else None
+
+
+def as_sent(error: RequestError, body: object) -> RequestError:
+    """The same of the field that the client sent: a chat's max_tokens has two names."""
+    if error.field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
+        return RequestError(str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens")
+    return error
+
+
+def plain_messages(messages: Sequence[dict[str, Any]], *, strict: bool = False) -> list[dict[str, Any]]:
+    """As chat templates want them: content is one text, arguments of tool calls are objects, nothing is null.
+
+    ``strict``: fields that nobody knows are refused.
+    """
+    if not messages:
+        raise _bad("messages is empty: give at least one message")
+    return [_plain_message(f"messages[{at}]", message, strict) for at, message in enumerate(messages)]
+
+
+def _bad(text: str) -> RequestError:
+    return RequestError(text, "messages")
+
+
+def _plain_message(where: str, message: dict[str, Any], strict: bool) -> dict[str, Any]:
+    plain = {name: value for name, value in message.items() if value is not None}
+    for name in ("role", "name"):
+        if not isinstance(plain.get(name, ""), str):
+            raise _bad(f"{where}.{name} is {_shown(plain[name])}, but must be a text")
+    if "role" not in plain:
+        raise _bad(f'{where} has no role: send "role": "user", or another that the chat template knows')
+    unknown = sorted(plain.keys() - _IN_MESSAGES) if strict else []
+    if unknown:
+        raise _bad(f"{where} has an unknown field `{unknown[0][:80]}`: leave it out")
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+    elif content is None:
+        if plain["role"] != "assistant":
+            raise _bad(f"{where} has no content: send a text; only an assistant's message may have none")
+        plain["content"] = ""
+    elif not isinstance(content, str):
+        raise _bad(f"{where}.content is {_shown(content)}, but must be a text or a list of text parts")
+    if "tool_calls" in plain:
+        calls = plain["tool_calls"]
+        if not isinstance(calls, list):
+            raise _bad(f"{where}.tool_calls is {_shown(calls)}, but must be a list")
+        plain["tool_calls"] = [_plain_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
+    return plain
+
+
+def _part_text(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind not in ("text", "input_text"):
+        send = 'send {"type": "text", "text": ...}'
+        raise _bad(f"{where} is a part of type {_shown(kind)}, but only text is understood: {send}")
+    if not isinstance(part.get("text"), str):
+        raise _bad(f"{where} has no text")
+    return str(part["text"])
+
+
+def _plain_call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise _bad(f'{where} has no function: send "function": {{"name": ..., "arguments": ...}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError) as error:
+            raise _bad(f"{where} has arguments that are not JSON: {error}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _shown(value: object) -> str:
+    """As JSON, and short; whatever it is, it does not raise."""
+    try:
+        text = json.dumps(msgspec.to_builtins(value))
+    except (ValueError, TypeError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
