@@ -28,9 +28,11 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from runtime.daemon.frames import BadFrame, Frame, FrameReader, Kind
+from runtime.daemon.verbs import ALIASES, ALIASES_OF_BATCHES
 
 _READ_BYTES: Final = 1 << 16
 _FINAL: Final = (Kind.DONE, Kind.CLOSED)
+_LATE: Final = ("SCHED_DRAIN", "SCHED_PROBE")  # they are answered when they are over
 
 Prompt = str | Sequence[int]
 
@@ -45,6 +47,15 @@ def _line(verb: str, request: int | None = None, slot: int | None = None, *argum
     words += [verb, *(argument for argument in arguments if argument is not None)]
     words += [f"{name}={_value(value)}" for name, value in options.items()]
     return " ".join(map(str, words))
+
+
+def _verb_of(line: str) -> str:
+    """As its answer names it."""
+    words = line.replace("=", " ").split()
+    while words and words[0] in ("REQ", "SLOT", "slot"):
+        del words[:2]
+    verb = words[0] if words else ""
+    return ALIASES.get(verb, ALIASES_OF_BATCHES.get(verb, verb))
 
 
 def _value(value: Any) -> str:
@@ -64,7 +75,7 @@ class _Desk:
         self._reader = FrameReader()
         self._expected = 0
         self.answers: deque[Frame] = deque()  # ACK, STATS, and ERROR of a line
-        self._unheard = 0  # answers to come that nobody waits for any more; they come in the order of the lines
+        self._unheard: deque[str] = deque()  # verbs of lines whose answers are to come, and nobody waits for any more
         self.of_sessions: dict[int, deque[Frame]] = {}
         self.loose: deque[Frame] = deque()  # of sessions that nobody here has
         self.next_request = 1
@@ -78,24 +89,35 @@ class _Desk:
                 raise BadFrame(f"frame {frame.sequence} came where {self._expected} was due: one is lost")
             self._expected = (frame.sequence + 1) % (1 << 32)
             if frame.kind in (Kind.ACK, Kind.STATS) or (frame.kind is Kind.ERROR and not frame.epoch):
-                if self._unheard:
-                    self._unheard -= 1
-                else:
+                if not self._is_unheard(frame):
                     self.answers.append(frame)
             else:
                 self.of_sessions.get(frame.request, self.loose).append(frame)
         return found
 
-    def give_up(self) -> None:
-        """Whoever said the latest line does not wait for its answer any more."""
+    def _is_unheard(self, frame: Frame) -> bool:
+        """Whether it answers a line that was given up. Answers come in the order of the lines, but those of _LATE: they
+        say whose they are, as each ACK does."""
+        if frame.kind is Kind.ERROR:
+            late = [verb for verb in self._unheard if verb in _LATE and frame.text.startswith(f"{verb}: ")]
+            found = late or [verb for verb in self._unheard if verb not in _LATE]
+        else:
+            verb = "STATS" if frame.kind is Kind.STATS else frame.answer["verb"]
+            found = [verb] if verb in self._unheard else []
+        if found:
+            self._unheard.remove(found[0])
+        return bool(found)
+
+    def give_up(self, line: str) -> None:
+        """Whoever said it, the latest, does not wait for its answer any more."""
         if self.answers:
             self.answers.clear()
         else:
-            self._unheard += 1
+            self._unheard.append(_verb_of(line))
 
     def abandon(self, request: int) -> None:
         """A CANCEL of this session was said behind a line that was given up: nobody hears what comes of either."""
-        self._unheard += 1
+        self._unheard.append("CANCEL")
         self.of_sessions[request] = deque(maxlen=0)
 
     def new_request(self) -> int:
@@ -217,7 +239,7 @@ class SlotClient:
             while not self.desk.answers:
                 self.read()
         except BaseException:
-            self.desk.give_up()
+            self.desk.give_up(line)
             if opens is not None:
                 with suppress(OSError):  # then the connection is closed, and its sessions with it
                     self._say(_line("CANCEL", opens))
@@ -363,7 +385,7 @@ class AsyncSlotClient:
                 while not self.desk.answers:
                     await self.wait()
             except BaseException:
-                self.desk.give_up()
+                self.desk.give_up(line)
                 if opens is not None:
                     self._writer.write(_line("CANCEL", opens).encode() + b"\n")
                     self.desk.abandon(opens)

@@ -127,6 +127,33 @@ def test_a_late_answer_is_not_the_next_line_s(tmp_path: Path) -> None:
                 assert client.command("LIST_SLOTS")["verb"] == "LIST_SLOTS"
 
 
+@pytest.mark.parametrize("line", ["SCHED_DRAIN", "REQ 9 SCHED_BATCH_DRAIN", "SCHED_PROBE"])
+def test_a_late_answer_that_comes_out_of_order_is_nobody_s(tmp_path: Path, line: str) -> None:
+    """The engine stands still until the lines behind one that was given up are answered."""
+    path, engine = tmp_path / "slots.sock", ScriptedEngine()
+    go_on, step = threading.Event(), engine.step
+    engine.step = lambda: step() if go_on.is_set() else StepOutput(0, [], [], [])  # type: ignore[method-assign]
+
+    async def talk() -> None:
+        async with asyncio.timeout(PATIENCE_S), AsyncSlotClient(path) as client:
+            go_on.set()
+            session = await client.start(IDS, max_tokens=9, quantum=3, keep=True)
+            async for _ in session.frames():
+                pass
+            go_on.clear()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.command(line), 0.1)
+            assert (await client.command("LIST_SLOTS"))["verb"] == "LIST_SLOTS"
+            with pytest.raises(SlotError, match="no session 5"):
+                await client.command("CANCEL 5")
+            go_on.set()
+            assert (await client.command("SCHED_DRAIN"))["verb"] == "SCHED_DRAIN"
+            assert (await client.command("LIST_REQUESTS"))["requests"][0]["phase"] == "complete"
+
+    with served(path, engine):
+        asyncio.run(talk())
+
+
 @pytest.mark.parametrize("pauses", range(5))
 def test_a_session_whose_start_is_cancelled_is_closed(tmp_path: Path, pauses: int) -> None:
     """Of START and FORK, before and after the daemon has answered; the connection goes on."""
