@@ -198,7 +198,7 @@ def life_table() -> str:
     """What `make test` has of the grid."""
     every = hybrid_grid.lives()
     cells: dict[tuple[str, str], list[str]] = {}
-    for family, proposer, mode, depth in (one.values for one in every if not one.marks):
+    for family, proposer, mode, depth, _ in (one.values for one in every if not one.marks):
         cells.setdefault((family, proposer), []).append(f"{mode}, D {depth}")
     families, proposers = ([*dict.fromkeys(one.values[axis] for one in every)] for axis in (0, 1))
     rows = [
@@ -209,9 +209,10 @@ def life_table() -> str:
         has = [" and ".join(cells.get((family, proposer), ["none"])) for proposer in proposers]
         rows.append(f"| {FAMILIES[family]} | {' | '.join(has)} |")
     short, depths = sum(map(len, cells.values())), hybrid_grid.DEPTHS
+    grid = {one.values[:4] for one in every}
     whole = f"{len(families)} families x {len(proposers)} proposers x {len(hybrid_grid.MODES)} kinds of sampling"
     whole += f" x D {min(depths)}..{max(depths)}"
-    return "\n".join([*rows, "", f"The whole grid is {whole}: {len(every)} tests. `make test` has {short} of them."])
+    return "\n".join([*rows, "", f"The whole grid is {whole}: {len(grid)} lives. `make test` has {short} of them."])
 
 
 # ---- the page ----
