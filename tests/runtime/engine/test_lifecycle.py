@@ -61,11 +61,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def over_families(metafunc: pytest.Metafunc, depths: tuple[int, ...]) -> list[Any]:
-    """Each hybrid family at one of ``depths``, in turn, and the rest long; of an event that has cases of its own, one
-    family of each recurrence."""
+    """One hybrid family of each recurrence, at one of ``depths``, both in turn; the rest is long."""
     turned = turn(metafunc)
-    several = any(True for _ in metafunc.definition.iter_markers("parametrize"))
-    kept = of_each_recurrence(turned) if several else [*HYBRIDS]
+    kept = of_each_recurrence(turned)
     found = []
     for number, name in enumerate(HYBRIDS):
         its = depths[(turned + number) % len(depths)]
