@@ -28,10 +28,11 @@ demo: $(STAMP)  ## two ranks complete the demo prompts, then again with a drafte
 
 install: $(STAMP)  ## a virtual environment in .venv with everything that the others need
 
+# Python compiles a module when it is first imported, which most of what comes here never is.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PINNED) torch
-	$(BIN)/python -m pip install -q $(PINNED) -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install -q --no-compile $(PINNED) torch
+	$(BIN)/python -m pip install -q --no-compile $(PINNED) -e '.[$(EXTRAS)]'
 	touch $(STAMP)
 
 # mypy is one process, and so is most of what is interpreted: side by side no core waits for the other.

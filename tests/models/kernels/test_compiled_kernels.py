@@ -36,6 +36,15 @@ STEADY = {
 }
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Triton keeps what it compiled, by all that it was made of: sources, options and compilers. Its own, unless
+    LOCKSTRIDE_TEST_CACHE names a folder that outlives a run: then a kernel that did not change is only looked at.
+    """
+    kept = os.environ.get("LOCKSTRIDE_TEST_CACHE")
+    return Path(kept) / "triton" if kept else tmp_path_factory.mktemp("triton")
+
+
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """What tests.models.kernels.compiled_kernels found: dictionaries of compiling_driver.Compiled."""
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
@@ -109,8 +118,8 @@ PART_OF_FOLDER = {"experts": "experts", "recurrent": "slot-state"}  # of all oth
 
 
 @pytest.mark.parametrize("part", ["dense", "experts", "slot-state"])
-def test_every_kernel_compiles_for_hopper_and_fits(part: str, tmp_path: Path) -> None:
-    found = compiled(tmp_path, "--part", part)
+def test_every_kernel_compiles_for_hopper_and_fits(part: str, cache: Path) -> None:
+    found = compiled(cache, "--part", part)
     assert complaints(found) == []
     wanted = kernels_of([file for file in FILES if PART_OF_FOLDER.get(file.parent.name, "dense") == part])
     assert wanted, "no kernel was found in the sources"
@@ -118,9 +127,9 @@ def test_every_kernel_compiles_for_hopper_and_fits(part: str, tmp_path: Path) ->
     assert {one["element"] for one in found} >= {"bf16"}
 
 
-def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) -> None:
+def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(cache: Path) -> None:
     """Addresses of other ranks are integers, of whose alignment Triton knows what it was told."""
-    found = compiled(tmp_path, "--part", "push")
+    found = compiled(cache, "--part", "push")
     assert complaints(found) == []
     assert len(found) == 9
     for alone, to_one, to_seven in zip(found[::3], found[1::3], found[2::3], strict=True):
@@ -133,9 +142,9 @@ def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("part", "sizes"), [("all-reduce", 3), pytest.param("more-all-reduce", 2, marks=LONG)])
-def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, sizes: int, tmp_path: Path) -> None:
+def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, sizes: int, cache: Path) -> None:
     """A thread has sixteen bytes or more of each part, which it stores that wide."""
-    found = compiled(tmp_path, "--part", part)
+    found = compiled(cache, "--part", part)
     assert complaints(found) == []
     assert len(found) == sizes * 3 * 2
     for one in found:
@@ -146,9 +155,9 @@ def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, sizes: int, t
         assert one["stores"] == {"v4.b32": a_row * (moved + results), "b32": 1}, one  # and the count of exchanges
 
 
-def test_all_programs_that_have_several_rows_run_at_once(tmp_path: Path) -> None:
+def test_all_programs_that_have_several_rows_run_at_once(cache: Path) -> None:
     """One that waited behind others might never start, while a peer polls for its rows."""
-    found = compiled(tmp_path, "--part", "all-reduces-of-prompts")
+    found = compiled(cache, "--part", "all-reduces-of-prompts")
     assert complaints(found) == []
     assert [one["constants"]["MANY"] for one in found] == [True] * 6
     for one in found:
@@ -156,9 +165,9 @@ def test_all_programs_that_have_several_rows_run_at_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("part", ["exchanges", pytest.param("more-exchanges", marks=LONG)])
-def test_exchanges_move_rows_as_wide_as_they_can(part: str, tmp_path: Path) -> None:
+def test_exchanges_move_rows_as_wide_as_they_can(part: str, cache: Path) -> None:
     """Hidden states in sixteen bytes; a weight and an id of each choice are one number a thread."""
-    found = compiled(tmp_path, "--part", part)
+    found = compiled(cache, "--part", part)
     assert complaints(found) == []
     assert len(found) == 2 * 3 * 2
     for one in found:
@@ -174,23 +183,23 @@ def test_exchanges_move_rows_as_wide_as_they_can(part: str, tmp_path: Path) -> N
         assert one["shared"] <= 64, "nothing changes threads"
 
 
-def test_a_late_product_lets_the_next_launch_start_behind_its_last_weights(tmp_path: Path) -> None:
-    found = compiled(tmp_path, "--part", "late-products")
+def test_a_late_product_lets_the_next_launch_start_behind_its_last_weights(cache: Path) -> None:
+    found = compiled(cache, "--part", "late-products")
     assert complaints(found) == []
     assert len(found) == 6
     assert [one["order"]["late"] for one in found] == [one["constants"]["LATE"] for one in found] == [False, True] * 3
 
 
 @pytest.mark.parametrize("part", ["prefill", pytest.param("more-prefill", marks=LONG)])
-def test_prefill_attention_of_every_dtype_fits(part: str, tmp_path: Path) -> None:
-    found = compiled(tmp_path, "--part", part)
+def test_prefill_attention_of_every_dtype_fits(part: str, cache: Path) -> None:
+    found = compiled(cache, "--part", part)
     assert complaints(found) == []
     assert len(found) == 6
     assert all(one["order"]["waits"] for one in found)
 
 
-def test_a_kernel_that_does_not_fit_is_found(tmp_path: Path) -> None:
-    told = complaints(compiled(tmp_path, "--part", "too-much"))
+def test_a_kernel_that_does_not_fit_is_found(cache: Path) -> None:
+    told = complaints(compiled(cache, "--part", "too-much"))
     assert len(told) == 2
     assert re.search(r"_gemv_kernel .* spills \d+ words", told[0])
     assert re.search(r"_skinny_kernel .* asks for \d+ bytes of shared memory", told[1])
@@ -209,8 +218,8 @@ def test_no_candidate_gives_one_warp_64_rows() -> None:
 
 
 @pytest.mark.long
-def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(tmp_path: Path) -> None:
-    found = compiled(tmp_path, "--part", "rotation")
+def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(cache: Path) -> None:
+    found = compiled(cache, "--part", "rotation")
     assert complaints(found) == []
     many = [one for one in found if one["kernel"] == "_rope_and_cache_many_kernel"]
     assert {one["warps"] for one in many} >= {1, 2, 4}
@@ -219,14 +228,14 @@ def test_every_form_of_the_rotation_fits_and_needs_no_shared_memory(tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["more-dense", "more-experts", "more-slot-state", "same-bits"])
-def test_kernels_at_further_sizes_fit(part: str, tmp_path: Path) -> None:
+def test_kernels_at_further_sizes_fit(part: str, cache: Path) -> None:
     """``same-bits``: the deterministic mode of other shapes."""
-    assert complaints(compiled(tmp_path, "--part", part)) == []
+    assert complaints(compiled(cache, "--part", part)) == []
 
 
 @pytest.mark.long
-def test_every_product_of_the_shipped_table_fits(tmp_path: Path) -> None:
-    assert complaints(compiled(tmp_path, "--part", "table")) == []
+def test_every_product_of_the_shipped_table_fits(cache: Path) -> None:
+    assert complaints(compiled(cache, "--part", "table")) == []
 
 
 @pytest.mark.long
@@ -240,8 +249,8 @@ def test_every_product_of_the_shipped_table_fits(tmp_path: Path) -> None:
         ("30b-a3b", 2, ("--ep", "--dtype", "float32")),
     ],
 )
-def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, ...], tmp_path: Path) -> None:
-    assert complaints(compiled(tmp_path, "--shape", shape, "--tp", str(size), *options)) == []
+def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, ...], cache: Path) -> None:
+    assert complaints(compiled(cache, "--shape", shape, "--tp", str(size), *options)) == []
 
 
 @pytest.mark.parametrize(
@@ -254,9 +263,9 @@ def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, 
     ],
     ids=" ".join,
 )
-def test_nothing_is_compiled_after_start_up(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_nothing_is_compiled_after_start_up(options: tuple[str, ...], cache: Path) -> None:
     """Steps of any number of tokens and of any kind of sampling run code that is there."""
-    assert compiled(tmp_path, "--late", *options) == []
+    assert compiled(cache, "--late", *options) == []
 
 
 # -- the instruments ---------------------------------------------------------------------------------------------------
