@@ -9,6 +9,7 @@ are those that a real launch with the same arguments would have. Tensors may lie
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -151,7 +152,7 @@ class CompilingDriver:
             sass = None
             if switches not in self._disassembled:
                 self._disassembled.add(switches)
-                sass = _tool(knobs.nvidia.nvdisasm, "-c", "-ndf", files[".cubin"])
+                sass = _machine_code(files[".cubin"])
             order = launch_order(ptx, sass, _arguments(source.signature))
         return Compiled(
             kernel=source.fn.__name__,
@@ -210,6 +211,16 @@ def _arguments(signature: dict[str, Any]) -> list[str]:
             sizes_and_strides = 2 * (kind.count(",") + 1) if kind.startswith("tensordesc") else 0
             names += [name, *[f"{name}'s"] * sizes_and_strides]
     return names
+
+
+def _machine_code(cubin: Path) -> str:
+    """Of a compiled kernel, as text, which is kept beside it: Triton's cache has a folder for each."""
+    kept = cubin.with_suffix(".sass")
+    if not kept.exists():
+        whole = kept.with_suffix(f".{os.getpid()}")  # nobody reads a half
+        whole.write_text(_tool(knobs.nvidia.nvdisasm, "-c", "-ndf", cubin))
+        whole.replace(kept)
+    return kept.read_text()
 
 
 def _tool(tool: Any, *arguments: object) -> str:
