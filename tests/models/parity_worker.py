@@ -45,7 +45,7 @@ class Scenario(NamedTuple):
 
 
 HYBRIDS = ("qwen3next", "qwen35", "nemotronh")  # how their folders' names begin
-SCENARIOS = (  # the last two in every run on four ranks, where each all-reduce costs milliseconds
+SCENARIOS = (  # the last two in every run of four ranks in threads
     Scenario(batch=1, prompts=2, chunk=None, share_prefixes=False),
     Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),
     Scenario(batch=16, prompts=16, chunk=None, share_prefixes=True),

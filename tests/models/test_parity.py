@@ -1,8 +1,8 @@
 """Lockstride against transformers: tiny random float32 models of each family, every way a step can be cut.
 
-For each tensor-parallel size one group of processes runs all models. Greedy tokens must be exact, logits within 1e-4.
-Transformers is asked once per completion: its logits along (prompt + our tokens) must choose exactly our tokens, which
-by induction over the tokens is its own greedy completion.
+For each tensor-parallel size one group of processes, or of threads, runs all models. Greedy tokens must be exact,
+logits within 1e-4. Transformers is asked once per completion: its logits along (prompt + our tokens) must choose
+exactly our tokens, which by induction over the tokens is its own greedy completion.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from parallel.comm.collectives import SingleRank
 from tests.models.parity_worker import NEW_TOKENS, SCENARIOS, run_models, scenarios_of
+from tests.runtime.engine.tensor_ranks import Meeting, MetCollectives
 from tests.torchrun import torchrun
 
 TOLERANCE = 1e-4
@@ -273,12 +276,32 @@ def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("size", "count"), [(2, len(SCENARIOS)), (4, 2), pytest.param(4, len(SCENARIOS), marks=pytest.mark.long)]
-)
-def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int, count: int) -> None:
-    """``count``: how many scenarios, the last ones of the list; of hybrid models also the first."""
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int) -> None:
     folder, models = saved
-    ran = torchrun(size, "tests.models.parity_worker", str(folder), str(count))
+    ran = torchrun(size, "tests.models.parity_worker", str(folder), str(len(SCENARIOS)))
     assert ran.returncode == 0, ran.said[-3000:]
+    _check_all(folder, models, size)
+
+
+def test_tensor_parallel_in_threads(saved: tuple[Path, dict[str, Any]]) -> None:
+    """Four ranks, whose shares are smaller: four processes on two cores mostly wait for one another. The last scenarios
+    of the list; of hybrid models also the first."""
+    folder, models = saved
+    size, count = 4, 2
+    meeting = Meeting(size)
+
+    def live(rank: int) -> None:
+        try:
+            run_models(folder, MetCollectives(meeting, rank), count)
+        except BaseException:
+            meeting.barrier.abort()  # nobody shall wait for this rank
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        ranks = [threads.submit(live, rank) for rank in range(size)]
+    for error in sorted(
+        filter(None, (rank.exception() for rank in ranks)), key=lambda e: isinstance(e, BrokenBarrierError)
+    ):
+        raise error
     _check_all(folder, models, size, count)
