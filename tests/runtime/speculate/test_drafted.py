@@ -30,6 +30,7 @@ from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, VOCABULARY, Drafter, check_rounds
+from tests.selection import covering
 
 KINDS = ("mtp", "dflash")
 ROOM: dict[str, Any] = {"shape": SHAPE, "blocks": 400}
@@ -67,10 +68,12 @@ def sequences(requests: list[Request], life: Life) -> dict[int, tuple[int, ...]]
     return {one.request_id: (*one.prompt_token_ids, *life.answers[one.request_id][0]) for one in requests}
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize(("kind", "width"), [("mtp", 2), ("mtp", 5), ("dflash", 3), ("dflash", 8)])
-def test_rounds_guess_what_the_oracle_does(kind: str, width: int, depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_kind", "depth"), covering([("mtp", 2), ("mtp", 5), ("dflash", 3), ("dflash", 8)], (0, 2), at_once=1), ids=str
+)
+def test_rounds_guess_what_the_oracle_does(of_kind: tuple[str, int], depth: int, tmp_path: Path) -> None:
     """Prompts in chunks of 8 tokens, rows that come and go, blocks of 4 tokens."""
+    kind, width = of_kind
     drafter, requests = Drafter(kind, tmp_path), people(6)
     life = drafted(drafter, requests, width, depth=depth, rows=4, max_prefill_tokens=8, block_size=4)
     looked_at = check_rounds(drafter, sequences(requests, life))
@@ -78,8 +81,7 @@ def test_rounds_guess_what_the_oracle_does(kind: str, width: int, depth: int, tm
     assert life.counters["spec_num_accepted_tokens"] > 5, "windows of which more than a token was kept"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "depth"), covering(KINDS, (1, 2, 3, 4), at_once=1))
 def test_rounds_are_the_same_at_every_depth(kind: str, depth: int, tmp_path: Path) -> None:
     """Round by round, not on average: the same guesses behind the same tokens, and none more or less."""
     drafter, requests = Drafter(kind, tmp_path), people(5)
@@ -99,13 +101,14 @@ def test_windows_and_single_tokens_in_turn(kind: str, tmp_path: Path) -> None:
     assert check_rounds(drafter, sequences(requests, life)) > 10
 
 
-@pytest.mark.parametrize("buckets", [(), (8, 16, 19)], ids=["kernels", "graphs"])
-@pytest.mark.parametrize(("depth", "percent"), [(0, 100), (2, 0), (3, 100)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "at", "buckets"), covering(KINDS, [(0, 100), (2, 0), (3, 100)], [(), (8, 16, 19)]), ids=str
+)
 def test_rows_that_decode_beside_chunks(
-    kind: str, depth: int, percent: int, buckets: tuple[int, ...], tmp_path: Path
+    kind: str, at: tuple[int, int], buckets: tuple[int, ...], tmp_path: Path
 ) -> None:
     """They gain a token in such steps, or have windows there, too, and are shown their tokens as others are."""
+    depth, percent = at
     drafter, requests = Drafter(kind, tmp_path), people(8, (5, 40, 17, 33))
     limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "prefill_buckets": buckets}
     policy = Speculation(5, mixed_percent=percent)
@@ -115,8 +118,7 @@ def test_rows_that_decode_beside_chunks(
     assert check_rounds(drafter, sequences(requests, life)) > 20
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "depth"), covering(KINDS, (0, 2), at_once=1))
 def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int, tmp_path: Path) -> None:
     drafter, requests = Drafter(kind, tmp_path), people(6, (20,), max_tokens=40)
     life = drafted(drafter, requests, 6, depth=depth, **LIMITS_OF_EVICTION)
@@ -136,8 +138,7 @@ def check_prefix_hits(drafter: Drafter, width: int, *, depth: int, **limits: Any
     assert {request for request, _ in drafter.rounds} == found.keys()
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize(("kind", "tree"), [("dflash", None), ("dflash", 16), ("mtp", None), ("mtp", 16)])
+@pytest.mark.parametrize(("kind", "tree", "depth"), covering(KINDS, (None, 16), (0, 2)))
 def test_a_prefix_hit_restores_the_drafters_entries(kind: str, tree: int | None, depth: int, tmp_path: Path) -> None:
     """Nobody shows the proposer the tokens of the prefix again, and it guesses as if it had seen them."""
     drafter = Drafter(kind, tmp_path, top_k=4 if tree else 0)
@@ -196,8 +197,7 @@ def check_gains_in_float32(drafter: Drafter, **limits: Any) -> None:
     assert max(map(max, life.rounds.values())) > 1
 
 
-@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tree"), covering(KINDS, (0, 12), at_once=1))
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     kind: str, tree: int, tmp_path: Path
 ) -> None:
