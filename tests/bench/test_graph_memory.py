@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.bench.graph_memory import MIB, Pool
+from tests.torchrun import python
 
 MOST_MIB = 350  # of 8B; docs/measurements/mixed-load.md has what a GPU held
 
 
 def test_all_graphs_of_8b_share_little_more_than_the_largest_step_needs() -> None:
     """In a process of its own, which plays a GPU to torch for good. Small steps add nothing but time."""
-    command = [sys.executable, "-m", "tests.bench.graph_memory", "--fewest", "4096"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    shared = [float(number) for number in re.findall(r"all graphs share +([\d.]+) MiB", told.stdout)]
+    told = python("tests.bench.graph_memory", "--fewest", "4096")
+    assert told.returncode == 0, told.errors
+    shared = [float(number) for number in re.findall(r"all graphs share +([\d.]+) MiB", told.output)]
     assert shared == sorted(shared)
-    assert 288 < shared[-1] <= MOST_MIB, told.stdout
+    assert 288 < shared[-1] <= MOST_MIB, told.output
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
+from tests.torchrun import python
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 runner = importlib.import_module("launch.tune.gpu_runner")
@@ -209,17 +207,9 @@ def test_the_nvidia_kernels_take_candidates_inside_a_models_layers(
     arguments: tuple[str, ...], expected: dict[str, int]
 ) -> None:
     """On torch's meta device: launches go as far as a GPU would be needed."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.launch.tune.runner_without_gpu", *arguments],
-        cwd=DEMO.parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    lines = [line.split("\t") for line in ran.stdout.splitlines()]
+    ran = python("tests.launch.tune.runner_without_gpu", *arguments)
+    assert ran.returncode == 0, ran.errors[-3000:]
+    lines = [line.split("\t") for line in ran.output.splitlines()]
     assert Counter(key.split()[2] for key, *_ in lines) == expected
     candidates, kernels = (max(int(line[column]) for line in lines) for column in (1, 2))
     assert candidates >= 4
