@@ -206,13 +206,15 @@ def main() -> None:
     torch.manual_seed(0)
     for dtype in TOLERANCE:
         made = partial(random_weights, dtype=dtype)
-        for block_p in (8, 32):
-            check_step(made(4, 12, 2, 10, 4), dtype, block_p)
-        check_step(made(2, 16, 1, 16, 2, bias=False), dtype, 32)
+        half = dtype == torch.float16
+        check_step(made(4, 12, 2, 10, 4), dtype, 8 if half else 32)
+        check_step(made(2, 16, 1, 16, 2, bias=False), dtype, 32 if half else 8)
         check_scan(made(4, 12, 2, 10, 4), dtype, 9, 16, 16)
         check_scan(made(2, 40, 2, 24, 3, bias=False), dtype, 60, 16, 32)
-        check_scan(made(2, 16, 1, 16, 4), dtype, 1, 16, 16)
-        check_scan(made(2, 16, 1, 16, 4), dtype, 5, 16, 16, one_by_one=0)
+        if half:  # pieces of one token, which no product of a dtype takes
+            check_scan(made(2, 16, 1, 16, 4), dtype, 1, 16, 16)
+        else:  # and short ones by chunks
+            check_scan(made(2, 16, 1, 16, 4), dtype, 5, 16, 16, one_by_one=0)
     alone = replace(random_weights(4, 12, 1, 10, 4, torch.float32), norm_groups=0)
     check_step(alone, torch.float32, 32)
     check_scan(alone, torch.float32, 30, 16, 16)

@@ -28,7 +28,7 @@ from tests.runtime.daemon.listener import Listener, is_refusal
 from tests.runtime.daemon.scripted import ScriptedEngine, ScriptedModel
 from tests.runtime.schedule.fake_device import VOCABULARY, complete_alone
 
-EXAMPLES = 2000
+EXAMPLES, MORE = 1000, 10_000
 STEPS = 14
 PLACES = 4
 LONGEST = 40
@@ -287,6 +287,11 @@ EVERY = settings(
 )  # fmt: skip
 TestProtocol = Protocol.TestCase
 TestProtocol.settings = EVERY
+
+
+@pytest.mark.long
+def test_more_of_the_same() -> None:
+    run_state_machine_as_test(Protocol, settings=settings(EVERY, max_examples=MORE))
 
 
 # ---- desks that break the protocol ----

@@ -162,7 +162,7 @@ def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     ("world", "options"),
     [
         (2, {}),
-        (2, {"expert_parallel": True}),
+        pytest.param(2, {"expert_parallel": True}, marks=pytest.mark.long),
         (2, {"expert_parallel": True, "speculative_config": NGRAM}),
         pytest.param(4, {"expert_parallel": True, "speculative_config": NGRAM}, marks=pytest.mark.long),
     ],

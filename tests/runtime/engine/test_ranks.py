@@ -35,7 +35,11 @@ def check_tokens(alone: dict[int, Any], ran: Ran, found: Path) -> dict[str, int]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {}), (4, {"speculative_config": NGRAM})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, {}), pytest.param(4, {}, marks=pytest.mark.long), (4, {"speculative_config": NGRAM})],
+    ids=str,
+)
 def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Greedy, random, filtered and penalised rows, with an odd vocabulary and fewer key/value heads than ranks; one
     token a row and step, or windows."""
