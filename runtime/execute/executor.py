@@ -301,21 +301,15 @@ class Executor:
         if staged is not None:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)
-        if spec.plan.forks or spec.plan.saved:
+        if self.pool.banks and (spec.plan.forks or spec.plan.saved):
             self._copy_behind(spec)
         compute.record(ticket.ready)
         self.results.submit(ticket)
 
     def _copy_behind(self, spec: LaunchSpec) -> None:
-        """Behind the step: what forked answers continue from and do not share with the prompt's own row; snapshots."""
-        pool, blocks_2C, states_2C = self.pool, self.staging.copied_blocks(spec), self.staging.kept_states(spec)
-
-        def work() -> None:
-            if blocks_2C.shape[1]:
-                pool.copy_blocks(blocks_2C)
-            pool.copy_states(states_2C)
-
-        self.device.compute.submit(work)
+        """Behind the step: the state that forked answers continue from; snapshots. Blocks of forks: prefill.py."""
+        states_2C = self.staging.kept_states(spec)
+        self.device.compute.submit(partial(self.pool.copy_states, states_2C))
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""

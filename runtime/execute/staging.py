@@ -181,7 +181,7 @@ class Staging:
         return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
 
     def copied_blocks(self, spec: LaunchSpec) -> Tensor:
-        """int64 [2, C]: blocks, and those that get their contents once the step has written them; C may be 0."""
+        """int64 [2, C]: blocks, and those that get their contents behind the forward pass; C may be 0."""
         return self._copied_blocks_2R[:, : sum(fork.copied is not None for fork in spec.plan.forks)]
 
     def kept_states(self, spec: LaunchSpec) -> Tensor:

@@ -83,7 +83,16 @@ class PrefillRole:
     ) -> None:
         if spec.guessing:
             self.propose(spec.guessing, spec.variant)
-        self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows)
+        copied_2C = self._parts.staging.copied_blocks(spec)
+        self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows, copied_2C)
+
+    def copy_forked(self, spec: LaunchSpec) -> None:
+        """Between forward pass and tail: the blocks in whose middle prompts end, for answers that fork.
+
+        The tail shows the proposer what each answer drew, of which it may write entries into these blocks.
+        """
+        if (copied_2C := self._parts.staging.copied_blocks(spec)).shape[1]:
+            self._parts.device.compute.submit(lambda: self._parts.pool.copy_blocks(copied_2C))
 
     def propose(self, rows: int, variant: SamplingVariant) -> None:
         """Guess what follows the newest tokens of the first ``rows`` rows whose chunks are staged, of those that
@@ -119,10 +128,12 @@ class PrefillRole:
         variant: SamplingVariant,
         scores: StepPromptLogprobs | None = None,
         exchange_rows: int = 0,
+        copied_2C: Tensor | None = None,
     ) -> None:
         """Rows that decode, and chunks of prompts; a chunk that is not its prompt's last yields nothing.
 
-        ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none.
+        ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None when there are none. ``copied_2C``: see
+        ``copy_forked``.
         """
         model = self._parts.model
         attention = lengths.attention(self._parts.tables.gather_blocks(chunks.slots_R))
@@ -132,6 +143,8 @@ class PrefillRole:
         if scores is not None and scored_2S is not None:
             scores.fill(hidden, scored_2S, lambda h_RN: model.gather_logits(model.logits(h_RN)))
             hidden = hidden.index_select(0, chunks.logit_rows_R)
+        if copied_2C is not None and copied_2C.shape[1]:
+            self._parts.pool.copy_blocks(copied_2C)
         self.finish(hidden, features_RF, chunks.emitting_R, variant)
 
     def hidden(

@@ -19,10 +19,10 @@ import pytest
 
 from models.registry import ARCHITECTURES
 from runtime.engine import Engine
-from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import kept_states
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.step.prefill import PrefillRole
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
@@ -253,33 +253,34 @@ def test_a_mixed_step_sends_its_plan_in_one_copy(
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "launches", "tiled"),
+    ("method", "target", "launches", "copies", "tiled"),
     [
-        ("", "attention", 2, False),
-        ("", "attention", 2, True),
-        ("", "gated delta", 2, False),
-        ("mtp", "attention", 3, True),
+        ("", "attention", 2, 1, False),
+        ("", "attention", 2, 1, True),
+        ("", "gated delta", 2, 2, False),
+        ("mtp", "attention", 3, 2, True),
     ],
 )
-def test_a_step_that_forks_is_followed_by_one_copy(
-    method: str, target: str, launches: int, tiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_forks_copies_blocks_before_its_tail(
+    method: str, target: str, launches: int, copies: int, tiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of two answers arrives beside a row, and ends within a block in its second step. Behind all that is
-    launched for that one, the other answer's own block is written; behind the first nothing is."""
-    answers, behind = range(10, 12), Executor._copy_behind
+    """A prompt of two answers arrives beside a row, and ends within a block in its second step. Before the tail of that
+    one, the other answer's own block is written; in the first nothing is. State in slots is a copy behind it."""
+    answers, copy_forked = range(10, 12), PrefillRole.copy_forked
     with mixing(method, target, tmp_path, tiled=tiled) as (engine, tile_tokens):
         engine.add(request(0, [3, 4, 5], max_tokens=150, stops=()))
         for _ in range(BEFORE):
             engine.step()
         with counted(engine) as count:
-            copies: list[tuple[int, int]] = []  # launches before each, and what it puts on the stream itself
+            copied: list[tuple[int, int]] = []  # launches before each, and what it puts on the stream itself
 
-            def copy_behind(executor: Executor, spec: LaunchSpec) -> None:
+            def copy(role: PrefillRole, spec: LaunchSpec) -> None:
                 launched, submitted = count.counts["replays"], count.counts["compute"]
-                behind(executor, spec)
-                copies.append((launched, count.counts["compute"] - submitted))
+                copy_forked(role, spec)
+                if count.counts["compute"] > submitted:
+                    copied.append((launched, count.counts["compute"] - submitted))
 
-            monkeypatch.setattr(Executor, "_copy_behind", copy_behind)
+            monkeypatch.setattr(PrefillRole, "copy_forked", copy)
             tokens = [token % VOCABULARY for token in prompt(90, 1)]
             engine.add(request(answers[0], tokens, n=len(answers), max_tokens=3, stops=()))
             found = [count.turn() for _ in range(WATCHED)]
@@ -288,8 +289,8 @@ def test_a_step_that_forks_is_followed_by_one_copy(
         assert (turn.spec.plan.kind, turn.spec.plan.decode_rows) == (StepKind.MIXED, 1)
         assert [fork.copied is not None for fork in turn.spec.plan.forks] == [True], "90 tokens end within a block"
         assert turn.launches == launches
-        assert copies == [(launches, 1)], "one, behind all of the step, and in no other turn"
-        assert turn.beside == (2 if tiled else 3), "the copy, and what comes before a step without a fork"
+        assert copied == [(launches - 1, 1)], "one, before the tail, and in no other turn"
+        assert turn.beside == copies + (1 if tiled else 2), "the copies, and what comes before a step without a fork"
         assert turn.sends == 1
         assert turn.sent == planned(engine, turn, tile_tokens)
         assert turn.sent_bytes == aligned(turn.sent)

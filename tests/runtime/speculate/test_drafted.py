@@ -170,6 +170,29 @@ def test_stop_ids_penalties_and_forks(kind: str, tmp_path: Path) -> None:
     assert life.counters["forks"] == 2
 
 
+def check_forks(drafter: Drafter, *, depth: int, **how: Any) -> None:
+    """Answers to prompts that end within a block, each of which goes on differently: each has entries of its own."""
+    requests = [request(10 * i, prompt(9 + 3 * i, i), n=4, temperature=1.0, max_tokens=20, stops=()) for i in range(2)]
+    limits: dict[str, Any] = {"shape": SHAPE, "prefix_caching": False, "block_size": 8}
+    life = live(requests, depth=depth, proposer=drafter, **(limits | how))
+    assert life.counters["forks"] == 6
+    answers = [answer for one in requests for answer in one.answers()]
+    assert check_rounds(drafter, sequences(answers, life)) > 20
+
+
+FORKS: list[dict[str, Any]] = [
+    {"depth": 0, "widths": (4,)},
+    {"depth": 2, "speculation": Speculation(4, mixed_percent=100), "max_prefill_tokens": 7},
+    {"depth": 2, "speculation": Speculation(4), "max_prefill_tokens": 16, "prefill_buckets": (8, 16, 24)},
+]
+
+
+@pytest.mark.parametrize("how", FORKS, ids=["eager", "mixed windows", "captured"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_that_fork_guess_what_the_oracle_does(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
+    check_forks(Drafter(kind, tmp_path), **how)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
     """Shares of the vocabulary, split heads: the same guesses in every round, on every rank."""

@@ -34,6 +34,7 @@ from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import (
     LIMITS_OF_EVICTION,
+    check_forks,
     check_gains_in_float32,
     check_prefix_hits,
     drafted,
@@ -214,6 +215,10 @@ def test_prefix_hits_stop_ids_penalties_and_forks_leave_the_tokens_right(tmp_pat
     life = live([several], **how)
     same(life, live(list(several.answers()), depth=0, shape=SHAPE))
     assert life.counters["forks"] == 2
+
+
+def test_answers_that_fork_guess_what_the_oracle_does(tmp_path: Path) -> None:
+    check_forks(Head(tmp_path), depth=2, widths=(4,))
 
 
 def test_drawn_guesses_are_the_same_at_every_depth(tmp_path: Path) -> None:
