@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.logit_edits import HISTORY, NO_ID, WORD_BITS, mask_words
+from runtime.execute.sampling.penalties import MOST_COUNTED
 from runtime.execute.slot_state import NEWEST, SlotTables, fill_record
 from runtime.schedule.plan import PADDING_SLOT, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
@@ -184,13 +185,24 @@ def _pack_updates(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -
 
 
 def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:
-    lengths = [len(write.token_ids) for write in writes]
+    known = [_to_count(write) for write in writes]
+    lengths = [len(tokens) for tokens in known]
     packed.reset_K = np.array([write.slot for write in writes], np.int64)
     packed.known_slots_T = np.repeat(packed.reset_K, lengths)
-    packed.known_tokens_T = np.concatenate([np.array(write.token_ids, np.int64) for write in writes])
+    packed.known_tokens_T = np.concatenate(known)
     packed.known_prompt_T = np.concatenate(
         [np.arange(length) < write.prompt_length for write, length in zip(writes, lengths, strict=True)]
     )
+
+
+def _to_count(write: SlotWrite) -> _Array:
+    """Its known tokens; of those generated each MOST_COUNTED times at most."""
+    tokens = np.array(write.token_ids, np.int64)
+    generated = tokens[write.prompt_length :]
+    if len(generated) <= MOST_COUNTED:
+        return tokens
+    counted = [np.full(min(n, MOST_COUNTED), i) for i, n in zip(*np.unique(generated, return_counts=True), strict=True)]
+    return np.concatenate((tokens[: write.prompt_length], *counted))
 
 
 def _pack_edits(packed: Changes[_Array], writes: list[SlotWrite], tables: SlotTables) -> None:

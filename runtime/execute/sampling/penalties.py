@@ -17,7 +17,7 @@ from torch import Tensor
 from runtime.execute.sampling.inputs import SamplingInputs
 from runtime.schedule.plan import PADDING_SLOT
 
-_MOST = 32767  # an int16 count stays there instead of wrapping
+MOST_COUNTED = 32767  # an int16 count stays there instead of wrapping
 
 
 class SeenTokens(NamedTuple):
@@ -42,7 +42,8 @@ def load_tokens_(
 ) -> None:
     """Enter the known tokens of freshly reset slots: the prompt's, and the generated ones of a recomputed request.
 
-    slots_T and tokens_T int64, in_prompt_T and live_T bool; tokens may repeat. Fixed shape: pad with live False.
+    slots_T and tokens_T int64, in_prompt_T and live_T bool; tokens may repeat, a generated one of a slot MOST_COUNTED
+    times at most. Fixed shape: pad with live False.
     What is not live, or not in this share of the vocabulary, goes to slot 0, which nobody reads.
     """
     vocab = tables.counts.shape[1]
@@ -61,7 +62,7 @@ def count_tokens_(tables: SeenTokens, slots_B: Tensor, tokens_B: Tensor, live_B:
     vocab = tables.counts.shape[1]
     column_B, inside_B = _columns(tokens_B, live_B, vocab_start, vocab)
     flat, index_B = tables.counts.view(-1), slots_B * vocab + column_B
-    counted_B = (flat.gather(0, index_B).to(torch.int32) + inside_B).clamp(max=_MOST)
+    counted_B = (flat.gather(0, index_B).to(torch.int32) + inside_B).clamp(max=MOST_COUNTED)
     flat.scatter_(0, index_B, counted_B.to(torch.int16))
 
 
@@ -93,6 +94,12 @@ def _columns(tokens: Tensor, live: Tensor, vocab_start: int, vocab: int) -> tupl
     return column.clamp(0, vocab - 1), live & (column >= 0) & (column < vocab)
 
 
+def _count_one_more_(counts_BXV: Tensor, ids_BX1: Tensor, counted_BX1: Tensor | bool = True) -> None:
+    """Of each of X tokens a row one id, where ``counted_BX1``."""
+    below_BX1 = counts_BXV.gather(2, ids_BX1) < MOST_COUNTED
+    counts_BXV.scatter_add_(2, ids_BX1, (below_BX1 & counted_BX1).to(counts_BXV.dtype))
+
+
 def seen_in_tree(seen: SeenTokens, tokens_BN: Tensor, generations: Sequence[Tensor]) -> SeenTokens:
     """``seen_in_window`` where the tokens are the nodes of trees, the root seen already: what each node has seen,
     [B * N, V]. ``generations`` (draft_tree.py): each node, its parent, ..., as many as a path has nodes but the root.
@@ -100,8 +107,8 @@ def seen_in_tree(seen: SeenTokens, tokens_BN: Tensor, generations: Sequence[Tens
     (rows, vocab), nodes = seen.counts.shape, tokens_BN.shape[1]
     counts_BNV = seen.counts.unsqueeze(1).repeat(1, nodes, 1)
     for node_BN in generations:
-        counted_BN = (node_BN > 0).to(counts_BNV.dtype)  # the root is counted in its row
-        counts_BNV.scatter_add_(2, tokens_BN.gather(1, node_BN)[:, :, None], counted_BN[:, :, None])
+        counted_BN = node_BN > 0  # the root is counted in its row
+        _count_one_more_(counts_BNV, tokens_BN.gather(1, node_BN)[:, :, None], counted_BN[:, :, None])
     prompt_BNV = seen.prompt.unsqueeze(1).expand(-1, nodes, -1)
     return SeenTokens(counts_BNV.reshape(-1, vocab), prompt_BNV.reshape(rows * nodes, vocab))
 
@@ -115,6 +122,6 @@ def seen_in_window(seen: SeenTokens, proposals_BQ: Tensor) -> SeenTokens:
     counts_BWV = seen.counts.unsqueeze(1).repeat(1, queries + 1, 1)
     for index in range(queries):  # a proposal is seen by every token behind it
         ids_BQ1 = proposals_BQ[:, index, None, None].expand(-1, queries - index, 1)
-        counts_BWV[:, index + 1 :].scatter_add_(2, ids_BQ1, torch.ones_like(ids_BQ1, dtype=counts_BWV.dtype))
+        _count_one_more_(counts_BWV[:, index + 1 :], ids_BQ1)
     prompt_BWV = seen.prompt.unsqueeze(1).expand(-1, queries + 1, -1)
     return SeenTokens(counts_BWV.reshape(-1, vocab), prompt_BWV.reshape(rows * (queries + 1), vocab))

@@ -132,6 +132,17 @@ def test_a_prefill_leaves_row_maps_alone(device: TwinDevice) -> None:
     assert staging.stage(decode_step(3, slots)) is None
 
 
+def test_what_a_long_answer_repeats_is_counted_as_far_as_a_count_goes(device: TwinDevice) -> None:
+    """As if it had been counted token by token: recomputed it is the same answer."""
+    tables, staging = make_staging(device)
+    tokens = (7, 7, *[7, 5] * 32_770, *[7] * 40_000, 4)
+    write = slot_write(2, tokens, prompt_length=2, sampling=SamplingParams(seed=1, repetition_penalty=1.2))
+    run(device, staging, decode_step(0, (2,), slot_writes=(write,)))
+    counts = tables.need_seen().counts[2]
+    assert counts[[4, 5, 6, 7]].tolist() == [1, 32_767, 0, 32_767]
+    assert tables.need_seen().prompt[2].nonzero().flatten().tolist() == [7]
+
+
 def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice) -> None:
     tables, staging = make_staging(device)
     seen = tables.need_seen()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.penalties import (
     SeenTokens,
     apply_penalties,
@@ -12,6 +13,8 @@ from runtime.execute.sampling.penalties import (
     load_tokens_,
     mask_stop_ids,
     reset_slots_,
+    seen_in_tree,
+    seen_in_window,
 )
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.sampling import sampling_reference as reference
@@ -111,6 +114,14 @@ def test_counts_stop_at_the_largest_int16() -> None:
     for _ in range(3):
         count_tokens_(tables, torch.tensor([1]), torch.tensor([2]), torch.tensor([True]))
     assert tables.counts[1].tolist() == [0, 0, 32767]
+
+
+def test_counts_within_windows_and_trees_stop_there_too() -> None:
+    seen = SeenTokens(torch.tensor([[0, 32766, 32767]], dtype=torch.int16), torch.zeros(1, 3, dtype=torch.bool))
+    chain = seen_in_window(seen, torch.tensor([[1, 2, 1]]))
+    assert chain.counts.tolist() == [[0, 32766, 32767], [0, 32767, 32767], [0, 32767, 32767], [0, 32767, 32767]]
+    tree = seen_in_tree(seen, torch.tensor([[0, 1, 2, 1]]), generations(torch.tensor([[0, 0, 0, 1]]), 2))
+    assert tree.counts.tolist() == [[0, 32766, 32767], [0, 32767, 32767], [0, 32766, 32767], [0, 32767, 32767]]
 
 
 def test_stop_ids_are_masked_until_min_tokens() -> None:
