@@ -4,7 +4,8 @@ Knows: which part of a run is saturated, and how runs become a point.
 Does not know: what a dataset looks like (workload.py), how requests are driven (bench/trace.py).
 
 The figures under vLLM's names are over a whole run, its ramp and its tail included. The point's rate is that of the
-saturated part: from when as many requests as there are rows have a token, until fewer than that are left.
+saturated part: from when as many requests as there are rows have a token, until fewer than that are left. No run finds
+the prompts of an earlier one in the prefix cache: each has other token ids.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from launch.bench.environment import device_name, engine_facts, environment
 from launch.bench.latency import NO_RATE
+from launch.bench.load.datasets import LoadSet, id_range
 from launch.bench.point import Point
 from launch.bench.results import vllm_figures
 from launch.bench.roofline import Shape
@@ -23,21 +25,35 @@ from launch.bench.session import Session, StepTimings, startup_seconds
 from launch.bench.speculation import Rounds, rounds_between
 from launch.bench.trace import RunTrace, check_complete, run_requests
 from launch.bench.workload import dataset
+from launch.errors import UsageError
 from launch.generate.summary import groups_text
+from models.config import ModelConfig
 from runtime.engine import Engine
-from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.client import EngineClient
 
 NEARLY_FULL = 0.9  # of the rows, in the median decode step: ends and admissions always leave a few empty
 
 
 def throughput(session: Session) -> int:
     """The subcommand, on every rank."""
-    prompts = dataset(session) if session.is_leader else []
+    prompts = _prompts(session) if session.is_leader else LoadSet((), range(0))
     with session.together():
         return _measure(session, prompts)  # a call, so that nothing holds the engine when the ranks part
 
 
-def _measure(session: Session, prompts: Sequence[PromptRequest]) -> int:
+def _prompts(session: Session) -> LoadSet:
+    """Raises UsageError, TokenizerError or BenchError."""
+    prompts, name, runs = dataset(session), session.options.dataset_name, session.options.num_iters
+    drawn = name == "random"
+    if runs > 1 and not drawn and session.config.prefix_caching:
+        raise UsageError(
+            f"--dataset-name {name} has prompts of its own, so the prefix cache would have those of the {runs} runs "
+            "from the second on: type --no-prefix-caching, or --num-iters 1"
+        )
+    return LoadSet(prompts, id_range(ModelConfig.from_folder(session.folder).vocab_size), drawn=drawn)
+
+
+def _measure(session: Session, prompts: LoadSet) -> int:
     timings = StepTimings()
     with session.open(timings) as engine:
         if not engine.is_leader:
@@ -77,9 +93,7 @@ def saturation(trace: RunTrace, rows: int) -> Saturation:
 class ThroughputBench:
     """The leader's side. ``run`` once."""
 
-    def __init__(
-        self, session: Session, engine: Engine, timings: StepTimings, prompts: Sequence[PromptRequest]
-    ) -> None:
+    def __init__(self, session: Session, engine: Engine, timings: StepTimings, prompts: LoadSet) -> None:
         self._session = session
         self._engine = engine
         self._timings = timings
@@ -95,12 +109,12 @@ class ThroughputBench:
         figures: list[dict[str, Any]] = []
         idle: list[float] = []
         with session.progress(options.num_warmups + options.num_iters) as bar:
-            for _ in range(options.num_warmups):
-                self._run()
+            for index in range(options.num_warmups):
+                self._run(-1 - index)
                 bar.update()
             before = self._engine.counters
             for index in range(options.num_iters):
-                traces.append(self._run())
+                traces.append(self._run(index))
                 figures.append(vllm_figures(traces[-1], session.model, options.max_concurrency))
                 files.run(f"run{index}", figures[-1], traces[-1])
                 whole = self._timings.whole
@@ -119,9 +133,12 @@ class ThroughputBench:
             print(f"{'groups, with warm-up':<24}{groups}", flush=True)
         return point
 
-    def _run(self) -> RunTrace:
+    def _run(self, turn: int) -> RunTrace:
+        """``turn``: 0 has the dataset's own ids, every other one ids of its own where they are drawn."""
+        prompts = self._prompts
+        requests = prompts.with_other_ids(turn) if prompts.drawn or turn < 0 else prompts.requests
         self._timings.clear()
-        trace = run_requests(self._client, self._prompts)
+        trace = run_requests(self._client, requests)
         check_complete(trace)
         if self._startup_s is None:
             self._startup_s = startup_seconds(min(times.landings[0][0] for times in trace.requests.values()))

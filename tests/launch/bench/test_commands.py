@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from launch.bench import command as bench
-from launch.bench.environment import process_age
+from launch.bench.environment import engine_facts, process_age
 from launch.bench.latency import _why_noise
 from launch.bench.options import BenchCommand
 from launch.bench.point import Point
 from launch.bench.trace import BenchError
 from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine
+from runtime.engine import Engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import TINY, tiny_folder
 from tests.runtime.engine.test_experts import EXPERTS
@@ -160,10 +161,34 @@ def test_throughput_over_random_prompts(tmp_path: Path, capsys: pytest.CaptureFi
     assert "output_throughput" in capsys.readouterr().out
 
 
+def test_no_run_of_throughput_finds_the_prompts_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Mapping[str, int | float]] = []
+
+    def counters(engine: Engine) -> dict[str, Any]:
+        counted.append(dict(engine.counters))
+        return engine_facts(engine)
+
+    monkeypatch.setattr("launch.bench.throughput.engine_facts", counters)
+    assert measure(tmp_path, f"throughput {SMALL} --num-prompts 12 --max-concurrency 3 --num-warmups 2") == 0
+    (found,) = counted
+    assert found["prefix_query_tokens"] == 4 * 12 * 20
+    assert found["prefix_hit_tokens"] == 0
+
+
+def test_runs_of_throughput_over_one_file_are_refused_with_a_prefix_cache(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"prompt_token_ids": [*range(5, 25), i]}) + "\n" for i in range(4)))
+    line = f"throughput {SMALL} --dataset-name jsonl --dataset-path {lines} --num-prompts 4 --max-concurrency 2"
+    with pytest.raises(UsageError, match="of the 2 runs from the second on: type --no-prefix-caching, or --num-iters"):
+        measure(tmp_path, line)
+    assert measure(tmp_path, f"{line} --num-iters 1") in (0, 1)
+
+
 def test_throughput_over_lines_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"prompt_token_ids": [5, i]}) + "\n" for i in range(10)))
     line = f"throughput {SMALL} --dataset-name jsonl --dataset-path {lines} --num-prompts 10 --output-len 6"
+    line += " --no-prefix-caching"
     assert measure(tmp_path, line) == 1, "ten requests never fill 32 rows"
     (point,) = result(tmp_path, "points.jsonl")
     assert point["refused"].startswith("10 requests never wait for one of 32 rows")
