@@ -96,7 +96,7 @@ def _drawn(options: ServeOptions, count: int, model: ModelFacts, folder: Path, s
         return LoadSet(prefix_requests(count, seed, ids, *parts, options.num_prefixes), ids)
     if name == "long":
         answer = options.output_len or 128
-        longest_prompt = options.input_len or min(LONG_LONGEST, model.max_model_len - answer)
+        longest_prompt = options.input_len or max(1, min(LONG_LONGEST, model.max_model_len - answer))
         return LoadSet(long_requests(count, seed, ids, longest_prompt, answer), ids)
     return _of_a_file(options, count, model, folder, seed, ids)
 

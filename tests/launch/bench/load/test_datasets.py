@@ -143,6 +143,12 @@ def test_a_request_that_the_model_cannot_hold_is_named() -> None:
         drawn("random", 2, input_len=4000)
 
 
+def test_answers_as_long_as_the_model_leave_no_room_for_a_long_prompt() -> None:
+    with pytest.raises(UsageError, match="request 0 of --dataset-name long has 1 prompt and"):
+        drawn("long", 8, output_len=20_000)
+    assert {len(ids(one)) for one in drawn("long", 8, output_len=4095).requests} == {1}
+
+
 def test_a_file_s_prompts_are_nobody_else_s(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"prompt_token_ids": [5, number]}) + "\n" for number in range(3)))
