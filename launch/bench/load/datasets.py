@@ -22,6 +22,7 @@ from launch.errors import UsageError
 from launch.generate.command import load_texts
 from runtime.frontend.client import PromptRequest
 from runtime.frontend.engine_protocol import ModelFacts
+from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
 
 IDS = (100, 150_000)  # token ids lie in [100, 150000), folded below the vocabulary where that ends earlier
@@ -63,7 +64,7 @@ def load_set(
     """``count`` requests of the dataset that ``options`` name. ``rate``: requests a second, for bursts.
 
     Raises UsageError, TokenizerError or BenchError for a dataset that cannot be had, and UsageError for a request that
-    is too long for the model.
+    is too long for the model, or is to be sampled as no engine can.
     """
     found = _drawn(options, count, model, folder, seed, rate)
     longest = model.max_model_len
@@ -75,7 +76,11 @@ def load_set(
                 f"tokens, but a request may have {longest}: type --input-len and --output-len of {longest} or less "
                 "together, or raise --max-model-len"
             )
-    return replace(found, requests=[_sampled(one, options) for one in found.requests])
+    try:
+        sampled = [_sampled(one, options, model.vocab_size) for one in found.requests]
+    except RequestError as error:
+        raise UsageError(str(error)) from error
+    return replace(found, requests=sampled)
 
 
 def _drawn(options: ServeOptions, count: int, model: ModelFacts, folder: Path, seed: int, rate: float) -> LoadSet:
@@ -118,8 +123,10 @@ def _of_a_file(options: ServeOptions, count: int, model: ModelFacts, folder: Pat
     return LoadSet(found, ids, drawn=False)
 
 
-def _sampled(request: PromptRequest, options: ServeOptions) -> PromptRequest:
-    """Drawn as the command line says; without a word of it as the dataset says, which is greedily for most."""
+def _sampled(request: PromptRequest, options: ServeOptions, vocab_size: int) -> PromptRequest:
+    """Drawn as the command line says; without a word of it as the dataset says, which is greedily for most.
+
+    Raises RequestError for what no engine takes."""
     if options.temperature == 0.0:
         return request
     sampling: SamplingParams = replace(
@@ -130,7 +137,7 @@ def _sampled(request: PromptRequest, options: ServeOptions) -> PromptRequest:
         min_p=options.min_p,
         seed=None,
     )
-    return replace(request, sampling=sampling)
+    return replace(request, sampling=checked_sampling(sampling, vocab_size))
 
 
 def id_range(vocab_size: int) -> range:

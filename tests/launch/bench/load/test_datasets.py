@@ -129,6 +129,13 @@ def test_requests_are_sampled_where_the_command_line_says_so() -> None:
     assert (sampled.prompt, found.max_tokens) == (greedy.prompt, greedy.sampling.max_tokens)
 
 
+def test_sampling_that_no_engine_takes_is_refused_before_one_starts() -> None:
+    with pytest.raises(UsageError, match="top_p is 0, but must be more than 0"):
+        drawn("mixed", 1, temperature=0.7, top_p=0.0)
+    with pytest.raises(UsageError, match="temperature is 5000, but must be"):
+        drawn("mixed", 1, temperature=5000.0)
+
+
 def test_bursts_need_a_rate() -> None:
     with pytest.raises(UsageError, match="--request-rate, which is inf: type one"):
         drawn("burst")
