@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launch.bench.load.arrivals import burst_offsets
 from launch.bench.load.trace_file import read_trace
-from launch.bench.serve_options import ServeOptions
+from launch.bench.serve_options import OF_A_FILE, ServeOptions
 from launch.bench.workload import greedy, jsonl_prompts, sharegpt_prompts
 from launch.errors import UsageError
 from launch.generate.command import load_texts
@@ -73,14 +73,22 @@ def load_set(
         if prompt + answer > longest:
             raise UsageError(
                 f"request {number} of --dataset-name {options.dataset_name} has {prompt} prompt and {answer} output "
-                f"tokens, but a request may have {longest}: type --input-len and --output-len of {longest} or less "
-                "together, or raise --max-model-len"
+                f"tokens, but a request may have {longest}: {_to_shorten(options, longest)}, or raise --max-model-len"
             )
     try:
         sampled = [_sampled(one, options, model.vocab_size) for one in found.requests]
     except RequestError as error:
         raise UsageError(str(error)) from error
     return replace(found, requests=sampled)
+
+
+def _to_shorten(options: ServeOptions, longest: int) -> str:
+    name = options.dataset_name
+    if name in OF_A_FILE:
+        return f"take it out of {options.dataset_path}"
+    which = "--prefix-len, --suffix-len" if name == "prefix" else "--input-len"
+    at_most = " at their longest (--random-range-ratio)" if name == "random" and options.random_range_ratio else ""
+    return f"type {which} and --output-len of {longest} or less together{at_most}"
 
 
 def _drawn(options: ServeOptions, count: int, model: ModelFacts, folder: Path, seed: int, rate: float) -> LoadSet:

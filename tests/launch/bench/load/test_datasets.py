@@ -150,6 +150,19 @@ def test_a_request_that_the_model_cannot_hold_is_named() -> None:
         drawn("random", 2, input_len=4000)
 
 
+def test_a_request_that_is_too_long_is_blamed_on_what_made_it_so(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5000, "output_length": 4}\n')
+    for options, words in (
+        ({"name": "prefix", "prefix_len": 4000}, "type --prefix-len, --suffix-len and --output-len of 4096 or less"),
+        ({"name": "random", "input_len": 3900, "random_range_ratio": 0.5}, "less together at their longest"),
+        ({"name": "trace", "dataset_path": trace}, f"take it out of {trace}, or raise --max-model-len"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            drawn(**options)  # type: ignore[arg-type]
+        assert words in str(refused.value)
+
+
 def test_answers_as_long_as_the_model_leave_no_room_for_a_long_prompt() -> None:
     with pytest.raises(UsageError, match="request 0 of --dataset-name long has 1 prompt and"):
         drawn("long", 8, output_len=20_000)
