@@ -117,17 +117,17 @@ def report_of(ledger: Ledger) -> Report:
     )
 
 
-_OWN_FIELDS = {"model", "tp", "ep", "dp", "batch", "concurrency", "input-len", "output-len", "depth", "dtype"}
+_OWN_FIELDS = {"model", "tp", "ep", "dp", "batch", "concurrency", "depth", "dtype"}
+_LENGTHS = {"input-len", "output-len"}  # own fields too, where all requests have the same
 _HOW_OFTEN = {"num-iters", "num-warmups", "num-prompts"}  # a measurement is the same with more runs
 
 
 def _rows_of(point: Point, folder: Path) -> list[Row]:
-    settings = {
-        name: value for name, value in point.settings.items() if name not in _OWN_FIELDS and name not in _HOW_OFTEN
-    }
-    own = {"key": point.key, "ep": point.ep, "dp": point.settings["dp"], "settings": settings}
     rows = []
     for flat in point_rows(folder):
+        known = _OWN_FIELDS | _HOW_OFTEN | (set() if flat.get("input_len") is None else _LENGTHS)
+        settings = {name: value for name, value in point.settings.items() if name not in known}
+        own = {"key": point.key, "ep": point.ep, "dp": point.settings["dp"], "settings": settings}
         percentiles = _percentiles(folder / "results", flat)
         serve = flat if flat.get("kind") == "serve" else None
         try:

@@ -312,6 +312,26 @@ def load_ledger(out: Path, slower: float = 1.0) -> Ledger:
     return ledger
 
 
+def test_points_under_load_differ_by_the_lengths_that_were_asked_for(tmp_path: Path) -> None:
+    options = {"model": "m", "dataset-name": "random", "concurrency": 16}
+    grid = grid_of({"bench": "serve", "options": options, "grid": {"input-len": [128, 4096]}}, "lengths")
+    ledger = Ledger(tmp_path)
+    ledger.begin_sweep(grid, resume=False)
+    for point, tok_s in zip(grid.points, (900.0, 300.0), strict=True):
+        attempt = ledger.begin(point)
+        results = attempt.folder / "results"
+        (results / "serve-x.points.jsonl").write_text(json.dumps(asdict(serve_point(16, tok_s))) + "\n")
+        ledger.file(attempt, "", 0)
+    report = report_of(ledger)
+    assert {change.change for change in compare(report, report).changes} == {0.0}
+    assert len(compare(report, report).changes) == 2, "each with itself"
+    figure = load(report.rows)
+    assert figure is not None
+    assert [line.get_label() for line in figure.axes[0].lines] == [
+        f"input-len{n} {p}" for n in (128, 4096) for p in ("p50", "p99")
+    ]
+
+
 def test_points_under_load_have_a_curve_and_a_table_of_their_own(tmp_path: Path) -> None:
     report = report_of(load_ledger(tmp_path))
     assert [row.serve.label for row in report.rows if row.serve is not None][-2:] == ["r2", "r4"]
