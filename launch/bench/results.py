@@ -19,17 +19,20 @@ Knows: names, units and file layout. Does not know: how a figure was measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from launch.bench.point import Point, ServePoint
-from launch.bench.trace import RunTrace
+from launch.bench.trace import BenchError, RunTrace
+from launch.errors import UsageError
 
 PERCENTILES = (50, 90, 95, 99)
 
@@ -41,7 +44,7 @@ class ResultFiles:
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         self._stem: Path | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._stem = folder / f"{name}-{moment}"
 
     def environment(self, record: dict[str, Any]) -> None:
@@ -78,12 +81,34 @@ class ResultFiles:
     def _write(self, ending: str, content: object) -> None:
         if self._stem is not None:
             text = msgspec.json.format(msgspec.json.encode(content), indent=2)
-            _beside(self._stem, ending).write_bytes(text + b"\n")
+            path = _beside(self._stem, ending)
+            with _written(path):
+                path.write_bytes(text + b"\n")
 
     def _append(self, ending: str, rows: Sequence[dict[str, Any]]) -> None:
         if self._stem is not None:
-            with _beside(self._stem, ending).open("ab") as stream:
+            path = _beside(self._stem, ending)
+            with _written(path), path.open("ab") as stream:
                 stream.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def make_folder(folder: Path) -> None:
+    """The folder of --result-dir. Raises UsageError where it cannot be, or takes no files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--result-dir {folder} cannot be written to: {error.strerror}") from error
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Raises BenchError where the file cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _beside(stem: Path, ending: str) -> Path:

@@ -196,10 +196,10 @@ class ServeBench:
             self._startup_s = startup_seconds(min(one.moments[0] for one in journal.good))
         figures = self._figures(load, journal)
         self._failed += figures["failed"]
-        self._keep(label, journal, figures)
-        print(report(label, figures, journal), flush=True)
+        print(report(label, figures, journal), flush=True)  # first: a file may find the disk full
         if (rounds := self._rounds(journal)) is not None:
             print(f"speculation: {rounds.text()}", flush=True)
+        self._keep(label, journal, figures)
         return figures
 
     def _generate(

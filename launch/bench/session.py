@@ -22,7 +22,7 @@ from tqdm import tqdm
 from launch.bench.drafter_shape import drafter_shape
 from launch.bench.environment import process_age
 from launch.bench.options import BenchCommand, BenchOptions
-from launch.bench.results import ResultFiles
+from launch.bench.results import ResultFiles, make_folder
 from launch.bench.roofline import Ceilings, Floor, Shape, round_floor, target_floor
 from launch.bench.trace import DecodeStep
 from launch.errors import UsageError
@@ -199,6 +199,8 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
             f"--input-len {lengths.prompt} and --output-len {lengths.output} make {lengths.total} tokens, but "
             f"--max-model-len is {config.max_model_len}: type --max-model-len {lengths.total} or less of the others"
         )
+    if rendezvous.topology.is_leader and options.result_dir is not None:
+        make_folder(options.result_dir)  # before anything is measured
     return Session(options, config, rendezvous, lengths, open_engine)
 
 

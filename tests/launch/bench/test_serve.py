@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from launch.bench.load.report import Progress, shown_seconds
 from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.point import ServePoint
 from launch.bench.serve_options import ServeOptions, one_name_each
+from launch.bench.trace import BenchError
 from launch.cli import parse
 from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine
@@ -229,6 +232,31 @@ def test_a_wrong_command_line_is_explained(line: str, words: str, capsys: pytest
         parse(["bench", "serve", "--model", "m", *line.split()])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("subcommand", ["serve", "latency", "throughput"])
+def test_a_result_folder_that_cannot_be_is_refused_before_an_engine_starts(tmp_path: Path, subcommand: str) -> None:
+    def no_engine(*_: object) -> NoReturn:
+        pytest.fail("no engine is needed")
+
+    (tmp_path / "file").touch()
+    for folder, words in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
+        line = f"bench {subcommand} --device cpu --input-len 9 --output-len 4 --model {tiny_folder(tmp_path / 'tiny')}"
+        with pytest.raises(UsageError) as refused:
+            bench.run(parsed(BenchCommand, [*line.split(), "--result-dir", str(folder)]), {}, no_engine)
+        assert str(refused.value) == f"--result-dir {folder} cannot be written to: {words}"
+
+
+def test_a_disk_that_is_full_costs_the_files_and_not_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(BenchError, match=r"all-run0\.json cannot be written: No space left on device"):
+        measure(tmp_path, "--num-prompts 2 --num-warmups 0")
+    assert "total_output_tokens" in capsys.readouterr().out
 
 
 def test_runs_that_would_find_each_other_s_prompts_are_refused(tmp_path: Path) -> None:
