@@ -25,6 +25,7 @@ from runtime.watchdog.parent_death import die_with_parent
 
 FAILED = 1
 USAGE = 2
+INTERRUPTED = 130  # as shells say it of SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +158,11 @@ def _run_bench(command: BenchCommand) -> int:
 
     if command.subcommand == "plot":
         return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
-    return bench.run(command, os.environ, open_engine, LoadPictures())
+    try:
+        return bench.run(command, os.environ, open_engine, LoadPictures())
+    except KeyboardInterrupt:
+        print("lockstride bench: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _refused(

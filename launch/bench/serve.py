@@ -144,18 +144,25 @@ class ServeBench:
         self._files = session.files("serve")
         self._startup_s: float | None = None
         self._failed = 0
+        self._has_environment = False
 
     def run(self, loads: Sequence[Load]) -> int:
-        """Every point; returns the exit code."""
-        points = [self._point(load) for load in loads]
-        facts = {} if self._engine is None else engine_facts(self._engine)
-        self._files.environment(environment(self._session.config, self._session.rendezvous, facts))
-        curve = self._files.path("curve.png")
-        if self._draw is not None and curve is not None and len(points) > 1:
-            self._draw.curve(points, self._title(), curve)
-        if len(points) > 1:
-            print(summary(points), flush=True)
+        """Every point; returns the exit code. What ends it early leaves the points before."""
+        points: list[ServePoint] = []
+        try:
+            for load in loads:
+                points.append(self._point(load))
+        finally:
+            self._compare(points)
         return SOME_FAILED if self._failed else 0
+
+    def _compare(self, points: Sequence[ServePoint]) -> None:
+        if len(points) < 2:
+            return
+        print(summary(points), flush=True)
+        curve = self._files.path("curve.png")
+        if self._draw is not None and curve is not None:
+            self._draw.curve(points, self._title(), curve)
 
     def _title(self) -> str:
         return f"{self._session.model}, {self._options.dataset_name} load, {self._session.ranks} x {self._target.hw}"
@@ -199,6 +206,10 @@ class ServeBench:
         print(report(label, figures, journal), flush=True)  # first: a file may find the disk full
         if (rounds := self._rounds(journal)) is not None:
             print(f"speculation: {rounds.text()}", flush=True)
+        if not self._has_environment:
+            facts = {} if self._engine is None else engine_facts(self._engine)
+            self._files.environment(environment(self._session.config, self._session.rendezvous, facts))  # a second
+            self._has_environment = True
         self._keep(label, journal, figures)
         return figures
 

@@ -14,10 +14,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from launch.__main__ import main
 from launch.bench import command as bench
+from launch.bench.load.loads import Load
 from launch.bench.load.report import Progress, shown_seconds
 from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.point import ServePoint
+from launch.bench.serve import ServeBench
 from launch.bench.serve_options import ServeOptions, one_name_each
 from launch.bench.trace import BenchError
 from launch.cli import parse
@@ -254,9 +257,29 @@ def test_a_disk_that_is_full_costs_the_files_and_not_the_figures(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(BenchError, match=r"all-run0\.json cannot be written: No space left on device"):
+    with pytest.raises(BenchError, match=r"\.json cannot be written: No space left on device"):
         measure(tmp_path, "--num-prompts 2 --num-warmups 0")
     assert "total_output_tokens" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_the_points_before_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up = ServeBench._warm_up
+
+    def interrupted(self: ServeBench, load: Load) -> float | None:
+        if load.label == "c3":
+            raise KeyboardInterrupt
+        return warm_up(self, load)
+
+    monkeypatch.setattr(ServeBench, "_warm_up", interrupted)
+    line = f"bench serve {SMALL} --num-prompts 4 --max-concurrency 1,2,3 --result-dir {tmp_path / 'results'}"
+    assert main([*line.split(), "--model", str(tiny_folder(tmp_path / "tiny"))]) == 130
+    assert [point["label"] for point in result(tmp_path, "points.jsonl")] == ["c1", "c2"]
+    assert "prefix_caching=True" in result(tmp_path, "environment.json")["config"]
+    said = capfd.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()[-3:]] == ["point", "c1", "c2"]
+    assert said.err.splitlines()[-1] == "lockstride bench: interrupted"
 
 
 def test_runs_that_would_find_each_other_s_prompts_are_refused(tmp_path: Path) -> None:
