@@ -70,11 +70,15 @@ class OpenAIServer:
     """A server's address, its model's name, and connections to it. Raises UsageError or BenchError."""
 
     def __init__(self, base_url: str, endpoint: str, model: str | None = None) -> None:
-        parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--base-url {base_url} is no address such as http://localhost:8000")
-        self.host, self.secure = parts.hostname, parts.scheme == "https"
-        self.port = parts.port or (443 if self.secure else 80)
+        try:
+            parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+            host, port = parts.hostname, parts.port
+            if parts.scheme not in ("http", "https") or not host:
+                raise ValueError
+        except ValueError:
+            raise UsageError(f"--base-url {base_url} is no address such as http://localhost:8000") from None
+        self.host, self.secure = host, parts.scheme == "https"
+        self.port = port or (443 if self.secure else 80)
         self.path = parts.path.rstrip("/") + endpoint
         self._root = parts.path.rstrip("/")
         self._idle: list[_Connection] = []

@@ -189,6 +189,7 @@ def test_no_server_is_said_at_once() -> None:
         requests = random_requests(1, 1, range(101, 200), 6, 4, 0.0)
         journal = generate_load(OpenAIBackend(server, requests), [6], [0.0])
     assert "Connect" in journal.requests[0].error
-    with pytest.raises(UsageError, match="is no address such as"):
-        OpenAIServer("ftp://x", "/v1/completions")
+    for address in ("ftp://x", "http://localhost:port", "http://localhost:99999", "http://[::1"):
+        with pytest.raises(UsageError, match="is no address such as"):
+            OpenAIServer(address, "/v1/completions")
     assert all(thread.name != "openai" for thread in threading.enumerate()), "every loop has ended"
