@@ -30,8 +30,10 @@ def arrival_offsets(count: int, rate: float, burstiness: float, seed: int) -> li
 
 
 def burst_offsets(count: int, rate: float, burstiness: float, seed: int, size: int) -> list[float]:
-    """As ``arrival_offsets``, but ``size`` requests arrive at each moment; ``rate`` is still of requests."""
+    """As ``arrival_offsets``, but ``size`` requests arrive at each moment; ``rate`` is still of requests, also where
+    the last burst has fewer."""
     bursts = arrival_offsets(-(-count // size), rate / size, burstiness, seed)
+    bursts = stretched(bursts, count / rate)
     return [bursts[number // size] for number in range(count)]
 
 

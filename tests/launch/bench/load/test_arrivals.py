@@ -39,6 +39,11 @@ def test_bursts_arrive_together_at_the_mean_rate_of_their_requests() -> None:
     assert offsets == sorted(offsets)
 
 
+@pytest.mark.parametrize(("count", "size"), [(100, 64), (10, 64), (97, 16)])
+def test_a_last_burst_that_is_not_whole_keeps_the_rate(count: int, size: int) -> None:
+    assert burst_offsets(count, 10.0, 1.0, seed=0, size=size)[-1] == pytest.approx(count / 10)
+
+
 def test_a_schedule_is_stretched_to_another_end() -> None:
     assert stretched([0.0, 1.0, 4.0], 2.0) == [0.0, 0.5, 2.0]
     assert stretched([0.0, 0.0], 2.0) == [0.0, 0.0]
