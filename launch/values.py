@@ -6,6 +6,7 @@ option or variable a number is for; argparse puts its name before the complaint.
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
@@ -59,6 +60,14 @@ def number(text: str) -> float:
         return number_from(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def above_zero(text: str) -> float:
+    """Finite. Raises ArgumentTypeError."""
+    value = number(text)
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text} is not a finite number above 0")
+    return value
 
 
 def variable(environ: Mapping[str, str], *names: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from launch.bench.option_adder import OptionAdder
 from launch.bench.serve_options import ServeOptions, add_serve_options, serve_options
 from launch.engine_options import add_engine_options
-from launch.values import at_least_one, counts, number, whole_number
+from launch.values import above_zero, at_least_one, counts, whole_number
 from runtime.config import EngineConfig
 
 Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "flips", "plot"]
@@ -170,9 +170,9 @@ def _run_options(add: OptionAdder) -> None:
 def _roofline_options(add: OptionAdder) -> None:
     add.switch("--roofline", "print the roofline floor from bytes and FLOPs, and the share of it that was reached")
     add.value(
-        "--bytes-per-s", "memory bandwidth of a device for the roofline", "bytes/s", number, f"{H200_BYTES_PER_S:g}"
+        "--bytes-per-s", "memory bandwidth of a device for the roofline", "bytes/s", above_zero, f"{H200_BYTES_PER_S:g}"
     )
-    add.value("--flop-per-s", "compute rate of a device for the roofline", "FLOP/s", number, f"{H200_FLOP_PER_S:g}")
+    add.value("--flop-per-s", "compute rate of a device for the roofline", "FLOP/s", above_zero, f"{H200_FLOP_PER_S:g}")
 
 
 def _flips_options(add: OptionAdder) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.values import at_least_one, number, whole_number
+from launch.values import above_zero, at_least_one, whole_number
 from runtime.config import DEVICE_DEFAULTS
 
 Subcommand = Literal["plan", "render", "run", "submit", "task", "status", "report"]
@@ -157,8 +157,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     option("--ep", text, "ranks", at_least_one)
     option("--dtype", "type of weights and KV; auto takes the checkpoint's", "word", str)
     option("--gpus-per-node", "ranks per node", "ranks", at_least_one)
-    option("--memory-gib", "memory of a device", "GiB", number)
-    option("--memory-fraction", "share of it that the engine may use", "fraction", number)
+    option("--memory-gib", "memory of a device", "GiB", above_zero)
+    option("--memory-fraction", "share of it that the engine may use", "fraction", above_zero)
     option("--max-num-seqs", "requests that run at once, each with a slot's state", "requests", at_least_one)
     option("--steps", "steps that every rank's scheduler plans", "steps", at_least_one)
 
@@ -194,7 +194,7 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
     _required(parser, "out", "ledger folder", "folder")
-    _value(parser, "--watch", "refresh at this interval until all points are done", "seconds", number, "once")
+    _value(parser, "--watch", "refresh at this interval until all points are done", "seconds", above_zero, "once")
     _switch(parser, "--json", "print it as JSON")
 
 

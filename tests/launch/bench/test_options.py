@@ -32,6 +32,14 @@ def parsed(line: str) -> BenchCommand:
     return command
 
 
+@pytest.mark.parametrize("flag", ["--bytes-per-s", "--flop-per-s"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_a_device_s_rate_is_above_zero(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(f"latency --model m {flag} {value}")
+    assert f"argument {flag}: {value} is not a finite number above 0" in capsys.readouterr().err
+
+
 def no_engine(*_: object) -> NoReturn:
     pytest.fail("no engine is needed")
 

@@ -22,6 +22,13 @@ from tests.launch.sweep.fake_slurm import FakeSlurm
 from tests.launch.sweep.fake_sweep import grid_with, run_fake
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_seconds_between_looks_are_above_zero(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(SweepCommand, ["sweep", "status", "night", "--watch", seconds])
+    assert f"argument --watch: {seconds} is not a finite number above 0" in capsys.readouterr().err
+
+
 def test_every_state_is_told_apart(tmp_path: Path) -> None:
     cluster, ledger = FakeSlurm(tmp_path / "slurm"), Ledger(tmp_path / "out")
     grid = grid_with(range(1, 10), minutes=5)
