@@ -46,7 +46,7 @@ _FLAGS = {
     "depth": "--chain-depth",
     "max-prefill-tokens": "--max-num-batched-tokens",
 }
-_ON_ONLY = {"roofline", "save-detailed"}  # switches that have no opposite
+_ON_ONLY = {"profile", "roofline", "save-detailed"}  # switches that have no opposite
 _OWN = {
     "result-dir": "the sweep chooses where results go",
     "tensor-parallel": "write tp",

@@ -35,6 +35,13 @@ def subcommand_actions() -> Iterator[tuple[str, argparse.Action]]:
         yield from ((name, action) for action in parser._actions if action.dest != "help")
 
 
+@pytest.mark.parametrize("name", ["profile", "roofline"])
+def test_a_switch_without_an_opposite_may_be_off(name: str) -> None:
+    point = Point("latency", {"model": "m", name: False})
+    point.check()
+    assert f"--{name}" not in point.flags("results")
+
+
 def test_every_option_says_its_default_and_its_unit() -> None:
     for name, action in subcommand_actions():
         assert action.help is not None, (name, action.dest)
