@@ -77,5 +77,7 @@ def loads_of(session: Session, options: ServeOptions, *, cached: bool) -> list[L
 
 def _label(rate: float, concurrency: int | None) -> str:
     words = [] if concurrency is None else [f"c{concurrency}"]
-    words += [f"r{rate:g}"] if math.isfinite(rate) else []
+    if math.isfinite(rate):
+        short = f"{rate:g}"
+        words.append(f"r{short if float(short) == rate else rate}")  # names files, so no two rates have one
     return "".join(words) or "all"

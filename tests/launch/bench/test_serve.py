@@ -16,7 +16,7 @@ import torch
 
 from launch.__main__ import main
 from launch.bench import command as bench
-from launch.bench.load.loads import Load
+from launch.bench.load.loads import Load, _label
 from launch.bench.load.report import Progress, shown_seconds
 from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.point import ServePoint
@@ -289,6 +289,11 @@ def test_runs_that_would_find_each_other_s_prompts_are_refused(tmp_path: Path) -
     with pytest.raises(UsageError, match=r"of the 2 runs from the second on: type --no-prefix-caching"):
         measure(tmp_path, f"{line} --max-concurrency 1,2")
     assert measure(tmp_path, f"{line} --max-concurrency 1,2 --no-prefix-caching --num-warmups 0") == 0
+
+
+def test_rates_that_nearly_agree_have_files_of_their_own() -> None:
+    assert _label(1000001.0, None) != _label(1000002.0, None)
+    assert [_label(rate, 4) for rate in (2.0, 0.1, math.inf)] == ["c4r2", "c4r0.1", "c4"]
 
 
 def test_rows_follow_the_widest_closed_loop(tmp_path: Path) -> None:
