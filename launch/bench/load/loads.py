@@ -64,6 +64,11 @@ def loads_of(session: Session, options: ServeOptions, *, cached: bool) -> list[L
         if offsets is None:
             offsets = arrival_offsets(count, rate, options.burstiness, seed)
         elif options.dataset_name == "trace" and math.isfinite(rate):
+            if count > 1 and not offsets[-1] > 0:
+                raise UsageError(
+                    f"{options.dataset_path}: all requests arrive at one moment, which --request-rate {rate:g} cannot "
+                    "stretch: leave it out, or take the times out of the file"
+                )
             offsets = stretched(offsets, count / rate)
         found.append(Load(_label(rate, concurrency), rate, concurrency, requests, offsets, number * options.num_iters))
     runs = len(found) * options.num_iters

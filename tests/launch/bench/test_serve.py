@@ -296,6 +296,15 @@ def test_rates_that_nearly_agree_have_files_of_their_own() -> None:
     assert [_label(rate, 4) for rate in (2.0, 0.1, math.inf)] == ["c4r2", "c4r0.1", "c4"]
 
 
+def test_a_trace_of_one_moment_cannot_be_stretched_to_a_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 5, "input_length": 9, "output_length": 4}\n' * 2)
+    line = f"--dataset-name trace --dataset-path {trace} --num-warmups 0"
+    with pytest.raises(UsageError, match="all requests arrive at one moment, which --request-rate 2 cannot stretch"):
+        measure(tmp_path, f"{line} --request-rate 2")
+    assert measure(tmp_path, line) == 0
+
+
 def test_rows_follow_the_widest_closed_loop(tmp_path: Path) -> None:
     from launch.bench.session import open_session
 
