@@ -158,14 +158,18 @@ class Ledger:
     # ---- what changes it ----
 
     def begin_sweep(self, grid: Grid, *, resume: bool) -> None:
-        """Write the plan. Raises SweepError when there is a ledger already and ``resume`` does not say so."""
+        """Write the plan. Raises SweepError when there is a ledger already and ``resume`` does not say so, and where
+        there cannot be one."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SweepError(f"{self.out} cannot hold a sweep: {error.strerror}") from error
         started = self.done() | self.failed().keys() | self.working().keys()
         if started and not resume:
             raise SweepError(
                 f"{self.out} holds {len(self.done())} finished and {len(self.failed())} failed points already: type "
                 "--resume to go on with it, or another --out"
             )
-        self.out.mkdir(parents=True, exist_ok=True)
         points = [PlannedPoint.of(point) for point in grid.points]
         plan = Plan(grid.name, list(grid.varied), points, grid.cluster.gpus_per_node)
         write_file(self.out / "plan.json", msgspec.json.format(msgspec.json.encode(plan), indent=1))

@@ -12,12 +12,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from launch.sweep.grid import grid_of
 from launch.sweep.ledger import Attempt, Ledger
 from launch.sweep.point import Point, SweepError
 from tests.launch.sweep.fake_sweep import grid_with
 
 ROOT = Path(__file__).resolve().parents[3]
 POINTS = [Point("latency", {"model": "m", "batch": batch}) for batch in range(1, 5)]
+
+
+def test_a_folder_that_cannot_be_a_ledger_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    grid = grid_of({"options": {"model": "m"}}, "g")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SweepError, match=f"{out} cannot hold a sweep: "):
+            Ledger(out).begin_sweep(grid, resume=False)
 
 
 def test_an_attempt_becomes_a_point_that_is_done(tmp_path: Path) -> None:
