@@ -11,7 +11,8 @@ acceptance.
             next observation writes again from true states or leaves behind the sequence's end
 
 An entry depends on the token behind its own. So the last entry of a block that two sequences share is of the one that
-computed it, whatever follows in the other: that changes which tokens are guessed there, never which are kept.
+computed it, whatever follows in the other: that changes which tokens are guessed there, never which are kept. Answers
+that fork where a block ends share it and write that entry at once: one of them stays.
 """
 
 from __future__ import annotations
