@@ -309,7 +309,7 @@ class Executor:
     def _copy_behind(self, spec: LaunchSpec) -> None:
         """Behind the step: the state that forked answers continue from; snapshots. Blocks of forks: prefill.py."""
         states_2C = self.staging.kept_states(spec)
-        self.device.compute.submit(partial(self.pool.copy_states, states_2C))
+        self.device.compute.submit(lambda: self.pool.copy_states(states_2C))
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""

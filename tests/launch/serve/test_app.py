@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
+from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
 from tests.launch.generate.fake_engine import FakeModel, serial_answer
@@ -481,25 +482,33 @@ def replace_limit(ready: Any, limit: float) -> Any:
 
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    class Waiting(ServedFake):
+        def step(self) -> StepOutput:
+            """While ``hold`` is set nobody gains a token, but orders are taken."""
+            if not (self.hold.is_set() and self._running):
+                return super().step()
+            time.sleep(0.005)
+            return StepOutput(self._now)
+
     async def body(client: Client) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True}
         running = asyncio.ensure_future(client.post("/v1/completions", asked))
         await client.until(lambda: client.engine.live == 1)
         client.server.drain(60.0)
         await client.until(lambda: client.engine.draining)
-        client.fake.hold.set()  # what runs does not end before the checks do
         refused = await client.post("/v1/completions", asked)
         assert (refused.status, refused.error["code"]) == (503, "shutting_down")
         assert "retry-after" in refused.headers
         assert (await client.get("/ready")).status == 503
         assert (await client.get("/health")).status == 200
-        client.fake.pause = 0.0
         client.fake.hold.clear()
         assert len(chunks_of(await running)) == 60
         await client.until(lambda: client.engine.ended is not None)
         assert (await client.get("/health")).status == 503
 
-    run(body, ServedFake(pause=0.1))
+    fake = Waiting()
+    fake.hold.set()  # what runs does not end before the checks do
+    run(body, fake)
 
 
 def test_what_a_drain_cannot_wait_for_is_told_that_the_server_ends() -> None:
