@@ -112,9 +112,9 @@ def _of_blocks(config: Mapping[str, Any]) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """Values of a drafter. A pass meets ``whole``, which every rank computes, ``dense``, of which each has a share, and
-    ``expert`` as in Shape, within a group of ranks; then the ``head`` for what it guesses: one token a row or, where it
-    is a ``block``, all of them at once. To be shown a row's tokens costs ``shown_whole`` and ``shown``, split likewise.
+    """Values of a drafter. A pass meets ``dense``, of which each rank has a share, and ``expert`` as in Shape, within a
+    group of ranks; then the ``head`` for what it guesses: one token a row or, where it is a ``block``, all of them at
+    once. To be shown a row's tokens costs ``shown``, of which each rank has a share, and ``shown_whole`` on each.
     ``views``: of each layer that attends, how many tokens it sees at most; None: all. ``query_values``: of one token in
     one layer; ``kv_per_head``: of one token in one head of one layer."""
 
@@ -124,7 +124,6 @@ class DrafterShape:
     kv_heads: int
     kv_per_head: int
     query_values: int = 0
-    whole: int = 0
     shown_whole: int = 0
     views: tuple[int | None, ...] = (None,)
     block: bool = False
@@ -243,7 +242,7 @@ def drafter_floor(drafter: DrafterShape, device: Ceilings, *, batch: int, length
     passes, tokens, guessed = (1, guesses + 1, guesses) if drafter.block else (guesses, 1, 1)
     shown = drafter.shown_whole + drafter.shown / share
     floor = device.products(shown, 2 * shown * rows * (guesses + 1))
-    layers = drafter.whole + drafter.dense / share
+    layers = drafter.dense / share
     kv_heads = max(1.0, drafter.kv_heads / share)
     attended = rows * sum(length if view is None else min(length, view) for view in drafter.views)
     for _ in range(passes):

@@ -18,18 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.sampling.draw_triton import ordered, unordered
+from runtime.execute.sampling.draw_triton import ordered, score_of
 
 _BLOCK = 2048  # logits of a program, which keeps them in registers while it takes out the best one by one
 _NONE = tl.constexpr(-9223372036854775808)  # packed_argmax.NO_CANDIDATE
 _NOTHING = tl.constexpr(-9187343241983295489)  # the key of (-inf, id 0): the logarithm of a sum of nothing
 _NAN = tl.constexpr(0x7FC00000)  # what draw_triton.ordered makes of NaN, above every other score
-
-
-@triton.jit
-def _score(key):
-    """The score of a packed candidate."""
-    return unordered((key >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -87,12 +81,12 @@ def _merge_kernel(
     part = tl.arange(0, PARTS)
     totals = tl.load(row_ptr + part * (COUNT + 1) + COUNT, mask=part < parts, other=_NOTHING)
     largest = tl.max((totals >> 32).to(tl.int32), 0)
-    total = _log_sum(_score(totals))
+    total = _log_sum(score_of(totals))
     lane = tl.arange(0, KEYS)
     place = lane // COUNT * (COUNT + 1) + lane % COUNT
     keys = tl.load(row_ptr + place, mask=lane < parts * COUNT, other=_NONE)
     if FINAL:
-        total = _score(_total_key(total, largest))
+        total = score_of(_total_key(total, largest))
     else:
         tl.store(out_ptr + row * (COUNT + 1) + COUNT, _total_key(total, largest))
     for index in range(COUNT):
@@ -102,7 +96,7 @@ def _merge_kernel(
             if MAPPED:
                 token = tl.load(map_ptr + token)
             tl.store(out_ptr + row * COUNT + index, token)
-            tl.store(out_logprob_ptr + row * COUNT + index, _score(best) - total)
+            tl.store(out_logprob_ptr + row * COUNT + index, score_of(best) - total)
         else:
             tl.store(out_ptr + row * (COUNT + 1) + index, best)
         keys = tl.where(keys == best, _NONE, keys)

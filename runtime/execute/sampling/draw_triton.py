@@ -158,6 +158,12 @@ def unordered(rank):
 
 
 @triton.jit
+def score_of(key):
+    """The score of a packed candidate."""
+    return unordered((key >> 32).to(tl.int32))
+
+
+@triton.jit
 def inverse_temperature(temperature):
     """(factor of the logits, 1.0 or 0.0: whether the row is random)."""
     is_random = temperature >= 1e-6

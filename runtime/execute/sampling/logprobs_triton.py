@@ -14,17 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT, exp_weights, log, ordered
+from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT, exp_weights, log, ordered, score_of
 from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 _BLOCK = 2048  # columns a program; it keeps them in registers while it takes its best tokens out one by one
-
-
-@triton.jit
-def _score(key):
-    """The score of a packed candidate."""
-    rank = (key >> 32).to(tl.int32)
-    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
@@ -68,7 +61,7 @@ def _weigh_kernel(
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     index = tl.arange(0, PARTS)
     firsts = tl.load(keys_ptr + (row * parts + index) * top, mask=index < parts, other=-9223372036854775808)
-    largest = _score(tl.max(firsts, 0))
+    largest = score_of(tl.max(firsts, 0))
     column = part * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * logits_stride + column, mask=column < vocab, other=float("-inf"))
     tl.store(weights_ptr + row * parts + part, tl.sum(exp_weights(logits.to(tl.float32) - largest), 0))
@@ -102,14 +95,14 @@ def _report_kernel(
 
     slots = tl.arange(0, KEYS)
     keys = tl.load(keys_ptr + row * parts * top + slots, mask=slots < parts * top, other=-9223372036854775808)
-    largest = _score(tl.max(keys, 0))
+    largest = score_of(tl.max(keys, 0))
     chosen = tl.load(logits_ptr + row * logits_stride + tl.load(tokens_ptr + row)).to(tl.float32)
     tl.store(chosen_ptr + row, (chosen - largest) - log_total)
     for place in range(top_n):
         best = tl.max(keys, 0)
         missing = best == -9223372036854775808  # fewer tokens than asked for
         token = tl.where(missing, -1, 0x7FFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
-        value = tl.where(missing, float("-inf"), (_score(best) - largest) - log_total)
+        value = tl.where(missing, float("-inf"), (score_of(best) - largest) - log_total)
         tl.store(top_ids_ptr + row * top_n + place, token)
         tl.store(top_values_ptr + row * top_n + place, value)
         keys = tl.where(keys == best, -9223372036854775808, keys)

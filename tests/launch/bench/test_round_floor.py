@@ -28,10 +28,8 @@ from tests.models.drafters.tiny_drafters import dflash_config
 ONE = Ceilings(ranks=1, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
 TWO = Ceilings(ranks=2, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
 TARGET = Shape(1000, 0, 0, 0, kv_heads=2, kv_per_head=5, state_bytes=50, window_values=3, query_values=20)
-CHAIN = DrafterShape(
-    whole=30, dense=100, head=200, shown_whole=30, shown=40, kv_heads=2, kv_per_head=5, query_values=20
-)
-BLOCK = replace(CHAIN, whole=0, views=(None, 4), block=True)
+CHAIN = DrafterShape(dense=130, head=200, shown_whole=30, shown=40, kv_heads=2, kv_per_head=5, query_values=20)
+BLOCK = replace(CHAIN, dense=100, views=(None, 4), block=True)
 
 
 def test_weights_and_keys_are_read_once_for_all_tokens_of_a_window() -> None:
@@ -55,12 +53,12 @@ def test_a_window_s_tokens_choose_experts_as_so_many_rows_do() -> None:
 
 def test_a_chain_reads_its_layer_and_head_once_a_guess() -> None:
     floor = drafter_floor(CHAIN, ONE, batch=4, length=10, guesses=3)
-    assert floor.weight_bytes == 2 * (3 * (30 + 100 + 200) + 30 + 40)
+    assert floor.weight_bytes == 2 * (3 * (130 + 200) + 30 + 40)
     assert floor.kv_bytes == 3 * 2 * 40 * 2 * 5
     assert floor.flop == 3 * (2 * 330 * 4 + 4 * 40 * 20) + 2 * 70 * 4 * 4
     assert floor.seconds == pytest.approx((2120 + 2400) / 100)
     shared = drafter_floor(CHAIN, TWO, batch=4, length=10, guesses=3)
-    assert shared.weight_bytes == 2 * (3 * (30 + 50 + 100) + 30 + 20), "every rank has the whole projection"
+    assert shared.weight_bytes == 2 * (3 * (65 + 100) + 30 + 20), "every rank has the whole projection"
     assert shared.kv_bytes == 1200
 
 
